@@ -1,0 +1,37 @@
+"""kvbench's plain reference: D reads the KV from P over ordinary sockets. Always there.
+
+The handshake is NIXL's (sequential, P answers where its blocks lie), so that the difference
+between the two in a table is the transfer alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvbench.connectors.base import ConnectorOptions, Role
+from kvbench.connectors.pull import PullConnector
+
+
+class TcpOptions(ConnectorOptions):
+    """Options of the tcp connector."""
+
+    streams: int = Field(1, ge=1, le=64, description="TCP connections per pair of instances")
+
+
+class Tcp(PullConnector):
+    """D reads from P with plain sockets."""
+
+    name = "tcp"
+    title = "plain TCP (reference, D pulls)"
+    kv_connector = "KvbenchTcpConnector"
+    transfer_backend = "tcp"
+    options_model = TcpOptions
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        assert isinstance(options, TcpOptions)
+        return {"streams": options.streams}
+
+
+CONNECTOR = Tcp()

@@ -1,0 +1,137 @@
+"""What a measurement leaves behind: one request, one trial. Seconds inside, milliseconds at the edge.
+
+All ``*_s`` times of a request are seconds since the trial's start on the load generator's
+monotonic clock; ``None`` means that it did not happen or was not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+SCHEMA_VERSION: Final = 1
+
+# Classes of failure of one request. "" is success. "cancelled" is a request that kvbench itself
+# ended because its trial was stopped; it is neither met nor missed.
+RequestError = Literal[
+    "",
+    "connect",
+    "timeout",
+    "http_error",
+    "early_close",
+    "bad_stream",
+    "error_body",
+    "wrong_length",
+    "cancelled",
+]
+
+VerdictKind = Literal["met", "missed", "invalid"]
+
+
+@dataclass
+class RequestRecord:
+    """One request as the load generator saw it."""
+
+    request_id: str
+    scheduled_s: float
+    input_len: int
+    requested_output_len: int
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_len: int = 0
+    itl_s: list[float] = field(default_factory=list)
+    status: int = 0
+    error: RequestError = ""
+    error_detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error == ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """First token − scheduled send (wrk2's rule: waiting to be sent is part of the latency)."""
+        return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
+
+    @property
+    def ttft_sent_s(self) -> float | None:
+        """First token − real send."""
+        if self.first_token_s is None or self.sent_s is None:
+            return None
+        return self.first_token_s - self.sent_s
+
+    @property
+    def e2el_s(self) -> float | None:
+        """Last token − scheduled send."""
+        return None if self.last_token_s is None else self.last_token_s - self.scheduled_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(e2el − ttft) / (output_len − 1); undefined for fewer than two tokens."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_len < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_len - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> RequestRecord:
+        return cls(**row)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a gate has to say about a trial: data, with evidence and advice.
+
+    ``level`` is "invalid" (the trial is refused), "warning" (shown beside the number) or "note".
+    """
+
+    gate: str
+    level: Literal["invalid", "warning", "note"]
+    message: str
+    advice: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place in the result table: what is searched for one connector and one input length."""
+
+    connector: str
+    input_len: int
+    output_len: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.connector}-in{self.input_len}-out{self.output_len}"
+
+
+@dataclass
+class TrialRecord:
+    """One trial: one rate offered to one cell once. A line of ``trials.jsonl``."""
+
+    trial_id: str
+    cell: Cell
+    request_rate: float
+    seed: int
+    verdict: VerdictKind
+    reason: str
+    purpose: str = ""
+    started_at: str = ""
+    duration_s: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> TrialRecord:
+        data = {key: value for key, value in row.items() if key != "schema"}
+        data["cell"] = Cell(**data["cell"])
+        data["findings"] = [Finding(**finding) for finding in data.get("findings", [])]
+        return cls(**data)

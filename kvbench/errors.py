@@ -1,0 +1,82 @@
+"""The exception tree. Each error says what happened, and its hint says what to do.
+
+    KvbenchError                 exit code 1
+    ├── InputError               2   what the user wrote cannot be used
+    │   └── ScenarioError            all mistakes of one scenario file
+    ├── MissingLibraryError      1   a native library is absent or does not load
+    ├── LaunchError              1   a process could not be started or did not get ready
+    │   ├── PortInUseError
+    │   └── ProcessDiedError
+    ├── TransferError            1   a KV transfer failed, or did not end within its deadline
+    ├── StoreError               1   a run folder cannot be read or written
+    │   └── NewerSchemaError
+    └── ServerError              1   the server under test answered something unusable
+
+Exit codes beyond these: 0 done, 3 measured but no rate met the SLO, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_SLO_NOT_MET = 3
+EXIT_INTERRUPTED = 130
+
+
+class KvbenchError(Exception):
+    """Base of all errors that a user may see: a message, a hint, an exit code."""
+
+    exit_code: ClassVar[int] = EXIT_FAILED
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InputError(KvbenchError):
+    """Something the user wrote cannot be used."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class ScenarioError(InputError):
+    """A scenario file with mistakes; the message lists all of them with path and line."""
+
+
+class MissingLibraryError(KvbenchError):
+    """A native library is not installed, or does not load on this machine."""
+
+
+class LaunchError(KvbenchError):
+    """A process could not be started, or did not get ready within its deadline."""
+
+
+class PortInUseError(LaunchError):
+    """A port that the plan needs is taken."""
+
+
+class ProcessDiedError(LaunchError):
+    """A process that should be running has ended; the message carries its last lines."""
+
+
+class TransferError(KvbenchError):
+    """A KV transfer failed, or did not end within its deadline."""
+
+
+class StoreError(KvbenchError):
+    """A run folder cannot be read or written."""
+
+
+class NewerSchemaError(StoreError):
+    """A run folder was written by a newer kvbench."""
+
+
+class ServerError(KvbenchError):
+    """The server under test answered something that cannot be used."""

@@ -1,0 +1,127 @@
+"""The contract of a transfer backend: how bytes move between two processes.
+
+A backend is one file in this folder; its module name is its registration. It defines
+
+- ``BACKEND``: a ``Backend`` value with the name, a title, the supported ops and ``check``;
+- its ``Endpoint``, opened by ``BACKEND.open(options)``, always in a child process of its own
+  (``kvbench.transfer.child``), since a native library may abort, hang, or clash with another.
+
+A registered buffer is a table of blocks, as an engine's paged KV cache is: ``regions`` tensors
+(one per layer and key/value) of ``blocks`` blocks of ``block_bytes`` bytes. Block ``b`` of
+region ``r`` starts at byte ``(r · blocks + b) · block_bytes``. A transfer names local and remote
+block ids; every region of each named block moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Op = Literal["read", "write"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a registered buffer: bytes = regions · blocks · block_bytes."""
+
+    regions: int
+    blocks: int
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.regions * self.blocks * self.block_bytes
+
+    def offset(self, region: int, block: int) -> int:
+        """Byte offset of one block of one region."""
+        return (region * self.blocks + block) * self.block_bytes
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something cannot be used here, and the command or change that mends it."""
+
+    reason: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """One finished transfer, timed in the child process that did it.
+
+    ``prepare_s`` is building descriptors, ``transfer_s`` is submit to completion.
+    ``descriptors`` counts what was handed to the library after merging contiguous runs.
+    """
+
+    nbytes: int
+    descriptors: int
+    prepare_s: float
+    transfer_s: float
+
+
+class Endpoint(ABC):
+    """One side of a transfer inside the child process. Every wait has the caller's deadline."""
+
+    @abstractmethod
+    def register(self, address: int, layout: Layout) -> None:
+        """Make ``layout.nbytes`` bytes at ``address`` reachable. Raises TransferError."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """JSON that a peer needs to connect: addresses, keys, and the layout."""
+
+    @abstractmethod
+    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> str:
+        """Reach a peer by its description; returns the peer's id. Raises TransferError."""
+
+    @abstractmethod
+    def submit(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        """Start moving blocks: ``write`` local → remote, ``read`` remote → local."""
+
+    @abstractmethod
+    def poll(self, ticket: Ticket) -> bool:
+        """True when done, False while pending. Raises TransferError when it failed."""
+
+    def release(self, ticket: Ticket) -> None:  # noqa: B027 - optional
+        """Give up or clean up a ticket; called once for each, also after failure or deadline."""
+
+    def progress(self) -> None:  # noqa: B027 - optional
+        """Called often by the child's loop, for libraries that progress only when polled."""
+
+    @abstractmethod
+    def transport(self) -> str:
+        """The transport that really runs (``tcp``, ``rdma``, ``cma`` …), not the one asked for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; must be safe to call twice."""
+
+
+@dataclass
+class Ticket:
+    """A transfer under way. ``handle`` is the backend's own."""
+
+    peer: str
+    op: Op
+    nbytes: int
+    descriptors: int
+    prepare_s: float
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend file offers."""
+
+    name: str
+    title: str
+    ops: tuple[Op, ...]
+    check: Callable[[], Problem | None]
+    open: Callable[[Mapping[str, Any]], Endpoint]
+    env: Callable[[Mapping[str, Any]], dict[str, str]]
+    """Environment that must be set before the library is loaded (MC_*, UCX_*)."""
