@@ -32,6 +32,11 @@ class ModelShape:
     source: str = ""
 
     @property
+    def known(self) -> bool:
+        """False for a model of which only the name is known, behind somebody else's server."""
+        return self.layers > 0
+
+    @property
     def kv_parts(self) -> int:
         """Tensors per layer: keys and values apart, or one latent vector (MLA)."""
         return 1 if self.mla_dim else 2

@@ -1,0 +1,281 @@
+"""The sections of a scenario file as checked, frozen values, each field with its bounds and meaning.
+
+Durations are seconds and limits milliseconds, as the names' suffixes say. The options of
+connectors and engines are typed by them; their models come in as a ``Registry``, in pydantic's
+validation context, since this module knows neither.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from kvbench.core.models import MODELS, KvDtype, ModelShape
+from kvbench.core.scenario_checks import nearest
+from kvbench.core.scenario_text import Location, quoted, shorten
+
+VERSION: Final = 1
+NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
+"""Names and labels become parts of file names."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The option models of the connectors and engines that a scenario may name."""
+
+    connectors: Mapping[str, type[BaseModel]]
+    engines: Mapping[str, type[BaseModel]]
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys, numbers in quotes and infinities are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class NoOptions(Section):
+    """Stands for options that have not been given or not been checked.
+
+    Fields that hold options are declared as Any: their type is known to the registry only.
+    """
+
+
+def _custom(text: str) -> PydanticCustomError:
+    # The text goes in as data: braces in what the user wrote are not placeholders.
+    return PydanticCustomError("kvbench", "{text}", {"text": text})
+
+
+def _error_at(location: Location, text: str) -> ValidationError:
+    """An error that pydantic merges with the others, at a place below the one being validated."""
+    detail = InitErrorDetails(type=_custom(text), loc=location, input=None)
+    return ValidationError.from_exception_data("scenario", [detail])
+
+
+def _typed(name: object, raw: object, known: Mapping[str, type[BaseModel]]) -> BaseModel:
+    """Options checked by the model of their connector or engine. JSON, so that lists become tuples."""
+    if isinstance(raw, BaseModel) and not isinstance(raw, NoOptions):
+        return raw
+    if not isinstance(name, str) or name not in known:
+        return NoOptions()  # the name itself is refused where it stands
+    data = {} if isinstance(raw, NoOptions) or raw is None else raw
+    return known[name].model_validate_json(json.dumps(data), strict=True)
+
+
+def _known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
+    if name not in known:
+        raise _custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
+    return name
+
+
+class ModelChoice(Section):
+    """The model: a preset's name, a preset with changes, or a full shape."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="the model's name in tables")
+    layers: int = Field(
+        0, ge=0, le=1000, description="transformer layers; 0 if unknown, which an external server allows"
+    )
+    kv_heads: int = Field(0, ge=0, le=1024, description="KV heads (GQA); 0 with MLA")
+    head_dim: int = Field(0, ge=0, le=4096, description="width of one KV head; 0 with MLA")
+    kv_dtype: KvDtype = Field("bf16", description="element type of the KV cache")
+    mla_dim: int = Field(0, ge=0, le=65536, description="latent width per layer (MLA); 0 with GQA")
+    vocab_size: int = Field(32_000, ge=256, le=10_000_000, description="prompts are drawn from these ids")
+    served_model_name: str = Field(
+        "",
+        validate_default=True,
+        max_length=200,
+        description="the name that requests carry; by default the model's name",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            raw = {"preset": raw}
+        if not isinstance(raw, Mapping) or "preset" not in raw:
+            return raw
+        preset = raw["preset"]
+        if not isinstance(preset, str) or preset not in MODELS:
+            shown = preset if isinstance(preset, str) else json.dumps(preset)
+            text = f"no model preset is called {quoted(shown)}; {nearest(str(preset), MODELS)}"
+            raise _error_at(("preset",), text)
+        shape = {key: value for key, value in asdict(MODELS[preset]).items() if key != "source"}
+        return shape | {key: value for key, value in raw.items() if key != "preset"}
+
+    @model_validator(mode="after")
+    def _has_width(self) -> ModelChoice:
+        if self.layers and not self.mla_dim and not (self.kv_heads and self.head_dim):
+            raise _custom("needs kv_heads and head_dim (GQA), or mla_dim (MLA)")
+        return self
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _served_or_own_name(cls, served: str, info: ValidationInfo) -> str:
+        return served or str(info.data.get("name", "unnamed"))
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the KV cache and the compute model need to know."""
+        fields = self.model_dump(exclude={"served_model_name"})
+        preset = MODELS.get(self.name)
+        return ModelShape(**fields, source=preset.source if preset else "")
+
+
+class Deployment(Section):
+    """What is launched for each connector."""
+
+    engine: str = Field("emulated", description="what serves tokens")
+    launcher: Literal["local"] = Field("local", description="where processes run")
+    prefill: int = Field(1, ge=1, le=64, description="prefill instances (x in xPyD)")
+    decode: int = Field(1, ge=1, le=64, description="decode instances (y in xPyD)")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="tensor-parallel ranks per instance")
+    host: str = Field(
+        "127.0.0.1", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$", description="address to listen on"
+    )
+    base_port: int = Field(
+        21000, ge=0, le=65535, description="first of the ports in use; 0: free ones are chosen at launch"
+    )
+    ready_timeout_s: float = Field(30.0, gt=0, le=7200, description="deadline for all processes to be ready")
+    engine_options: Any = Field(
+        default_factory=NoOptions, validate_default=True, description="options of the engine"
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_known(cls, name: str, info: ValidationInfo) -> str:
+        return _known_name("engine", name, info.context.engines) if info.context else name
+
+    @field_validator("base_port")
+    @classmethod
+    def _unprivileged(cls, port: int) -> int:
+        if 0 < port < 1024:
+            raise _custom(f"must be 0, or 1024 to 65535, not {port}: lower ports belong to the system")
+        return port
+
+    @field_validator("engine_options", mode="before")
+    @classmethod
+    def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
+        if not info.context:
+            return raw
+        return _typed(info.data.get("engine"), raw, info.context.engines)
+
+
+class ConnectorChoice(Section):
+    """A connector with its options; written as its name, or as a mapping with ``name``."""
+
+    name: str = Field(description="the connector")
+    label: str = Field("", validate_default=True, description="its name in tables; by default `name`")
+    options: Any = Field(
+        default_factory=NoOptions, validate_default=True, description="options of the connector"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            return {"name": raw}
+        if not isinstance(raw, Mapping) or isinstance(raw.get("options"), BaseModel):
+            return raw
+        own = {key: raw[key] for key in ("name", "label") if key in raw}
+        return own | {"options": {key: value for key, value in raw.items() if key not in own}}
+
+    @field_validator("name")
+    @classmethod
+    def _connector_known(cls, name: str, info: ValidationInfo) -> str:
+        return _known_name("connector", name, info.context.connectors) if info.context else name
+
+    @field_validator("label")
+    @classmethod
+    def _label_or_name(cls, label: str, info: ValidationInfo) -> str:
+        label = label or str(info.data.get("name", "unnamed"))
+        if not re.fullmatch(NAME_PATTERN[1:-1], label):
+            raise _custom(f"a label has letters, digits, `.`, `_` and `-`, unlike {label!r}")
+        return label
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
+        if not info.context:
+            return raw
+        return _typed(info.data.get("name"), raw, info.context.connectors)
+
+
+def as_tuple(raw: Any) -> Any:
+    """YAML knows lists only; frozen values hold tuples."""
+    return tuple(raw) if isinstance(raw, list) else raw
+
+
+def _one_or_more(raw: Any) -> Any:
+    return (raw,) if isinstance(raw, (int, float, str)) else as_tuple(raw)
+
+
+InputLen = Annotated[int, Field(ge=1, le=10_000_000)]
+_INPUT_LEN_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": 10_000_000},
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1, "maximum": 10_000_000},
+            "minItems": 1,
+            "maxItems": 64,
+            "uniqueItems": True,
+        },
+    ]
+}
+
+
+class Workload(Section):
+    """What requests look like and how they arrive."""
+
+    input_len: Annotated[
+        tuple[InputLen, ...], BeforeValidator(_one_or_more), WithJsonSchema(_INPUT_LEN_SCHEMA)
+    ] = Field(min_length=1, max_length=64, description="prompt tokens; each length is a cell of its own")
+    output_len: int = Field(ge=1, le=1_000_000, description="tokens that each request generates")
+    burstiness: float = Field(
+        1.0, gt=0, le=1000, description="gamma shape of the arrivals: 1 is Poisson, less is burstier"
+    )
+    request_timeout_s: float = Field(60.0, gt=0, le=86_400, description="deadline of one request")
+
+
+class Slo(Section):
+    """The limits that a request must meet, and the share of requests that must."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
+    tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
+    attainment: float = Field(0.95, gt=0, lt=1, description="share of requests that must meet every limit")
+
+
+def whole_number(raw: Any) -> Any:
+    """A literal compares by value, and so takes `true` and 1.0 for 1."""
+    if type(raw) is not int:
+        raise _custom(f"must be a whole number, not {shorten(raw)}")
+    return raw
+
+
+class Search(Section):
+    """How the highest rate is looked for. Rates are requests per second."""
+
+    start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
+    min_rate: float = Field(0.1, gt=0, le=1e6, description="below this no rate counts as found")
+    max_rate: float = Field(1000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
+    precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the answer's interval")
+    trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
+    min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
+    max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
+    max_trials: int = Field(12, ge=1, le=1000, description="trials in one cell at most")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence of a trial's verdict")
