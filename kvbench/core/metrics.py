@@ -1,0 +1,355 @@
+"""From request records to the figures of a trial: latencies, rates, attainment.
+
+Rules, in one place:
+
+- **Met and missed.** A request meets the SLO if it succeeded and keeps every limit. A failed, late or
+  wrong-length request is a miss. TPOT is undefined for one token; such a request keeps the TPOT limit.
+  A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
+  have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
+  requests wait too long would be judged by the lucky ones alone.
+- **Steady window.** Verdict, rates and latencies are taken from the window that begins after the
+  warm-up and ends with the last arrival. The warm-up is the first 10 % of the arrivals, or one median
+  end-to-end latency if that is longer, but never more than 30 % of the arrivals. Fewer than 20
+  arrivals have no warm-up: there is nothing to spare. A request belongs to the window if it was
+  *scheduled* in it; a completion or a token counts for a rate if it *happened* in it. So the drain
+  after the last arrival, in which the load is no longer offered, distorts no rate.
+- **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
+  whole duration, ramp and drain included. They are lower than the load that was carried.
+- **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
+  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.records import RequestRecord
+from kvbench.core.stats import StepSeries, Trend, autocorrelation_time, share_interval, trend
+
+WARMUP_SHARE: Final = 0.10
+WARMUP_SHARE_MAX: Final = 0.30
+WARMUP_MIN_REQUESTS: Final = 20
+CONFIDENCE: Final = 0.95
+MIN_SPAN_S: Final = 1e-3
+"""No rate and no trend is taken from a shorter time."""
+MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits for each request, and the share of requests that must keep all of them.
+
+    ``ttft_ms`` counts from the scheduled send. None is no limit. Raises ValueError for impossible values.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    attainment: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name, limit in (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} must be above 0, not {limit}")
+        if not 0.0 < self.attainment <= 1.0:
+            raise ValueError(f"attainment must be above 0 and at most 1, not {self.attainment}")
+
+    def misses_allowed(self, n: int) -> int:
+        """Most misses among ``n`` requests that still attain the share."""
+        # The small term keeps 0.95 × 100 = 95.00000000000001 from asking for 96.
+        return n - math.ceil(self.attainment * n - 1e-9)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steady part of a trial, in seconds since its start; both ends belong to it."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return max(0.0, self.end_s - self.start_s)
+
+    def has(self, time_s: float | None) -> bool:
+        return time_s is not None and self.start_s <= time_s <= self.end_s
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A sample's figures; all None for an empty one. ``n`` is the number of values."""
+
+    n: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
+        """Figures of the values that are there, each times ``scale``."""
+        data = np.array([value for value in values if value is not None], dtype=np.float64) * scale
+        if not len(data):
+            return cls()
+        p50, p90, p99 = (
+            float(np.percentile(data, q)) if len(data) >= least else None for q, least in MIN_VALUES.items()
+        )
+        return cls(len(data), float(data.mean()), p50, p90, p99, float(data.max()))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
+
+    The first block counts all requests of the trial; everything after ``window`` is of the steady window
+    only, except ``run_*``, the peaks and ``duration_s``.
+    """
+
+    offered_rate: float
+    duration_s: float
+    planned: int
+    sent: int
+    completed: int
+    failed: Mapping[str, int]
+    cancelled: int
+    met: int
+    missed: int
+    undecided: int
+
+    window: Window
+    judged_met: int
+    judged_missed: int
+    judged_undecided: int
+    missed_by: Mapping[str, int]
+    """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
+
+    slo_attainment: float | None
+    """judged_met / (judged_met + judged_missed); None if nothing was decided."""
+    attainment_lower: float
+    attainment_upper: float
+    attainment_confidence: float
+    effective_n: float
+    """How many independent requests the judged ones are worth; the interval is for this number."""
+
+    achieved_rate: float | None
+    """Requests completed inside the window / its length."""
+    request_goodput: float | None
+    """Requests that met the SLO and completed inside the window / its length."""
+    output_tok_per_s: float | None
+    total_tok_per_s: float | None
+    """Output tokens, and with them the prompt tokens of requests whose first token came in the window."""
+    run_request_rate: float | None
+    run_output_tok_per_s: float | None
+    run_total_tok_per_s: float | None
+
+    ttft_ms: Distribution = field(default_factory=Distribution)
+    ttft_sent_ms: Distribution = field(default_factory=Distribution)
+    tpot_ms: Distribution = field(default_factory=Distribution)
+    itl_ms: Distribution = field(default_factory=Distribution)
+    e2el_ms: Distribution = field(default_factory=Distribution)
+
+    peak_waiting: int = 0
+    peak_in_flight: int = 0
+    waiting_trend: Trend | None = None
+    """Slope of the number of requests waiting for their first token, over the window."""
+
+    @property
+    def judged(self) -> int:
+        return self.judged_met + self.judged_missed
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
+    """True: it kept every limit; False: a miss; None: cancelled before that was decided.
+
+    ``ended_s`` is when the trial was stopped and its requests cancelled, in seconds since its start.
+    """
+    broken = misses(record, slo, ended_s)
+    if broken:
+        return False
+    return None if record.error == "cancelled" else True
+
+
+def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tuple[str, ...]:
+    """Why a request is a miss: "ttft", "tpot", or the class of its failure. Empty if it is none."""
+    if record.error not in ("", "cancelled"):
+        return (record.error,)
+    cancelled = record.error == "cancelled"
+    ttft_s, tpot_s = record.ttft_s, record.tpot_s
+    if cancelled and ended_s is not None:
+        if ttft_s is None:
+            ttft_s = ended_s - record.scheduled_s
+        if record.first_token_s is not None and record.requested_output_len > 1:
+            # The least that its TPOT can become: all missing tokens in the very next moment.
+            tpot_s = (ended_s - record.first_token_s) / (record.requested_output_len - 1)
+    elif cancelled:
+        tpot_s = None
+    broken = []
+    if slo.ttft_ms is not None and (ttft_s * 1e3 > slo.ttft_ms if ttft_s is not None else not cancelled):
+        broken.append("ttft")
+    if slo.tpot_ms is not None and tpot_s is not None and tpot_s * 1e3 > slo.tpot_ms:
+        broken.append("tpot")
+    return tuple(broken)
+
+
+def ended_at(records: Sequence[RequestRecord], duration_s: float) -> float | None:
+    """When the trial was stopped, if it was: its end, if any request had to be cancelled."""
+    return duration_s if any(record.error == "cancelled" for record in records) else None
+
+
+def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None) -> Window:
+    """The window after the warm-up and up to the last arrival, by the rule in the module's docstring."""
+    arrivals = sorted(
+        record.scheduled_s for record in records if ended_s is None or record.scheduled_s <= ended_s
+    )
+    if not arrivals:
+        return Window(0.0, 0.0)
+    n = len(arrivals)
+    if n < WARMUP_MIN_REQUESTS:
+        return Window(arrivals[0], arrivals[-1])
+    latencies = [record.e2el_s for record in records if record.ok and record.e2el_s is not None]
+    latency_s = float(np.median(latencies)) if latencies else 0.0
+    by_count = arrivals[math.ceil(WARMUP_SHARE * n)]
+    at_most = arrivals[math.floor(WARMUP_SHARE_MAX * n)]
+    return Window(min(max(by_count, arrivals[0] + latency_s), at_most), arrivals[-1])
+
+
+def judged_records(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
+    """The requests that the verdict counts, in the order of their scheduled sends."""
+    inside = (record for record in records if window.has(record.scheduled_s))
+    return sorted(inside, key=lambda record: record.scheduled_s)
+
+
+def waiting_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
+    """Number of requests that wait for their first token, from their scheduled send on."""
+    return _open_requests(records, ended_s, "first_token_s")
+
+
+def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
+    """Number of requests between their scheduled send and their last token."""
+    return _open_requests(records, ended_s, "last_token_s")
+
+
+def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
+    """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
+    cancelled; a request that failed otherwise is taken to have failed at once.
+    """
+    known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
+    last_s = ended_s if ended_s is not None else max(known, default=0.0)
+    starts, ends = [], []
+    for record in records:
+        end = getattr(record, until)
+        if end is None:
+            end = last_s if record.error in ("timeout", "cancelled") else record.sent_s
+        if end is not None and end > record.scheduled_s:
+            starts.append(record.scheduled_s)
+            ends.append(end)
+    return StepSeries.of_intervals(starts, ends)
+
+
+def summarise(
+    records: Sequence[RequestRecord],
+    slo: Slo,
+    offered_rate: float,
+    duration_s: float,
+    window: Window | None = None,
+    confidence: float = CONFIDENCE,
+) -> Summary:
+    """All figures of a trial.
+
+    ``records``: one for each planned request. ``offered_rate``: requests per second that were asked for.
+    ``duration_s``: from the trial's start to its end, drain included. ``window``: steady window, found
+    from the records if not given. ``confidence``: of the attainment's two-sided interval.
+    """
+    ended_s = ended_at(records, duration_s)
+    window = steady_window(records, ended_s) if window is None else window
+    judged = judged_records(records, window)
+    done = [record for record in judged if record.ok]
+    decided = [verdict for record in judged if (verdict := met(record, slo, ended_s)) is not None]
+    attained = sum(decided)
+    effective_n = len(decided) / autocorrelation_time([float(verdict) for verdict in decided])
+    share = attained / len(decided) if decided else None
+    lower, upper = share_interval((share or 0.0) * effective_n, effective_n, confidence)
+    waiting = waiting_series(records, ended_s)
+    return Summary(
+        offered_rate=offered_rate,
+        duration_s=duration_s,
+        **_counts(records, slo, ended_s),
+        window=window,
+        judged_met=attained,
+        judged_missed=len(decided) - attained,
+        judged_undecided=len(judged) - len(decided),
+        missed_by=dict(Counter(cause for record in judged for cause in misses(record, slo, ended_s))),
+        slo_attainment=share,
+        attainment_lower=lower,
+        attainment_upper=upper,
+        attainment_confidence=confidence,
+        effective_n=effective_n,
+        **_rates(records, slo, duration_s, window),
+        ttft_ms=Distribution.of((record.ttft_s for record in done), 1e3),
+        ttft_sent_ms=Distribution.of((record.ttft_sent_s for record in done), 1e3),
+        tpot_ms=Distribution.of((record.tpot_s for record in done), 1e3),
+        itl_ms=Distribution.of((gap for record in done for gap in record.itl_s), 1e3),
+        e2el_ms=Distribution.of((record.e2el_s for record in done), 1e3),
+        peak_waiting=waiting.peak(),
+        peak_in_flight=in_flight_series(records, ended_s).peak(),
+        waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
+    )
+
+
+def _counts(records: Sequence[RequestRecord], slo: Slo, ended_s: float | None) -> dict[str, Any]:
+    errors = Counter(record.error for record in records)
+    verdicts = Counter(met(record, slo, ended_s) for record in records)
+    return {
+        "planned": len(records),
+        "sent": sum(record.sent_s is not None for record in records),
+        "completed": errors.pop("", 0),
+        "cancelled": errors.pop("cancelled", 0),
+        "failed": dict(errors),
+        "met": verdicts[True],
+        "missed": verdicts[False],
+        "undecided": verdicts[None],
+    }
+
+
+def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float, window: Window) -> dict[str, Any]:
+    done = [record for record in records if record.ok]
+    inside = [record for record in done if window.has(record.last_token_s)]
+    output = sum(_output_inside(record, window) for record in records)
+    prompts = sum(record.input_len for record in records if window.has(record.first_token_s))
+    all_output = sum(record.output_len for record in done)
+    all_prompts = sum(record.input_len for record in done)
+    return {
+        "achieved_rate": _per_second(len(inside), window.length_s),
+        "request_goodput": _per_second(sum(met(r, slo) is True for r in inside), window.length_s),
+        "output_tok_per_s": _per_second(output, window.length_s),
+        "total_tok_per_s": _per_second(output + prompts, window.length_s),
+        "run_request_rate": _per_second(len(done), duration_s),
+        "run_output_tok_per_s": _per_second(all_output, duration_s),
+        "run_total_tok_per_s": _per_second(all_output + all_prompts, duration_s),
+    }
+
+
+def _per_second(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds >= MIN_SPAN_S else None
+
+
+def _output_inside(record: RequestRecord, window: Window) -> float:
+    """Output tokens of a request inside the window: the first at its time, the others spread evenly."""
+    if record.first_token_s is None or record.output_len < 1:
+        return 0.0
+    count = 1.0 if window.has(record.first_token_s) else 0.0
+    last_s = record.last_token_s if record.last_token_s is not None else record.first_token_s
+    length = last_s - record.first_token_s
+    if length <= 0.0:
+        return count * record.output_len
+    shared = min(last_s, window.end_s) - max(record.first_token_s, window.start_s)
+    return count + (record.output_len - 1) * max(0.0, shared) / length

@@ -1,0 +1,237 @@
+"""Statistics for verdicts: exact binomial bounds, dependent samples, trends. Pure and without scipy.
+
+Shares are counts of "good" requests (``successes`` of ``n``). Requests near capacity depend on their
+neighbours (one long queue makes many late requests), so an interval is quoted for the *effective* number
+of requests, which may be a fraction; the bounds below therefore take real numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_TINY: Final = 1e-300
+_BISECTIONS: Final = 80
+"""Halvings of [0, 1]: an error below 1e-24, under double precision."""
+
+
+def beta_cdf(a: float, b: float, x: float) -> float:
+    """Regularised incomplete beta function I_x(a, b), by its continued fraction (Lentz's method)."""
+    if x <= 0.0:
+        return 0.0
+    if x >= 1.0:
+        return 1.0
+    log_front = a * math.log(x) + b * math.log1p(-x) - log_beta(a, b)
+    # The fraction converges fast on one side of the mean; the other side is its mirror image.
+    if x < (a + 1.0) / (a + b + 2.0):
+        return math.exp(log_front) * _beta_fraction(a, b, x) / a
+    return 1.0 - math.exp(log_front) * _beta_fraction(b, a, 1.0 - x) / b
+
+
+def log_beta(a: float, b: float) -> float:
+    """Logarithm of the complete beta function."""
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    c = 1.0
+    d = 1.0 / _nonzero(1.0 - (a + b) * x / (a + 1.0))
+    value = d
+    # It needs O(sqrt(max(a, b))) steps.
+    for m in range(1, 200 + 20 * math.isqrt(math.ceil(max(a, b)))):
+        even = m * (b - m) * x / ((a + 2 * m - 1.0) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1.0))
+        change = 1.0
+        for term in (even, odd):
+            d = 1.0 / _nonzero(1.0 + term * d)
+            c = _nonzero(1.0 + term / c)
+            change = c * d
+            value *= change
+        if abs(change - 1.0) < 1e-15:
+            break
+    return value
+
+
+def _nonzero(value: float) -> float:
+    return value if abs(value) > _TINY else _TINY
+
+
+def beta_quantile(a: float, b: float, q: float) -> float:
+    """The x with I_x(a, b) = q, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if beta_cdf(a, b, middle) < q:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def binomial_cdf(k: int, n: int, p: float) -> float:
+    """P(X ≤ k) for X ~ Binomial(n, p)."""
+    if k < 0:
+        return 0.0
+    return 1.0 if k >= n else beta_cdf(n - k, k + 1, 1.0 - p)
+
+
+def lower_bound(successes: float, n: float, confidence: float) -> float:
+    """One-sided exact (Clopper-Pearson) lower bound of a share; 0 when nothing is known."""
+    if n <= 0 or successes <= 0:
+        return 0.0
+    return beta_quantile(successes, n - successes + 1, 1.0 - confidence)
+
+
+def upper_bound(successes: float, n: float, confidence: float) -> float:
+    """One-sided exact (Clopper-Pearson) upper bound of a share; 1 when nothing is known."""
+    if n <= 0 or successes >= n:
+        return 1.0
+    return beta_quantile(successes + 1, n - successes, confidence)
+
+
+def share_interval(successes: float, n: float, confidence: float) -> tuple[float, float]:
+    """Two-sided exact (Clopper-Pearson) interval of a share."""
+    one_sided = 1.0 - (1.0 - confidence) / 2
+    return lower_bound(successes, n, one_sided), upper_bound(successes, n, one_sided)
+
+
+def requests_needed(misses: int, attainment: float, confidence: float) -> int:
+    """Fewest requests that prove ``attainment`` at ``confidence`` with that many misses among them.
+
+    The early-stopping rule of MLPerf's load generator: the least n with
+    P(X ≤ misses | n, 1 - attainment) ≤ 1 - confidence. For example 59 at 95 % / 95 % with no miss.
+    """
+    low, high = misses, 2 * misses + 2
+    while binomial_cdf(misses, high, 1.0 - attainment) > 1.0 - confidence:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if binomial_cdf(misses, middle, 1.0 - attainment) > 1.0 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def log_evidence_below(successes: int, n: int, share: float) -> float:
+    """Logarithm of the evidence that the true share of successes is below ``share``.
+
+    It is the likelihood of the data, averaged evenly over all shares below ``share``, divided by the
+    likelihood at ``share``. For independent requests whose true share is ``share`` or more, this ratio is a
+    non-negative supermartingale that starts at 1: the chance that it *ever* exceeds 1/alpha is at most
+    alpha (Ville's inequality). So it may be looked at after every request and no alpha has to be split
+    over the looks.
+    """
+    if n == 0 or not 0.0 < share < 1.0:
+        return 0.0
+    a, b = successes + 1.0, n - successes + 1.0
+    inside = beta_cdf(a, b, share)
+    if inside <= 0.0:
+        return -math.inf
+    average = log_beta(a, b) + math.log(inside) - math.log(share)
+    return average - successes * math.log(share) - (n - successes) * math.log1p(-share)
+
+
+def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
+    """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations.
+
+    Lags are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence).
+    1 for constant or short series; never below 1 (negative correlation is not used to narrow an interval)
+    and never above half the length.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    n = len(data)
+    centred = data - data.mean() if n else data
+    variance = float(centred @ centred)
+    if n < 4 or variance <= 1e-12:
+        return 1.0
+    size = 1 << (2 * n - 1).bit_length()
+    spectrum = np.fft.rfft(centred, size)
+    rho = np.fft.irfft(spectrum * np.conj(spectrum), size)[:n] / variance
+    total = -1.0
+    for lag in range(0, n - 1, 2):
+        pair = float(rho[lag] + rho[lag + 1])
+        if pair <= 0.0:
+            break
+        total += 2.0 * pair
+    return min(max(total, 1.0), n / 2)
+
+
+def batch_means(values: Sequence[float] | FloatArray, batches: int) -> tuple[float, float]:
+    """(mean, standard error) by equal batches of neighbours; the tail that fills no batch is left out.
+
+    Raises ValueError with fewer than two batches or fewer values than batches.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if batches < 2 or len(data) < batches:
+        raise ValueError(f"{len(data)} values do not fill {batches} batches")
+    size = len(data) // batches
+    means = data[: size * batches].reshape(batches, size).mean(axis=1)
+    return float(means.mean()), float(means.std(ddof=1) / math.sqrt(batches))
+
+
+@dataclass(frozen=True)
+class StepSeries:
+    """A step function of time: ``values[i]`` holds from ``times_s[i]`` on; before the first, it is 0."""
+
+    times_s: FloatArray
+    values: FloatArray
+
+    @classmethod
+    def of_intervals(cls, starts_s: Sequence[float], ends_s: Sequence[float]) -> StepSeries:
+        """How many of the intervals [start, end) are open at each time."""
+        times = np.concatenate([np.asarray(starts_s, np.float64), np.asarray(ends_s, np.float64)])
+        change = np.concatenate([np.ones(len(starts_s)), -np.ones(len(ends_s))])
+        moments, where = np.unique(times, return_inverse=True)
+        return cls(moments, np.cumsum(np.bincount(where, weights=change, minlength=len(moments))))
+
+    def peak(self) -> int:
+        return int(self.values.max()) if len(self.values) else 0
+
+    def at(self, time_s: float) -> float:
+        index = int(np.searchsorted(self.times_s, time_s, side="right")) - 1
+        return float(self.values[index]) if index >= 0 else 0.0
+
+    def block_means(self, start_s: float, end_s: float, blocks: int) -> FloatArray:
+        """Time-weighted means over equal blocks of [start, end]."""
+        edges = np.linspace(start_s, end_s, blocks + 1)
+        if not len(self.times_s):
+            return np.zeros(blocks)
+        # The integral of the step function at each of its moments, then anywhere by interpolation.
+        area = np.concatenate([[0.0], np.cumsum(self.values[:-1] * np.diff(self.times_s))])
+        at_edges = np.interp(edges, self.times_s, area)
+        past = np.clip(edges - self.times_s[-1], 0.0, None) * self.values[-1]
+        return np.asarray(np.diff(at_edges + past) / np.diff(edges), np.float64)
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A straight line's slope per second, with its standard error."""
+
+    per_s: float
+    error: float
+
+
+def trend(series: StepSeries, start_s: float, end_s: float, blocks: int = 10) -> Trend | None:
+    """Least-squares slope of a step series over [start, end], from the means of ``blocks`` blocks.
+
+    The error is the residuals' one: too small where the series wanders within the span as a queue does.
+    So whoever judges must ask for several errors, and for more than a random walk yields.
+    None for an empty span.
+    """
+    if blocks < 3 or end_s <= start_s:
+        return None
+    means = series.block_means(start_s, end_s, blocks)
+    width = (end_s - start_s) / blocks
+    x = (np.arange(blocks) - (blocks - 1) / 2) * width
+    sxx = float(x @ x)
+    slope = float(x @ means) / sxx
+    residual = means - means.mean() - slope * x
+    return Trend(slope, math.sqrt(float(residual @ residual) / (blocks - 2) / sxx))

@@ -1,0 +1,130 @@
+"""Exact bounds, evidence, correlation, trends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core import stats
+from kvbench.core.stats import StepSeries
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "confidence", "low", "high"),
+    [
+        # Closed forms and textbook values.
+        (0, 10, 0.95, 0.0, 0.30850),
+        (10, 10, 0.95, 0.69150, 1.0),
+        (5, 10, 0.95, 0.18709, 0.81291),
+        (4, 20, 0.95, 0.05733, 0.43661),
+        (95, 100, 0.95, 0.88717, 0.98357),
+        (1, 2, 0.90, 0.02532, 0.97468),
+    ],
+)
+def test_clopper_pearson_against_tables(k: int, n: int, confidence: float, low: float, high: float) -> None:
+    assert stats.share_interval(k, n, confidence) == pytest.approx((low, high), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("attainment", "confidence", "table"),
+    [
+        (0.99, 0.95, {0: 299, 1: 473, 2: 628, 5: 1049, 10: 1693}),
+        (0.99, 0.99, {0: 459}),
+        (0.95, 0.95, {0: 59, 1: 93, 2: 124, 5: 208, 10: 336}),
+        (0.90, 0.95, {0: 29, 1: 46, 2: 61, 5: 103, 10: 167}),
+    ],
+)
+def test_requests_needed_against_the_table(
+    attainment: float, confidence: float, table: dict[int, int]
+) -> None:
+    assert {misses: stats.requests_needed(misses, attainment, confidence) for misses in table} == table
+
+
+@given(st.integers(1, 300), st.floats(0.01, 0.99), st.data())
+def test_binomial_cdf_is_the_sum(n: int, p: float, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    summed = math.fsum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1))
+    assert stats.binomial_cdf(k, n, p) == pytest.approx(summed, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 200), st.integers(1, 200), st.floats(0.5, 0.999))
+def test_bounds_hold_the_estimate_and_invert_the_cdf(k: int, more: int, confidence: float) -> None:
+    n = k + more
+    low, high = stats.lower_bound(k, n, confidence), stats.upper_bound(k, n, confidence)
+    assert 0.0 <= low <= k / n <= high <= 1.0
+    assert stats.binomial_cdf(k, n, high) == pytest.approx(1 - confidence, abs=1e-9)
+
+
+def test_bounds_of_nothing_and_of_fractions() -> None:
+    assert stats.share_interval(0, 0, 0.95) == (0.0, 1.0)
+    low, high = stats.share_interval(23.75, 25.0, 0.95)  # 95 % of an effective 25
+    assert low < stats.share_interval(95, 100, 0.95)[0] < 0.95 < high
+
+
+def test_beta_of_large_arguments_converges() -> None:
+    assert stats.beta_cdf(50_000, 50_000, 0.5) == pytest.approx(0.5, abs=1e-9)
+    assert stats.beta_cdf(1e5, 1e3, 1e5 / (1e5 + 1e3)) == pytest.approx(0.5, abs=0.01)
+
+
+def test_evidence_below_keeps_its_promise_at_every_look() -> None:
+    random = np.random.default_rng(1)
+    crossed = 0
+    for _ in range(300):
+        successes = np.cumsum(random.random(300) < 0.95)
+        crossed += any(
+            stats.log_evidence_below(int(successes[n - 1]), n, 0.95) > math.log(1 / 0.05)
+            for n in range(1, 301, 3)
+        )
+    assert crossed / 300 <= 0.05  # by Ville's inequality, up to the luck of 300 draws
+    assert stats.log_evidence_below(40, 60, 0.95) > math.log(1 / 0.05)
+    assert stats.log_evidence_below(60, 60, 0.95) < 0
+    assert stats.log_evidence_below(0, 0, 0.95) == 0.0
+    assert stats.log_evidence_below(1, 1, 1.0) == 0.0
+
+
+def test_autocorrelation_time_of_an_ar1_process() -> None:
+    random = np.random.default_rng(2)
+    noise = random.normal(size=20_000)
+    values = np.zeros_like(noise)
+    for i in range(1, len(noise)):
+        values[i] = 0.8 * values[i - 1] + noise[i]
+    assert stats.autocorrelation_time(values) == pytest.approx((1 + 0.8) / (1 - 0.8), rel=0.2)
+    assert stats.autocorrelation_time(noise) == pytest.approx(1.0, abs=0.15)
+    assert stats.autocorrelation_time([1.0] * 50) == stats.autocorrelation_time([]) == 1.0
+    assert stats.autocorrelation_time([1.0] * 30 + [0.0] * 30) > 10
+
+
+def test_batch_means() -> None:
+    mean, error = stats.batch_means([1, 1, 3, 3, 5, 5, 99], 3)
+    assert (mean, error) == pytest.approx((3.0, 2 / math.sqrt(3)))
+    with pytest.raises(ValueError, match="do not fill"):
+        stats.batch_means([1.0], 2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=30))
+def test_step_series_counts_open_intervals(intervals: list[tuple[float, float]]) -> None:
+    starts = [start for start, _ in intervals]
+    ends = [start + length for start, length in intervals]
+    series = StepSeries.of_intervals(starts, ends)
+    for t in (0.0, 1.5, 5.0, 20.0):
+        assert series.at(t) == sum(a <= t < b for a, b in zip(starts, ends, strict=True))
+    covered = sum(max(0.0, min(b, 8.0) - max(a, 1.0)) for a, b in zip(starts, ends, strict=True))
+    assert series.block_means(1.0, 8.0, 4).mean() * 7.0 == pytest.approx(covered, abs=1e-6)
+
+
+def test_trend_finds_a_slope_and_none_in_an_empty_span() -> None:
+    # One more request waits after each second, and none ever leaves.
+    rising = StepSeries.of_intervals(list(range(20)), [100.0] * 20)
+    found = stats.trend(rising, 0.0, 20.0)
+    assert found is not None
+    assert found.per_s == pytest.approx(1.0)
+    assert found.error == pytest.approx(0.0, abs=1e-9)
+    assert stats.trend(rising, 5.0, 5.0) is None
+    flat = stats.trend(StepSeries.of_intervals([], []), 0.0, 1.0)
+    assert flat is not None
+    assert flat.per_s == 0.0
