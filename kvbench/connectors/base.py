@@ -76,6 +76,10 @@ class Connector(ABC):
         """Environment of the engine process."""
         return {}
 
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        """The transports that the options ask for, by commas; what really ran is checked against it."""
+        return ""
+
     @abstractmethod
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         """The body to send to P for a client's body."""

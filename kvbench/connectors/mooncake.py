@@ -53,6 +53,10 @@ class Mooncake(Connector):
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
 
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        assert isinstance(options, MooncakeOptions)
+        return options.protocol
+
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
             body, {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": request_id}

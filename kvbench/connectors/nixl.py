@@ -40,5 +40,9 @@ class Nixl(PullConnector):
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
         }
 
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        assert isinstance(options, NixlOptions)
+        return options.ucx_tls
+
 
 CONNECTOR = Nixl()

@@ -33,5 +33,8 @@ class Tcp(PullConnector):
         assert isinstance(options, TcpOptions)
         return {"streams": options.streams}
 
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        return "tcp"
+
 
 CONNECTOR = Tcp()

@@ -1,0 +1,28 @@
+"""What serves tokens: one file per engine, found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from kvbench.engines.base import Engine, EngineOptions
+from kvbench.errors import InputError
+
+
+def names() -> tuple[str, ...]:
+    """All engines: the files of this folder."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+
+
+def get(name: str) -> Engine:
+    """The engine of that name. Raises InputError for an unknown one."""
+    if name not in names():
+        raise InputError(f"no engine is called {name!r}", hint=f"there are: {', '.join(names())}")
+    engine = importlib.import_module(f"{__name__}.{name}").ENGINE
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def options_model(name: str) -> type[EngineOptions]:
+    """The pydantic model of an engine's options."""
+    return get(name).options_model

@@ -1,0 +1,175 @@
+"""Processes on this machine: each in a session of its own, tagged, and gone when kvbench is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from kvbench.core.processes import RUN_TAG_ENV, ProcessSpec
+from kvbench.errors import LaunchError
+
+_GUARD = str(Path(__file__).with_name("guard.py"))
+GRACE_S = 3.0
+"""Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
+
+
+class LocalProcess:
+    """A started process and its group. Only ever signals what it started itself."""
+
+    def __init__(self, spec: ProcessSpec, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._popen = popen
+        self._returncode: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs. Sweeps up the rest of the group once it has ended."""
+        if self._returncode is None and self._has_exited():
+            self._reap()
+        return self._returncode
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM to the process itself, which ends its own children)."""
+        if self._returncode is None:
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and its whole group at once."""
+        if self._returncode is None:
+            self._signal_group(signal.SIGKILL)
+            self._reap()
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """The pipe to a process that was started piped."""
+        assert self._popen.stdin is not None
+        return self._popen.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """The pipe from a process that was started piped."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout
+
+    def tail(self, lines: int = 12) -> list[str]:
+        """The last lines of its log."""
+        return tail_of(self.log_path, lines)
+
+    def _has_exited(self) -> bool:
+        # WNOWAIT leaves the zombie in place, so that its process group id cannot be reused
+        # before the rest of the group has been swept up.
+        try:
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True
+        return status is not None
+
+    def _reap(self) -> None:
+        self._signal_group(signal.SIGKILL)
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._returncode = self._popen.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class LocalLauncher:
+    """Starts processes on this machine. Logs go to ``log_dir``, their JSON specs to ``spec_dir``."""
+
+    name = "local"
+
+    def __init__(self, run_tag: str, log_dir: Path, spec_dir: Path) -> None:
+        self.run_tag = run_tag
+        self.log_dir = log_dir
+        self._spec_dir = spec_dir
+
+    def start(self, spec: ProcessSpec, *, piped: bool = False) -> LocalProcess:
+        """Start one process; ``piped`` keeps its stdin and stdout for a conversation with it.
+
+        Raises LaunchError if the command cannot be run at all.
+        """
+        argv = list(spec.argv)
+        if spec.spec is not None:
+            self._spec_dir.mkdir(parents=True, exist_ok=True)
+            path = self._spec_dir / f"{spec.name}.json"
+            path.write_text(json.dumps(spec.spec, indent=1))
+            argv.append(str(path))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self.log_dir / f"{spec.name}.log"
+        command = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *argv]
+        try:
+            with log_path.open("ab") as log:
+                popen = subprocess.Popen(
+                    command,
+                    env=child_environment(spec.env, self.run_tag),
+                    stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if piped else log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchError(f"cannot start {spec.name}: {error.strerror}", hint=" ".join(argv)) from error
+        return LocalProcess(spec, popen, log_path)
+
+    def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:
+        """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
+        deadline = time.monotonic() + grace_s
+        for process in reversed(processes):
+            process.terminate()
+        waiting = list(reversed(processes))
+        try:
+            while waiting and time.monotonic() < deadline:
+                waiting = [process for process in waiting if process.poll() is None]
+                if waiting:
+                    time.sleep(0.02)
+        finally:
+            for process in waiting:
+                process.kill()
+
+
+def child_environment(extra: Mapping[str, str], run_tag: str) -> dict[str, str]:
+    """Our own environment with ``extra`` and the run tag; one thread each for numerical libraries."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **extra,
+        RUN_TAG_ENV: run_tag,
+    }
+
+
+def tail_of(path: Path, lines: int) -> list[str]:
+    """The last lines of a text file, read from its last 16 KiB; empty if it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 16_384))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-lines:]
