@@ -1,0 +1,347 @@
+"""A running deployment: an aggregated server or a P/D pair with its router, from start to stop."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+import httpx
+
+from kvbench import connectors, engines
+from kvbench.connectors.base import Connector
+from kvbench.core.models import ModelShape
+from kvbench.core.plan import DeploymentPlan
+from kvbench.core.processes import ProcessSpec
+from kvbench.core.scenario import Scenario
+from kvbench.engines.base import Engine, Instance
+from kvbench.errors import LaunchError, PortInUseError, ProcessDiedError, ServerError
+from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.telemetry import Metrics, scrape
+from kvbench.transfer.base import Problem
+
+POLL_S = 0.02
+CONTROL_TIMEOUT_S = 10.0
+PORT_IN_USE_EXIT = 98
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a deployment answers: requests at ``base_url``, metrics per instance."""
+
+    base_url: str
+    metrics_urls: Mapping[str, str] = field(default_factory=dict)
+    """Instance name → /metrics. Names start with their role."""
+    cache_reset_urls: Sequence[str] = ()
+    router_metrics_url: str = ""
+
+    def of_role(self, *roles: str) -> list[str]:
+        """The metrics URLs of the instances of these roles."""
+        return [url for name, url in self.metrics_urls.items() if name.split("-")[0] in roles]
+
+
+def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
+    """The engine instances of one deployment, prefill first."""
+    shape: ModelShape = scenario.model.shape
+    longest = max(scenario.workload.input_len) + scenario.workload.output_len
+    return [
+        Instance(
+            name=process.name,
+            role=process.role,
+            rank=process.rank,
+            host=scenario.deployment.host,
+            port=process.port,
+            side_port=process.side_port,
+            engine_id=f"{plan.label}-{process.name}",
+            model=shape,
+            served_model_name=scenario.model.served_model_name,
+            tensor_parallel_size=scenario.deployment.tensor_parallel_size,
+            max_tokens_per_request=longest,
+        )
+        for process in plan.instances
+    ]
+
+
+def process_specs(scenario: Scenario, plan: DeploymentPlan) -> list[ProcessSpec]:
+    """Every process of a deployment in the order of start: prefill, decode, router."""
+    engine = engines.get(scenario.deployment.engine)
+    connector = connectors.get(plan.connector)
+    options = scenario.connector_options(plan.label)
+    engine_options = scenario.deployment.engine_options
+    members = instances(scenario, plan)
+    specs = [engine.process(member, connector, options, engine_options) for member in members]
+    if plan.router_port is not None:
+        specs.append(_router_spec(scenario, plan, members))
+    return specs
+
+
+def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Instance]) -> ProcessSpec:
+    host = scenario.deployment.host
+    connector = connectors.get(plan.connector)
+    prefill = [
+        {"url": member.url, "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else ""}
+        for member in members
+        if member.role == "prefill"
+    ]
+    spec = {
+        "host": host,
+        "port": plan.router_port,
+        "connector": plan.connector,
+        "request_timeout_s": scenario.workload.request_timeout_s,
+        "prefill": prefill,
+        "decode": [{"url": member.url} for member in members if member.role != "prefill"],
+    }
+    return ProcessSpec(
+        name="router",
+        argv=(sys.executable, "-m", "kvbench.router"),
+        spec=spec,
+        ready_url=f"http://{host}:{plan.router_port}/health",
+        port=plan.router_port or 0,
+    )
+
+
+class Deployment:
+    """Context manager: starts the processes, waits until all are ready, stops all of them at the end."""
+
+    def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: LocalLauncher) -> None:
+        self.plan = plan
+        self.ready_s = 0.0
+        self.processes: list[LocalProcess] = []
+        self._scenario = scenario
+        self._launcher = launcher
+        self._client = httpx.Client(timeout=CONTROL_TIMEOUT_S)
+        self._connector: Connector = connectors.get(plan.connector)
+        self._specs = [] if self.external else process_specs(scenario, plan)
+        self.endpoints = self._endpoints()
+
+    @property
+    def external(self) -> bool:
+        return self._scenario.deployment.engine == "external"
+
+    def __enter__(self) -> Deployment:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until each process answers its ready question.
+
+        Raises PortInUseError, ProcessDiedError or LaunchError; the caller stops what was started.
+        """
+        began = time.monotonic()
+        host = self._scenario.deployment.host
+        for name, port in self._ports():
+            require_free_port(host, port, name)
+        for spec in self._specs:
+            self.processes.append(self._launcher.start(spec))
+        self._wait_ready(began + self._scenario.deployment.ready_timeout_s)
+        self.ready_s = time.monotonic() - began
+
+    def stop(self) -> None:
+        """Stop all processes, last started first. Safe to call twice."""
+        started, self.processes = self.processes, []
+        if started:
+            self._launcher.stop(started)
+        self._client.close()
+
+    def check_alive(self) -> None:
+        """Raise ProcessDiedError if a process of this deployment has ended."""
+        for process in self.processes:
+            status = process.poll()
+            if status is not None:
+                raise died(process, status)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {process.name: process.pid for process in self.processes}
+
+    def metrics(self) -> dict[str, Metrics | None]:
+        """Read /metrics of each instance, and of the router as ``router``."""
+        pages = {name: scrape(self._client, url) for name, url in self.endpoints.metrics_urls.items()}
+        if self.endpoints.router_metrics_url:
+            pages["router"] = scrape(self._client, self.endpoints.router_metrics_url)
+        return pages
+
+    def reset_caches(self) -> None:
+        """Empty the prefix caches of all instances; servers without that endpoint are left as they are."""
+        for url in self.endpoints.cache_reset_urls:
+            try:
+                self._client.post(url)
+            except httpx.HTTPError as error:
+                raise ServerError(f"POST {url} failed: {error}") from error
+
+    def wait_drained(self, deadline_s: float) -> bool:
+        """Wait until no instance has a running or waiting request; False if that took too long."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            self.check_alive()
+            pages = [scrape(self._client, url) for url in self.endpoints.metrics_urls.values()]
+            busy = [
+                (page.total("vllm:num_requests_running") or 0)
+                + (page.total("vllm:num_requests_waiting") or 0)
+                for page in pages
+                if page is not None
+            ]
+            if not any(busy):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """One greedy completion, not streamed; returns the text. Raises ServerError."""
+        body = {
+            "model": self._scenario.model.served_model_name,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "min_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        url = f"{self.endpoints.base_url}/v1/completions"
+        try:
+            response = self._client.post(url, json=body, timeout=self._scenario.workload.request_timeout_s)
+        except httpx.HTTPError as error:
+            self.check_alive()
+            raise ServerError(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code != 200:
+            raise ServerError(f"POST {url} answered {response.status_code}: {response.text[:300]}")
+        try:
+            return str(response.json()["choices"][0]["text"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"POST {url} answered no completion: {response.text[:300]}") from error
+
+    def _ports(self) -> list[tuple[str, int]]:
+        if self.external:
+            return []
+        ports = [(each.name, each.port) for each in self.plan.instances]
+        ports += [
+            (f"{each.name}'s side channel", each.side_port) for each in self.plan.instances if each.side_port
+        ]
+        return ports + ([("router", self.plan.router_port)] if self.plan.router_port else [])
+
+    def _wait_ready(self, deadline: float) -> None:
+        waiting = [process.spec for process in self.processes]
+        last_answer = ""
+        while waiting:
+            self.check_alive()
+            still = []
+            for spec in waiting:
+                ready, answer = self._is_ready(spec)
+                if not ready:
+                    still.append(spec)
+                    last_answer = f"{spec.name}: {answer}"
+            waiting = still
+            if waiting and time.monotonic() > deadline:
+                self._raise_not_ready([spec.name for spec in waiting], last_answer)
+            if waiting:
+                time.sleep(POLL_S)
+
+    def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
+        try:
+            response = self._client.get(spec.ready_url, timeout=2.0)
+        except httpx.HTTPError as error:
+            return False, f"{type(error).__name__}"
+        return response.status_code == 200, f"HTTP {response.status_code} {response.text[:200]}"
+
+    def _raise_not_ready(self, names: Sequence[str], last_answer: str) -> None:
+        lines = [
+            f"  {process.name}: {line}"
+            for process in self.processes
+            if process.name in names
+            for line in process.tail(5)
+        ]
+        limit = self._scenario.deployment.ready_timeout_s
+        message = f"{', '.join(names)} not ready after {limit:g} s; last answer from {last_answer}"
+        if lines:
+            message += "\nlast lines of the logs:\n" + "\n".join(lines)
+        raise LaunchError(message, hint="look into the logs, or raise deployment.ready_timeout_s")
+
+    def _endpoints(self) -> Endpoints:
+        if self.external:
+            return _external_endpoints(self._scenario)
+        members = instances(self._scenario, self.plan)
+        host = self._scenario.deployment.host
+        port = self.plan.router_port if self.plan.router_port is not None else members[0].port
+        router = f"http://{host}:{port}" if self.plan.router_port is not None else ""
+        return Endpoints(
+            base_url=f"http://{host}:{port}",
+            metrics_urls={member.name: f"{member.url}/metrics" for member in members},
+            cache_reset_urls=[f"{member.url}/reset_prefix_cache" for member in members],
+            router_metrics_url=f"{router}/metrics" if router else "",
+        )
+
+
+def _external_endpoints(scenario: Scenario) -> Endpoints:
+    options = scenario.deployment.engine_options
+    base_url = str(getattr(options, "base_url")).rstrip("/").removesuffix("/v1")  # noqa: B009 - typed by engine
+    urls = {
+        "prefill-0": str(getattr(options, "prefill_metrics_url", "")),
+        "decode-0": str(getattr(options, "decode_metrics_url", "")),
+    }
+    return Endpoints(base_url=base_url, metrics_urls={name: url for name, url in urls.items() if url})
+
+
+def require_free_port(host: str, port: int, name: str) -> None:
+    """Raise PortInUseError if nothing can be bound to ``host:port`` now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise port_in_use(host, port, name) from error
+
+
+def port_in_use(host: str, port: int, name: str) -> PortInUseError:
+    """The error for a taken port, with the way around it."""
+    return PortInUseError(
+        f"port {host}:{port}, planned for {name}, is in use",
+        hint="choose others with --set deployment.base_port=PORT (0: any free ones), or end what holds it",
+    )
+
+
+def died(process: LocalProcess, status: int) -> ProcessDiedError:
+    """The error for a process that has ended although it should run, with its last lines."""
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    lines = process.tail()
+    message = f"{process.name} {how}"
+    if status == PORT_IN_USE_EXIT:
+        message += " since its port is in use"
+    if lines:
+        message += "; its last lines:\n" + "\n".join(f"  {line}" for line in lines)
+    return ProcessDiedError(message, hint=f"the whole log is {process.log_path}")
+
+
+def usable(engine: Engine, connector: Connector) -> Problem | None:
+    """Why a connector cannot run here, with the mend; None if it can."""
+    return engine.check(connector)
+
+
+def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
+    """The plan with a free port wherever it leaves the choice open (port 0)."""
+    with ExitStack() as held:
+
+        def chosen(port: int | None) -> int | None:
+            if port != 0:
+                return port
+            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+
+        instances = tuple(
+            replace(each, port=chosen(each.port) or 0, side_port=chosen(each.side_port))
+            for each in plan.instances
+        )
+        return replace(plan, instances=instances, router_port=chosen(plan.router_port))

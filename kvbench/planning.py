@@ -1,0 +1,98 @@
+"""``kvbench plan``: what a sweep would do, without doing it."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench import connectors
+from kvbench.core.plan import Plan, make_plan
+from kvbench.core.scenario import Scenario
+from kvbench.deployment import process_specs
+from kvbench.request import Wish, resolve
+
+
+def plan_of(scenario: Scenario) -> Plan:
+    """The plan of a scenario, with the connectors that are there."""
+    return make_plan(scenario, {name: connectors.get(name) for name in connectors.names()})
+
+
+def command(wish: Wish, console: Console, *, as_json: bool) -> None:
+    """Print the plan: for people, or as JSON with every process's argv and environment."""
+    scenario, _ = resolve(wish)
+    plan = plan_of(scenario)
+    if as_json:
+        processes = {
+            each.label: [spec.to_json() for spec in process_specs(scenario, each)]
+            for each in plan.deployments
+        }
+        print(json.dumps({**plan.to_json(), "processes": processes}, indent=2))
+        return
+    _print_header(plan, console)
+    console.print(_deployments_table(plan))
+    console.print(_cells_table(plan))
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"\nestimated time: {_minutes(plan.lower_s)} to {_minutes(plan.upper_s)}", markup=False)
+    for part in plan.time:
+        console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
+    console.print("nothing was started", markup=False)
+
+
+def _print_header(plan: Plan, console: Console) -> None:
+    scenario = plan.scenario
+    limits = [
+        f"{name} ≤ {limit:g} ms"
+        for name, limit in (("TTFT", scenario.slo.ttft_ms), ("TPOT", scenario.slo.tpot_ms))
+        if limit is not None
+    ]
+    deployment = scenario.deployment
+    console.print(f"scenario   {scenario.name}", markup=False)
+    model, ranks = scenario.model, deployment.tensor_parallel_size
+    console.print(f"model      {model.name}, {model.kv_dtype} KV, TP {ranks}", markup=False)
+    console.print(f"engine     {deployment.engine}, {deployment.prefill}P{deployment.decode}D", markup=False)
+    console.print(
+        f"SLO        {' and '.join(limits)} for {scenario.slo.attainment:.1%} of requests", markup=False
+    )
+    console.print(f"seed       {scenario.seed}\n", markup=False)
+
+
+def _deployments_table(plan: Plan) -> Table:
+    table = Table("deployment", "process", "port", "side port", title="processes", title_justify="left")
+    for each in plan.deployments:
+        label = f"{each.label} (reference outputs only)" if each.reference_only else each.label
+        for instance in each.instances:
+            table.add_row(label, instance.name, _port(instance.port), _port(instance.side_port))
+            label = ""
+        if each.router_port is not None:
+            table.add_row("", "router", _port(each.router_port), "")
+    return table
+
+
+def _cells_table(plan: Plan) -> Table:
+    table = Table(
+        "input_len", "output_len", "KV per request", "descriptors", title="cells", title_justify="left"
+    )
+    for each in plan.kv:
+        table.add_row(
+            str(each.input_len),
+            str(plan.scenario.workload.output_len),
+            f"{each.wire_bytes / 1e6:.2f} MB",
+            str(each.descriptors),
+        )
+    table.caption = (
+        f"{len(plan.cells)} cells: each length for {len({cell.connector for cell in plan.cells})} connectors"
+    )
+    return table
+
+
+def _port(port: int | None) -> str:
+    if port is None:
+        return ""
+    return str(port) if port else "any free"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"

@@ -1,0 +1,128 @@
+"""What a user sees while a sweep runs: a live line on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.load import Progress as LoadProgress
+from kvbench.runs import CellResult
+
+_COLOURS = {"met": "green", "missed": "red", "invalid": "yellow"}
+
+
+class Watcher(Protocol):
+    """Told what a sweep does; never asked anything."""
+
+    def stage(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None: ...
+    def trial_finished(self, record: TrialRecord) -> None: ...
+    def cell_finished(self, result: CellResult) -> None: ...
+
+
+class Silent:
+    """A watcher for tests and notebooks: sees everything, says nothing."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
+        pass
+
+    def trial_finished(self, record: TrialRecord) -> None:
+        pass
+
+    def cell_finished(self, result: CellResult) -> None:
+        pass
+
+
+class Display:
+    """Prints a line per trial and per cell; on a terminal with a live line and time left below them."""
+
+    def __init__(self, console: Console, cells: int) -> None:
+        self._console = console
+        self._cells = cells
+        self._done = 0
+        self._started = time.monotonic()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]cells"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                TextColumn("{task.description}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("starting", total=self._cells, left="")
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def stage(self, text: str) -> None:
+        if self._progress is None:
+            self._console.print(f"{self._elapsed()}  {text}", highlight=False, markup=False)
+        else:
+            self._live(text)
+
+    def note(self, text: str) -> None:
+        self._console.print(f"{self._elapsed()}  {text}", highlight=False, markup=False, style="yellow")
+
+    def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
+        judged = progress.met + progress.missed
+        attainment = f"{progress.met / judged:.0%} within SLO" if judged else "…"
+        self._live(
+            f"{cell.connector} · {cell.input_len} in · {rate:.3g} req/s · "
+            f"{progress.done}/{planned} done · {attainment}"
+        )
+
+    def trial_finished(self, record: TrialRecord) -> None:
+        colour = _COLOURS[record.verdict]
+        attainment = record.summary.get("slo_attainment")
+        share = "" if attainment is None else f"  {attainment:6.1%} within SLO"
+        why = f"  {record.reason}" if record.reason and record.verdict != "met" else ""
+        self._console.print(
+            f"{self._elapsed()}    {record.cell.connector:<11} {record.cell.input_len:>6} in  "
+            f"{record.request_rate:8.2f} req/s{share}  [{colour}]{record.verdict}[/{colour}]",
+            end="",
+            highlight=False,
+        )
+        self._console.print(why, highlight=False, markup=False, style="dim")
+
+    def cell_finished(self, result: CellResult) -> None:
+        self._done += 1
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=self._done, left=self._left())
+
+    def _live(self, text: str) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=text, left=self._left())
+
+    def _left(self) -> str:
+        if not self._done:
+            return ""
+        seconds = (time.monotonic() - self._started) / self._done * (self._cells - self._done)
+        return f"about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self._started)
+        return f"{seconds // 60}:{seconds % 60:02d}"
