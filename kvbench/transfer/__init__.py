@@ -1,0 +1,65 @@
+"""How bytes move: one file per library, found by its name.
+
+Nothing here imports a native library into the calling process; ``check`` lets a short-lived child
+do so, since an import may fail slowly or end the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+from kvbench.errors import InputError
+from kvbench.transfer.base import Backend, Problem
+
+_NOT_BACKENDS = {"base", "blocks", "child", "loop", "native", "nativelog", "remote"}
+ENTRY_POINT_GROUP = "kvbench.transfer"
+CHECK_DEADLINE_S = 15.0
+
+
+def names() -> tuple[str, ...]:
+    """All transfer backends: the files of this folder and those of outside packages."""
+    own = {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_BACKENDS
+    outside = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted(own | outside))
+
+
+def get(name: str) -> Backend:
+    """The backend of that name; imports its file, not its library. Raises InputError."""
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name == name:
+            loaded = entry.load()
+            assert isinstance(loaded, Backend)
+            return loaded
+    if name not in names():
+        raise InputError(f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(names())}")
+    backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def check(name: str, deadline_s: float = CHECK_DEADLINE_S) -> Problem | None:
+    """What keeps a backend from working here, or None. Imports native libraries in a child only."""
+    backend = get(name)
+    problem = backend.check()
+    if problem is not None or backend.load is None:
+        return problem
+    command = [sys.executable, "-m", "kvbench.transfer.child", "--check", name]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s
+        )
+    except subprocess.TimeoutExpired:
+        return Problem(f"its import did not end within {deadline_s:g} s")
+    last_lines = " | ".join(done.stderr.strip().splitlines()[-3:])
+    if done.returncode < 0:
+        return Problem(f"its import ended the process with signal {-done.returncode}: {last_lines}")
+    try:
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return Problem(f"its import ended with exit code {done.returncode}: {last_lines}")
+    return Problem(answer["reason"], answer.get("fix", "")) if "reason" in answer else None

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvbench import __version__
+
 Op = Literal["read", "write"]
 
 
@@ -65,7 +67,19 @@ class TransferResult:
 
 
 class Endpoint(ABC):
-    """One side of a transfer inside the child process. Every wait has the caller's deadline."""
+    """One side of a transfer inside the child process.
+
+    The child's loop calls ``submit``, ``poll``, ``release``, ``progress`` and ``forget``; none of
+    them may wait for a peer. ``connect`` alone may: it runs in a thread of its own, and the loop
+    enforces its deadline. The loop checks block ids and layouts before it calls ``submit``.
+    """
+
+    poll_interval_s: float = 0.0003
+    """Pause between polls while something is pending, if no ``wait_fds`` wakes the loop earlier."""
+    progress_interval_s: float | None = None
+    """Pause between calls of ``progress`` while nothing is pending; None: only when woken."""
+    native_log: Callable[[], Sequence[str]] = staticmethod(tuple)
+    """What the library wrote to stdout and stderr so far (first and last lines); set by the child."""
 
     @abstractmethod
     def register(self, address: int, layout: Layout) -> None:
@@ -73,11 +87,20 @@ class Endpoint(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON that a peer needs to connect: addresses, keys, and the layout."""
+        """JSON that a peer needs to connect, such as addresses and keys.
+
+        The child adds ``backend``, ``id`` (unique) and ``layout``.
+        """
 
     @abstractmethod
-    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> str:
-        """Reach a peer by its description; returns the peer's id. Raises TransferError."""
+    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
+        """Reach a peer by its description, under the id ``peer["id"]``. Raises TransferError.
+
+        Called in a thread. A peer that is connected again is first forgotten.
+        """
+
+    def forget(self, peer: str) -> None:  # noqa: B027 - optional
+        """Drop a peer; unknown ids are ignored."""
 
     @abstractmethod
     def submit(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
@@ -91,11 +114,22 @@ class Endpoint(ABC):
         """Give up or clean up a ticket; called once for each, also after failure or deadline."""
 
     def progress(self) -> None:  # noqa: B027 - optional
-        """Called often by the child's loop, for libraries that progress only when polled."""
+        """Called whenever the loop wakes, for libraries that progress only when polled."""
+
+    def wait_fds(self) -> Sequence[int]:
+        """File descriptors that turn readable when ``progress`` or ``poll`` has something to do."""
+        return ()
 
     @abstractmethod
     def transport(self) -> str:
-        """The transport that really runs (``tcp``, ``rdma``, ``cma`` …), not the one asked for."""
+        """The transport that really runs (``tcp``, ``rdma``, ``cma`` …), not the one asked for.
+
+        Where the library does not tell, the one asked for, marked ``(configured)``.
+        """
+
+    def library(self) -> dict[str, str]:
+        """Name and version of the library that moves the bytes."""
+        return {"name": "kvbench", "version": __version__}
 
     @abstractmethod
     def close(self) -> None:
@@ -125,3 +159,8 @@ class Backend:
     open: Callable[[Mapping[str, Any]], Endpoint]
     env: Callable[[Mapping[str, Any]], dict[str, str]]
     """Environment that must be set before the library is loaded (MC_*, UCX_*)."""
+    load: Callable[[], dict[str, str]] | None = None
+    """Really imports a native library and returns its name and version; only ever called in a
+    child process. Raises MissingLibraryError. None: nothing native, ``check`` says it all."""
+    moves_bytes: bool = True
+    """False for a backend that only measures the tool itself."""

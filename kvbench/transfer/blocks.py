@@ -1,0 +1,79 @@
+"""Block ids: packed for the wire, merged into contiguous runs. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvbench.transfer.base import Layout
+
+
+class Run(NamedTuple):
+    """``blocks`` blocks that lie side by side on both sides."""
+
+    local: int
+    remote: int
+    blocks: int
+
+
+class Span(NamedTuple):
+    """``nbytes`` contiguous bytes at byte offsets of the local and the remote buffer."""
+
+    local: int
+    remote: int
+    nbytes: int
+
+
+def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[Run]:
+    """Pairs (local block, remote block) as the fewest runs, ordered by local block.
+
+    Order does not matter to a transfer, so pairs are sorted first: a pool that hands out its
+    blocks backwards still gives one run. The two sequences are equally long and each without
+    repetition.
+    """
+    runs: list[Run] = []
+    first_local = first_remote = count = 0
+    for here, there in sorted(zip(local, remote, strict=True)):
+        if count and here == first_local + count and there == first_remote + count:
+            count += 1
+            continue
+        if count:
+            runs.append(Run(first_local, first_remote, count))
+        first_local, first_remote, count = here, there, 1
+    if count:
+        runs.append(Run(first_local, first_remote, count))
+    return runs
+
+
+def spans(runs: Iterable[Run], local: Layout, remote: Layout) -> list[Span]:
+    """Runs of blocks as byte spans, once for every region of the two buffers."""
+    size = local.block_bytes
+    wanted = list(runs)
+    return [
+        Span(local.offset(region, run.local), remote.offset(region, run.remote), run.blocks * size)
+        for region in range(local.regions)
+        for run in wanted
+    ]
+
+
+def pack_ids(ids: Sequence[int]) -> dict[str, list[int]]:
+    """Block ids for a JSON line: ``{"ids": […]}``, or ``{"runs": [start, count, …]}`` if shorter."""
+    runs: list[int] = []
+    for block in ids:
+        if runs and block == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += (block, 1)
+    return {"runs": runs} if len(runs) < len(ids) else {"ids": list(ids)}
+
+
+def unpack_ids(packed: dict[str, list[int]]) -> list[int]:
+    """The inverse of ``pack_ids``, order kept."""
+    if "ids" in packed:
+        return packed["ids"]
+    runs = packed["runs"]
+    return [
+        block
+        for start, count in zip(runs[::2], runs[1::2], strict=True)
+        for block in range(start, start + count)
+    ]

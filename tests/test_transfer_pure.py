@@ -1,0 +1,93 @@
+"""The pure parts of the transfer backends: runs, spans, packing, what logs say."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.transfer import mooncake, nixl
+from kvbench.transfer.base import Layout
+from kvbench.transfer.blocks import Span, merge_runs, pack_ids, spans, unpack_ids
+from kvbench.transfer.tcp import split_spans
+
+IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    local = draw(IDS)
+    remote = draw(st.lists(st.integers(0, 200), unique=True, min_size=len(local), max_size=len(local)))
+    return local, remote
+
+
+@given(pairs())
+def test_runs_cover_each_pair_once(ids: tuple[list[int], list[int]]) -> None:
+    runs = merge_runs(*ids)
+    covered = [(run.local + k, run.remote + k) for run in runs for k in range(run.blocks)]
+    assert sorted(covered) == sorted(zip(*ids, strict=True))
+    assert len(set(covered)) == len(covered)
+
+
+@given(pairs())
+def test_runs_are_the_fewest(ids: tuple[list[int], list[int]]) -> None:
+    wanted = set(zip(*ids, strict=True))
+    starts = {(a, b) for a, b in wanted if (a - 1, b - 1) not in wanted}
+    assert len(merge_runs(*ids)) == len(starts)
+
+
+def test_blocks_handed_out_backwards_are_one_run() -> None:
+    assert merge_runs([5, 4, 3], [15, 14, 13]) == [(3, 13, 3)]
+
+
+@given(pairs(), st.integers(1, 5), st.integers(1, 4096))
+def test_spans_cover_every_region(ids: tuple[list[int], list[int]], regions: int, size: int) -> None:
+    local, remote = Layout(regions, 201, size), Layout(regions, 301, size)
+    wanted = spans(merge_runs(*ids), local, remote)
+    assert sum(span.nbytes for span in wanted) == len(ids[0]) * regions * size
+    for span in wanted:
+        assert 0 <= span.local <= local.nbytes - span.nbytes
+        assert 0 <= span.remote <= remote.nbytes - span.nbytes
+    firsts = {(span.local, span.remote) for span in wanted}
+    for region in range(regions):
+        for run in merge_runs(*ids):
+            assert (local.offset(region, run.local), remote.offset(region, run.remote)) in firsts
+
+
+@given(st.lists(st.integers(0, 1000), max_size=80))
+def test_packing_keeps_ids_and_their_order(ids: list[int]) -> None:
+    assert unpack_ids(pack_ids(ids)) == ids
+
+
+def test_packing_is_short_for_runs() -> None:
+    assert pack_ids(range(100, 2148)) == {"runs": [100, 2048]}
+    assert pack_ids([3, 1, 7]) == {"ids": [3, 1, 7]}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8))
+def test_streams_share_all_bytes_about_equally(sizes: list[int], parts: int) -> None:
+    wanted, at = [], 0
+    for size in sizes:
+        wanted.append(Span(at, 10_000 + at, size))
+        at += size + 1
+    dealt = split_spans(wanted, parts)
+    assert 1 <= len(dealt) <= parts
+    moved = [n for part in dealt for span in part for n in range(span.local, span.local + span.nbytes)]
+    assert moved == [n for span in wanted for n in range(span.local, span.local + span.nbytes)]
+    assert all(span.remote - span.local == 10_000 for part in dealt for span in part)
+    assert max(sum(s.nbytes for s in part) for part in dealt) <= -(-sum(sizes) // parts)
+
+
+def test_mooncake_names_its_transport_in_its_log() -> None:
+    tcp = ["I1121 13:45:15.71 1 tcp_transport.cpp:391] TcpTransport: listen on port 16382"]
+    rdma = ["I0814 10:00:00.0 1 multi_transport.cpp:90] installTransport, type=rdma"]
+    assert mooncake.transport_in_log(tcp) == "tcp"
+    assert mooncake.transport_in_log(rdma) == "rdma"
+    assert mooncake.transport_in_log(["nothing of that kind"]) == ""
+
+
+def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
+    own = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
+    peer = "UCX  INFO    agent intra-node cfg#1 rma(cma/memory)  amo_am(tcp/lo)  am(tcp/lo)"
+    assert nixl.transport_in_log([own]) == ""
+    assert nixl.transport_in_log([own, peer]) == "cma/memory"
+    assert nixl.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
