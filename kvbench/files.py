@@ -1,0 +1,179 @@
+"""Files that survive a kill: written whole or not at all, or grown by one synced line.
+
+Reading is the other half of the bargain: a torn last line and a missing file become warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvbench.core.records import SCHEMA_VERSION, RequestRecord
+from kvbench.errors import StoreError
+
+
+def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
+    """One row per request. Times as float64 seconds, ITLs as list<float32>; zstd."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {
+        "request_id": pa.string(),
+        "itl_s": pa.list_(pa.float32()),
+        "error": pa.string(),
+        "error_detail": pa.string(),
+        **dict.fromkeys(("scheduled_s", "sent_s", "first_token_s", "last_token_s"), pa.float64()),
+        **dict.fromkeys(("input_len", "requested_output_len", "output_len", "status"), pa.int32()),
+    }
+    rows = [request.to_json() for request in requests]
+    columns = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if types.get(name) == pa.string():
+            values = [value.encode("utf-8", "backslashreplace").decode() for value in values]
+        columns[name] = pa.array(values, types.get(name))
+    table = pa.table(columns).replace_schema_metadata({"kvbench_schema": str(SCHEMA_VERSION), **metadata})
+    pq.write_table(table, path, compression="zstd")
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Any rows of plain values as Parquet; the first row names the columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
+    pq.write_table(
+        table.replace_schema_metadata({"kvbench_schema": str(SCHEMA_VERSION)}), path, compression="zstd"
+    )
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    write_bytes(path, _encode(data, indent=2) + b"\n")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with replaced(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Gives a temporary path beside ``path``; what was written there is synced and renamed into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _encode(data: Any, indent: int | None = None) -> bytes:
+    """Strict JSON: what is not finite becomes null, a lone surrogate its escape."""
+    text = json.dumps(_plain(data), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if value - value == 0 else None
+    if isinstance(value, (str, int)) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):  # a NumPy scalar
+        return _plain(value.item())
+    return str(value)
+
+
+def open_append(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def append_line(handle: int, data: Mapping[str, Any]) -> None:
+    """Appends one line of JSON and syncs it; all of it or nothing."""
+    if handle < 0:
+        raise StoreError("the run folder is already finished")
+    rest = memoryview(_encode(data) + b"\n")
+    size = os.fstat(handle).st_size
+    try:
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+    except BaseException:  # no space left, or Ctrl-C: half a line would spoil the next one
+        os.ftruncate(handle, size)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def said_clearly(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {error.filename or path}: {error.strerror or error}", hint=_free_space(path)
+        ) from error
+
+
+def _free_space(path: Path) -> str:
+    for folder in (path, *path.parents):
+        if folder.exists():
+            return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free there; choose a folder with --output"
+    return ""
+
+
+def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
+    """A JSON object. What is wrong with it is a warning, or a StoreError where ``warnings`` is None."""
+    try:
+        data = json.loads(path.read_bytes())
+        problem = "" if isinstance(data, dict) else f"{path.name} is not a JSON object"
+    except FileNotFoundError:
+        data, problem = {}, f"{path.name} is missing"
+    except (OSError, ValueError) as error:
+        data, problem = {}, f"{path.name} cannot be read: {error}"
+    if problem and warnings is None:
+        raise StoreError(f"{path.parent}: {problem}")
+    if problem and warnings is not None:
+        warnings.append(problem)
+    return data if isinstance(data, dict) else {}
+
+
+def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        warnings.append(f"{path.name} is missing")
+        return []
+    *lines, rest = path.read_bytes().split(b"\n")
+    if rest:
+        warnings.append(f"{path.name}: the last line is cut off and is left out")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            warnings.append(f"{path.name}: line {number} cannot be read and is left out")
+    return rows

@@ -1,0 +1,222 @@
+"""report.md: the whole story of one run on one page, generated from its raw files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from kvbench.core.records import TrialRecord
+from kvbench.notes import Note, ahead, notes
+from kvbench.plots import NO_DATA
+from kvbench.provenance import EMULATED, EMULATED_WHY, caption, is_emulated, scenario_of, slo_of
+from kvbench.runs import Run
+from kvbench.tables import MISSING, Row, number, percent, trial_values
+
+_FIGURES: Final = ("mean", "p50", "p90", "p99")
+_PICTURES: Final = {
+    "max_request_rate": "Highest request rate by input length",
+    "latency": "Latency against request rate",
+}
+_LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
+
+
+def report_markdown(run: Run, rows: Sequence[Row]) -> str:
+    """The report as Markdown with GitHub's tables."""
+    parts = [
+        f"# {scenario_of(run)}: highest request rate under the SLO" + (f" ({EMULATED})" * is_emulated(run)),
+        f"{caption(run)}\n\nSLO: {slo_of(run).text()}. Status of the run: {run.manifest.get('status')}.",
+    ]
+    if is_emulated(run):
+        parts.append(f"> **Emulated**: {EMULATED_WHY}. These are not figures of a GPU.")
+    parts += ["## Result", _result(rows) if rows else f"No cell was measured; {NO_DATA}."]
+    for name, words in _PICTURES.items():
+        if (run.path / "figures" / f"{name}.png").is_file():
+            parts.append(f"![{words}](figures/{name}.png)")
+    told = ahead(rows)
+    if told:
+        parts += ["## Who is ahead", _why_ahead(), _bullets(Note(line) for line in told)]
+    parts += ["## Notes", _bullets(notes(run, rows)) or "None."]
+    parts += ["## Latency at the supporting trial", _WHICH_TRIAL, _latencies(rows)]
+    parts += ["## Rates, KV cache and prefix cache at the supporting trial", _rates(rows)]
+    parts += ["## Search", *_searches(run)]
+    parts += ["## Findings", _findings(run) or "No gate had anything to say."]
+    parts += ["## Environment", _environment(run)]
+    parts += ["## How to run it again", _again(run)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_WHICH_TRIAL: Final = (
+    "Milliseconds as mean / P50 / P90 / P99, of the trial that confirmed the rate or else of the highest "
+    "rate that met the SLO. TTFT counts from the scheduled send."
+)
+
+
+def _why_ahead() -> str:
+    return (
+        "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
+        "it, and two rates are ordered only if their intervals do not overlap. In brackets: what the two "
+        "intervals allow for their ratio. They do not cover how much a repeated run would differ."
+    )
+
+
+def _result(rows: Sequence[Row]) -> str:
+    header = ["connector", "input", "output", "max rate (req/s)", "search", "met (%)", "achieved (req/s)"]
+    body = [
+        [
+            row.cell.connector,
+            f"{row.cell.input_len}",
+            f"{row.cell.output_len}",
+            row.rate_text(),
+            row.search + (", confirmed" if row.confirmed else ""),
+            _with_interval(row.values),
+            number(row.values["achieved_request_rate"]),
+        ]
+        for row in rows
+    ]
+    return table([*header, "trials", "findings", "labels"], [
+        [*cells, f"{row.trials}", f"{sum(row.findings.values())}", ", ".join(row.labels)]
+        for cells, row in zip(body, rows, strict=True)
+    ])  # fmt: skip
+
+
+def _with_interval(values: Mapping[str, float | None]) -> str:
+    share = percent(values["slo_attainment"])
+    if share == MISSING or values.get("attainment_lower") is None:
+        return share
+    return f"{share} [{percent(values['attainment_lower'])}, {percent(values['attainment_upper'])}]"
+
+
+def _latencies(rows: Sequence[Row]) -> str:
+    header = ["connector", "input", "rate", *(f"{name.upper()} (ms)" for name in _LATENCIES), "trial"]
+    body = [
+        [
+            row.cell.connector,
+            f"{row.cell.input_len}",
+            number(row.answer.max_request_rate),
+            *(_four(row.values, name) for name in _LATENCIES),
+            row.trial_id or MISSING,
+        ]
+        for row in rows
+        if row.trial_id
+    ]
+    return table(header, body) if body else "No trial supports a rate."
+
+
+def _four(values: Mapping[str, float | None], name: str) -> str:
+    figures = [values[f"{name}_ms_{figure}"] for figure in _FIGURES]
+    return MISSING if not any(figures) else " / ".join(number(figure) for figure in figures)
+
+
+def _rates(rows: Sequence[Row]) -> str:
+    header = [
+        "connector",
+        "input",
+        "goodput (req/s)",
+        "output tok/s",
+        "total tok/s",
+        "KV bytes per request",
+        "KV transfer (ms per request)",
+        "transport",
+        "prefix hits on P (%)",
+        "prefix hits on D (%)",
+    ]
+    body = []
+    for row in rows:
+        if row.trial_id:
+            values = row.values
+            size = values["kv_bytes_per_request"]
+            body.append(
+                [
+                    row.cell.connector,
+                    f"{row.cell.input_len}",
+                    number(values["request_goodput"]),
+                    number(values["output_tok_per_s"]),
+                    number(values["total_tok_per_s"]),
+                    MISSING if size is None else f"{size:,.0f}",
+                    number(values["kv_transfer_ms_per_request"]),
+                    row.transport or MISSING,
+                    percent(values["prefix_hit_rate_prefill"]),
+                    percent(values["prefix_hit_rate_decode"]),
+                ]
+            )
+    return table(header, body) if body else "No trial supports a rate."
+
+
+def _searches(run: Run) -> Iterable[str]:
+    cells = list(dict.fromkeys(trial.cell for trial in run.trials))
+    if not cells:
+        yield "No trial was run."
+    header = ["trial", "asked as", "rate", "verdict", "met (%)", "TTFT P50 / P99", "TPOT P50 / P99", "reason"]
+    for cell in cells:
+        yield f"### {cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out"
+        yield table(header, [_trial_cells(trial) for trial in run.trials_of(cell)])
+
+
+def _trial_cells(trial: TrialRecord) -> list[str]:
+    values = trial_values(trial)
+    return [
+        trial.trial_id,
+        trial.purpose,
+        number(trial.request_rate),
+        trial.verdict,
+        percent(values["slo_attainment"]),
+        f"{number(values['ttft_ms_p50'])} / {number(values['ttft_ms_p99'])}",
+        f"{number(values['tpot_ms_p50'])} / {number(values['tpot_ms_p99'])}",
+        trial.reason,
+    ]
+
+
+def _findings(run: Run) -> str:
+    return _bullets(
+        Note(f"`{trial.trial_id}` {finding.level}, {finding.gate}: {finding.message}", finding.advice)
+        for trial in run.trials
+        for finding in trial.findings
+    )
+
+
+def _environment(run: Run) -> str:
+    """What of environment.json matters to a reader; the file has all of it."""
+    libraries = run.environment.get("libraries") or {}
+    installed = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
+    memory = (run.environment.get("memory") or {}).get("total_bytes")
+    settings = run.environment.get("env") or {}
+    facts = {
+        "host": run.environment.get("hostname"),
+        "OS": run.environment.get("os"),
+        "kernel": run.environment.get("kernel"),
+        "CPU": json.dumps(run.environment.get("cpu"), ensure_ascii=False),
+        "memory": f"{memory / 2**30:.1f} GiB" if isinstance(memory, (int, float)) else None,
+        "GPUs": json.dumps(run.environment.get("gpus"), ensure_ascii=False),
+        "load average before": run.environment.get("load_average"),
+        "libraries": installed,
+        "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
+        "git": json.dumps(run.manifest.get("git")),
+    }
+    return table(
+        ["", ""], [[name, str(value)] for name, value in facts.items() if value not in (None, "", "null")]
+    )
+
+
+def _again(run: Run) -> str:
+    argv = " ".join(str(word) for word in run.manifest.get("argv", [])) or "(not recorded)"
+    about = f"Seed {run.manifest.get('seed')}. The scenario lies beside this file as `scenario.yaml`"
+    return f"```\n{argv}\n```\n\n{about}, everything resolved in `plan.json`."
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; what would break it is escaped."""
+    lines = [_line(header), _line(["---"] * len(header)), *(_line(row) for row in rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+
+def _bullets(items: Iterable[Note]) -> str:
+    lines = []
+    for note in items:
+        text = " ".join(note.text.split())
+        lines.append(f"- {text}" + (f" → {' '.join(note.advice.split())}" if note.advice else ""))
+    return "\n".join(lines)

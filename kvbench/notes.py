@@ -1,0 +1,117 @@
+"""What a reader of a result table must know besides its numbers, as sentences made from the run folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbench.comparison import Comparison, compare
+from kvbench.provenance import EMULATED_WHY, is_emulated
+from kvbench.runs import Run
+from kvbench.tables import Row, number
+
+
+@dataclass(frozen=True)
+class Note:
+    """One sentence, and what to do about it."""
+
+    text: str
+    advice: str = ""
+
+
+def notes(run: Run, rows: Sequence[Row]) -> list[Note]:
+    """Everything that limits what the rows of this run say, the weightiest first."""
+    return [*_state(run), *_skipped(run), *_cells(rows), *_refused_trials(run), *_warnings(run, rows)]
+
+
+def _state(run: Run) -> Iterable[Note]:
+    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
+    if status == "running":
+        yield Note("the run is still going on; this is what it has so far")
+    elif status != "complete":
+        detail = f": {error}" if error and error != status else ""
+        yield Note(f"the run is {status}{detail}; this is what was measured before")
+    planned = run.plan.get("cells")
+    if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
+        yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
+    if is_emulated(run):
+        yield Note(f"emulated: {EMULATED_WHY}")
+    for warning in run.warnings:
+        yield Note(warning)
+
+
+def _skipped(run: Run) -> Iterable[Note]:
+    for entry in run.skipped:
+        yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
+
+
+def _cells(rows: Sequence[Row]) -> Iterable[Note]:
+    """One note per connector and reason, with the input lengths that it holds for."""
+    lengths: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        said = _said_of(row)
+        if said:
+            lengths.setdefault((row.name, said, row.hint), []).append(row.cell.input_len)
+    for (name, said, hint), where in lengths.items():
+        yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {said}", hint)
+
+
+def _said_of(row: Row) -> str:
+    reason = f": {row.reason}" if row.reason else ""
+    if row.outcome in ("refused", "failed"):
+        return f"{row.outcome}{reason}"
+    if row.outcome == "none":
+        return f"no tested rate met the SLO{reason}"
+    if row.outcome == "at_least":
+        return f"the rate is a lower bound{reason}"
+    if row.outcome == "undecided":
+        return f"no rate can be given{reason}"
+    if row.outcome == "unfinished":
+        return "the search was not finished"
+    if row.outcome == "found" and (row.search not in ("", "converged") or row.reason):
+        return f"{row.search if row.search != 'converged' else ''}{reason}".removeprefix(": ")
+    if row.outcome == "one_rate" and row.verdict != "met":
+        return f"{number(row.answer.max_request_rate)} req/s: {row.verdict}{reason}"
+    return row.reason if row.outcome == "one_rate" else ""
+
+
+def _refused_trials(run: Run) -> Iterable[Note]:
+    refused = [trial for trial in run.trials if trial.verdict == "invalid"]
+    causes = Counter(
+        finding.gate for trial in refused for finding in trial.findings if finding.level == "invalid"
+    )
+    if refused:
+        by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
+        total = f"{len(refused)} of {len(run.trials)} trials were refused and count neither way"
+        yield Note(f"{total} ({by_gate})" if by_gate else total)
+
+
+def _warnings(run: Run, rows: Sequence[Row]) -> Iterable[Note]:
+    """Warnings of the trials that the table's numbers come from."""
+    names = {row.trial_id: f"{row.name} at {row.cell.input_len:,}" for row in rows if row.trial_id}
+    where: dict[tuple[str, str], list[str]] = {}
+    for trial in run.trials:
+        for finding in trial.findings:
+            if trial.trial_id in names and finding.level == "warning":
+                key = (f"{finding.gate}: {finding.message}", finding.advice)
+                where.setdefault(key, []).append(names[trial.trial_id])
+    for (text, advice), places in where.items():
+        yield Note(f"{', '.join(dict.fromkeys(places))}: {text}", advice)
+
+
+def ahead(rows: Sequence[Row]) -> list[str]:
+    """Who is ahead: one sentence per input length, from the intervals alone."""
+    groups: dict[tuple[int, int], list[Comparison]] = {}
+    for comparison in compare(rows):
+        groups.setdefault((comparison.input_len, comparison.output_len), []).append(comparison)
+    several = len({output_len for _, output_len in groups}) > 1
+    lines = []
+    for (input_len, output_len), group in groups.items():
+        where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
+        told = [each.text() for each in group if each.ratio is not None]
+        open_ = [f"{each.ahead} and {each.behind}" for each in group if each.ratio is None]
+        if open_:
+            told.append(f"cannot be told apart: {', '.join(open_)}")
+        lines.append(f"{where}: {'; '.join(told)}")
+    return lines

@@ -1,0 +1,266 @@
+"""TTFT and TPOT over the offered rate: one panel per input length, every trial of the search a point.
+
+The upper line is the quantile that the SLO speaks of (P95 for an attainment of 0.95): where it crosses
+the limit, the SLO is lost to that latency alone. It is taken from the requests of the steady window
+where the trial's summary does not have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from kvbench.core.records import TrialRecord
+from kvbench.errors import StoreError
+from kvbench.plots.style import (
+    PALETTES,
+    Look,
+    Palette,
+    Theme,
+    Words,
+    add_legend,
+    at_bottom,
+    handle,
+    looks,
+    new_figure,
+    nice_log_ticks,
+    plain_ticks,
+    style,
+)
+from kvbench.provenance import slo_of
+from kvbench.runs import Run
+from kvbench.tables import Row, summary_table, trial_value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+PANELS_PER_LINE: Final = 4
+# As many values as a quantile needs on average to have one above it, at P95.
+MIN_VALUES: Final = 20
+NAMES: Final = ("ttft", "tpot")
+
+Latencies = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """One line of panels. ``high`` (its ``quantile``) and ``middle`` (P50): milliseconds by trial id."""
+
+    name: str
+    limit_ms: float | None
+    quantile: str
+    high: Mapping[str, float]
+    middle: Mapping[str, float]
+
+    def span(self) -> tuple[float, float]:
+        values = [*self.high.values(), *self.middle.values(), *([self.limit_ms] if self.limit_ms else [])]
+        return min(values), max(values)
+
+
+def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """Latency against rate; None where no trial has a latency."""
+    metrics = _metrics(run)
+    trials = [trial for trial in run.trials if any(trial.trial_id in metric.high for metric in metrics)]
+    if not trials:
+        return None
+    palette, rows = PALETTES[theme], summary_table(run)
+    look = looks(list(dict.fromkeys(row.cell.connector for row in rows)), palette)
+    panels = sorted({_panel(trial) for trial in trials})
+    columns = min(len(panels), PANELS_PER_LINE)
+    bands = math.ceil(len(panels) / columns)
+    with style(palette):
+        words = Words.of(run, "Latency against request rate")
+        size = (1.2 + 2.75 * columns, bands * (0.6 + 1.75 * len(metrics)))
+        figure = new_figure(size, words, palette, legend_lines=2, right_in=0.8, titled=True)
+        grid = figure.add_gridspec(bands, columns, wspace=0.1, hspace=0.3)
+        for index, panel in enumerate(panels):
+            lines = grid[index // columns, index % columns].subgridspec(len(metrics), 1, hspace=0.12)
+            axes = [figure.add_subplot(lines[line]) for line in range(len(metrics))]
+            mine = [trial for trial in trials if _panel(trial) == panel]
+            for axis, metric in zip(axes, metrics, strict=True):
+                for name, item in look.items():
+                    _draw_trials(axis, metric, [t for t in mine if t.cell.connector == name], item, palette)
+                _scale(axis, metric)
+                _draw_limit(axis, metric, palette, labelled=_ends_line(index, columns, panels))
+                axis.set_xlim(0, max(trial.request_rate for trial in mine) * 1.08)
+                axis.tick_params(labelleft=index % columns == 0, labelbottom=axis is axes[-1])
+                axis.set_ylabel(f"{metric.name.upper()} (ms)" if index % columns == 0 else "")
+            _draw_found(axes, [row for row in rows if _lengths(row) == panel], look)
+            axes[0].set_title(_title(panel, panels))
+            axes[-1].set_xlabel("offered request rate (req/s)")
+        figure.align_ylabels()
+        add_legend(figure, _legend(trials, metrics, look, palette))
+    return figure
+
+
+def _panel(trial: TrialRecord) -> tuple[int, int]:
+    return trial.cell.input_len, trial.cell.output_len
+
+
+def _lengths(row: Row) -> tuple[int, int]:
+    return row.cell.input_len, row.cell.output_len
+
+
+def _ends_line(index: int, columns: int, panels: Sequence[tuple[int, int]]) -> bool:
+    return index % columns == columns - 1 or index == len(panels) - 1
+
+
+def _title(panel: tuple[int, int], panels: Sequence[tuple[int, int]]) -> str:
+    several = len({output_len for _, output_len in panels}) > 1
+    return f"{panel[0]:,} tokens in" + (f", {panel[1]:,} out" if several else "")
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _metrics(run: Run) -> list[_Metric]:
+    """TTFT and TPOT as far as measured, each with the highest quantile that can be had."""
+    slo = slo_of(run)
+    share = slo.attainment or 0.99
+    asked = f"p{share * 100:g}"
+    computed = {trial.trial_id: _from_requests(run, trial, share) for trial in run.trials}
+    found = []
+    for name, limit in zip(NAMES, (slo.ttft_ms, slo.tpot_ms), strict=True):
+        middle = _column(run, f"{name}_ms_p50")
+        for quantile in (asked, "p99", "p90", "mean"):
+            high = _column(run, f"{name}_ms_{quantile}")
+            if quantile == asked:
+                high = {key: value for key, each in computed.items() if (value := each.get(name))} | high
+            if high:
+                found.append(_Metric(name, limit, quantile, high, middle))
+                break
+    return found
+
+
+def _column(run: Run, column: str) -> dict[str, float]:
+    values = {trial.trial_id: trial_value(trial, column) for trial in run.trials}
+    return {trial_id: value for trial_id, value in values.items() if value}
+
+
+def _from_requests(run: Run, trial: TrialRecord, share: float) -> Latencies:
+    """A quantile of both latencies, in milliseconds, over the successful requests of the steady window."""
+    columns = ["scheduled_s", "first_token_s", "last_token_s", "output_len", "error"]
+    try:
+        requests = run.requests(trial.trial_id, columns)
+    except StoreError:
+        return {}
+    window = trial.summary.get("window") or {}
+    start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
+    done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
+    ttft = done.first_token_s - done.scheduled_s
+    long = done[done.output_len > 1]
+    tpot = (long.last_token_s - long.first_token_s) / (long.output_len - 1)
+    return {
+        name: float(values.quantile(share)) * 1e3 if values.count() >= MIN_VALUES else None
+        for name, values in (("ttft", ttft), ("tpot", tpot))
+    }
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def _draw_trials(
+    axes: Axes, metric: _Metric, trials: Sequence[TrialRecord], look: Look, palette: Palette
+) -> None:
+    """One connector's trials. Those that were refused stand apart, hollow, and no line goes through them."""
+    ordered = sorted(trials, key=lambda trial: trial.request_rate)
+    used = [trial for trial in ordered if trial.verdict != "invalid"]
+    refused = [trial for trial in ordered if trial.verdict == "invalid"]
+    edge: dict[str, Any] = {"markeredgecolor": palette.paper, "markeredgewidth": 0.6}
+    point: dict[str, Any] = {"marker": look.marker, "markersize": 5.5}
+    middle, high = _points(used, metric.middle), _points(used, metric.high)
+    axes.plot(*_means(*middle), color=look.colour, linestyle=":", linewidth=1.2, alpha=0.85)
+    axes.plot(*_means(*high), color=look.colour, linewidth=1.5, zorder=2.5)
+    axes.plot(*high, color=look.colour, linestyle="", zorder=3, **point, **edge)
+    hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": palette.faint}
+    axes.plot(*_points(refused, metric.high), linestyle="", zorder=2, **point, **hollow)
+
+
+def _points(trials: Sequence[TrialRecord], values: Mapping[str, float]) -> tuple[list[float], list[float]]:
+    known = [trial for trial in trials if trial.trial_id in values]
+    return [trial.request_rate for trial in known], [values[trial.trial_id] for trial in known]
+
+
+def _means(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """One point per rate, so that a line does not run up and down where a rate was tried more than once."""
+    places = list(dict.fromkeys(x))
+    pairs = list(zip(x, y, strict=True))
+    return places, [fmean(value for place, value in pairs if place == each) for each in places]
+
+
+def _scale(axes: Axes, metric: _Metric) -> None:
+    """The vertical scale is the same in all panels of one latency: logarithmic if it spans much."""
+    low, high = metric.span()
+    low, high = low / 1.25, high * 1.35
+    if high / low > 8:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        plain_ticks(axes, "y", nice_log_ticks(low, high))
+    else:
+        axes.set_ylim(0, high)
+
+
+def _draw_limit(axes: Axes, metric: _Metric, palette: Palette, *, labelled: bool) -> None:
+    if not metric.limit_ms:
+        return
+    dashes = (0, (5, 2))
+    axes.axhline(metric.limit_ms, color=palette.limit, linewidth=1.2, linestyle=dashes, zorder=1.5)
+    if labelled:
+        axes.annotate(
+            f"SLO\n{metric.limit_ms:g} ms",
+            (1, metric.limit_ms),
+            (5, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            color=palette.limit,
+            fontsize=8.5,
+            va="center",
+        )
+
+
+def _draw_found(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Look]) -> None:
+    """The rate that the search found: a line through the panels and a triangle on the axis."""
+    for row in rows:
+        if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:
+            continue
+        colour, rate = look[row.cell.connector].colour, row.answer.max_request_rate
+        for axis in axes:
+            axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1)
+        axes[-1].plot(
+            [rate],
+            [0.0],
+            marker="^",
+            markersize=7,
+            color=colour,
+            markeredgecolor=axes[-1].get_facecolor(),
+            markeredgewidth=0.6,
+            transform=at_bottom(axes[-1]),
+            clip_on=False,
+            zorder=5,
+        )
+
+
+def _legend(
+    trials: Sequence[TrialRecord], metrics: Sequence[_Metric], look: Mapping[str, Look], palette: Palette
+) -> list[list[Line2D]]:
+    names = {trial.cell.connector for trial in trials}
+    connectors = [
+        handle(name, marker=item.marker, color=item.colour, linestyle="-")
+        for name, item in look.items()
+        if name in names
+    ]
+    quantiles = " / ".join(dict.fromkeys(metric.quantile.upper() for metric in metrics))
+    keys = [
+        handle(quantiles, color=palette.faint, linestyle="-", marker="o", markersize=4),
+        handle("P50", color=palette.faint, linestyle=":"),
+        handle("found rate", color=palette.faint, marker="^"),
+    ]
+    if any(trial.verdict == "invalid" for trial in trials):
+        hollow = {"markerfacecolor": "none", "markeredgecolor": palette.faint}
+        keys.append(handle("refused trial, not used", marker="o", **hollow))
+    return [connectors, keys]

@@ -1,0 +1,220 @@
+"""``kvbench report``: run folders → the table in the terminal, report.md, tables/, figures/.
+
+Everything here is derived from the raw files of a run folder: delete it, report again, and it is back,
+byte for byte.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.comparison import compare
+from kvbench.core.records import SCHEMA_VERSION, TrialRecord
+from kvbench.files import replaced, said_clearly, write_bytes, write_json
+from kvbench.markdown import report_markdown
+from kvbench.notes import Note, ahead, notes
+from kvbench.plots import NO_DATA, write_plots
+from kvbench.provenance import EMULATED, caption, check_comparable, is_emulated, scenario_of, slo_of
+from kvbench.runs import Run, load_run
+from kvbench.tables import MISSING, Row, number, percent, summary_table, trial_values
+
+__all__ = ["FORMATS", "command", "render_terminal", "summary_table", "write_report"]
+
+FORMATS: Final = ("md", "csv", "json", "png", "svg")
+
+WIDTH: Final = 100
+"""The table in the terminal fits into so many columns."""
+
+
+def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> None:
+    """Writes the report of each run and prints one table of all of them.
+
+    Raises InputError for runs that are not comparable, unless ``force``.
+    """
+    runs = [load_run(path) for path in paths]
+    differing = check_comparable(runs, force=force)
+    for run in runs:
+        write_report(run.path)
+    render_terminal(runs, console, differing)
+
+
+def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Writes what is derived from a run folder into it; returns the files written."""
+    run = load_run(path)
+    rows = summary_table(run)
+    figures = [kind for kind in formats if kind in ("png", "svg")]
+    with said_clearly(run.path):
+        written = write_plots(run, run.path / "figures", figures) if figures else []
+        tables = run.path / "tables"
+        tables.mkdir(exist_ok=True)
+        if "csv" in formats:
+            written.append(_write_csv(tables / "summary.csv", [row.flat() for row in rows]))
+            written.append(_write_csv(tables / "trials.csv", [trial_row(trial) for trial in run.trials]))
+        if "json" in formats:
+            write_json(tables / "summary.json", summary_json(run, rows))
+            written.append(tables / "summary.json")
+        if "md" in formats:
+            write_bytes(run.path / "report.md", report_markdown(run, rows).encode("utf-8", "replace"))
+            written.append(run.path / "report.md")
+    return written
+
+
+def summary_json(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+    """The summary for programs; names and units as in the CSV."""
+    slo = slo_of(run)
+    return {
+        "schema": SCHEMA_VERSION,
+        "run": run.run_id,
+        "scenario": scenario_of(run),
+        "status": run.manifest.get("status"),
+        "labels": run.labels,
+        "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "attainment": slo.attainment},
+        "rows": [row.flat() for row in rows],
+        "comparisons": [vars(each) | {"text": each.text()} for each in compare(rows)],
+        "notes": [vars(note) for note in notes(run, rows)],
+    }
+
+
+def trial_row(trial: TrialRecord) -> dict[str, Any]:
+    """One trial as one line of tables/trials.csv."""
+    return {
+        "trial_id": trial.trial_id,
+        "connector": trial.cell.connector,
+        "input_len": trial.cell.input_len,
+        "output_len": trial.cell.output_len,
+        "purpose": trial.purpose,
+        "request_rate": trial.request_rate,
+        "verdict": trial.verdict,
+        "reason": trial.reason,
+        "started_at": trial.started_at,
+        "duration_s": trial.duration_s,
+        "seed": trial.seed,
+        **trial_values(trial),
+        "transport": trial.engine.get("transport"),
+        "findings": "; ".join(f"{finding.level}: {finding.gate}" for finding in trial.findings),
+        "labels": ";".join(trial.labels),
+    }
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    with replaced(path) as temporary:
+        temporary.write_text(text.getvalue(), encoding="utf-8", errors="replace")
+    return path
+
+
+# --- the terminal ----------------------------------------------------------------------------------
+
+
+def render_terminal(runs: Run | Sequence[Run], console: Console, differing: Sequence[str] = ()) -> None:
+    """Prints the table of one or several runs, who is ahead, the notes, and where the files are.
+
+    ``differing``: in what the runs are not comparable, if they were put together all the same.
+    """
+    runs = [runs] if isinstance(runs, Run) else list(runs)
+    several = len(runs) > 1
+    named = [(_short_name(place) if several else "", run) for place, run in enumerate(runs)]
+    rows = [row for name, run in named for row in summary_table(run, name)]
+    rows.sort(key=lambda row: (row.cell.input_len, row.cell.output_len))
+    _line(console, "")
+    for name, run in named:
+        _line(console, f"{name}  {title(run)}" if several else title(run), style="bold")
+        _line(console, caption(run), style="dim")
+    shown = [row for row in rows if row.outcome != "skipped"]
+    if shown:
+        console.print(_table(shown, names={run.run_id: name for name, run in named} if several else {}))
+    else:
+        _line(console, f"\nno cell was measured; {NO_DATA}")
+    _line(console, "")
+    if differing:
+        _line(console, "NOT COMPARABLE, put together by --force: the runs differ in", style="bold red")
+        _list(console, [Note(line) for line in differing])
+    _section(console, "who is ahead (max request rate, from the intervals)", [Note(t) for t in ahead(rows)])
+    for name, run in named:
+        mine = [row for row in rows if row.run_id == run.run_id]
+        _section(console, f"notes on {name}" if several else "notes", notes(run, mine))
+    for _, run in named:
+        _line(console, f"files: {run.path} (report.md, tables/, figures/, trials.jsonl, requests/, logs/)")
+
+
+def _short_name(place: int) -> str:
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place] if place < 26 else f"R{place + 1}"
+
+
+def title(run: Run) -> str:
+    """What was measured, under which SLO, and the word *emulated* where it was."""
+    emulated = f"{EMULATED.upper()} · " if is_emulated(run) else ""
+    return f"{emulated}{scenario_of(run)} · {slo_of(run).text()}"
+
+
+def _table(rows: Sequence[Row], names: Mapping[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    if names:
+        table.add_column("run", no_wrap=True)
+    table.add_column("connector", no_wrap=True, max_width=14)
+    for heading in ("input\nlen", "max rate\nreq/s [interval]", "met\n%", "TTFT ms\nP50 / P99"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    for heading in ("TPOT ms\nP50 / P99", "KV MB\n/req", "KV ms\n/req"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        lengths = (row.cell.input_len, row.cell.output_len)
+        if last not in (None, lengths):
+            table.add_section()
+        last = lengths
+        run = [names[row.run_id]] if names else []
+        table.add_row(*run, *(Text(cell) for cell in _cells(row)))
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    values = row.values
+    size = values["kv_bytes_per_request"]
+    return [
+        row.cell.connector,
+        f"{row.cell.input_len}",
+        row.answer.text(),
+        percent(values["slo_attainment"]),
+        pair(values["ttft_ms_p50"], values["ttft_ms_p99"]),
+        pair(values["tpot_ms_p50"], values["tpot_ms_p99"]),
+        number(size / 1e6 if size is not None else None),
+        number(values["kv_transfer_ms_per_request"]),
+    ]
+
+
+def pair(one: float | None, other: float | None) -> str:
+    return MISSING if one is None and other is None else f"{number(one)} / {number(other)}"
+
+
+def _section(console: Console, heading: str, items: Sequence[Note]) -> None:
+    if items:
+        _line(console, heading, style="bold")
+        _list(console, items)
+
+
+def _list(console: Console, items: Iterable[Note]) -> None:
+    width = min(console.width, WIDTH)
+    for note in items:
+        lines = textwrap.wrap(note.text, width - 4, break_on_hyphens=False, break_long_words=False)
+        _line(console, "  • " + "\n    ".join(lines))
+        if note.advice:
+            _line(console, f"    → {note.advice}", style="cyan")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    """Words of others (paths, errors) are printed as they are: no markup is read into them."""
+    console.print(Text(text, style=style), soft_wrap=True)

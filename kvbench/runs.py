@@ -1,0 +1,224 @@
+"""Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
+
+Old schemas are lifted by a list of upgrade functions; a newer one is refused politely.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+
+from kvbench import __version__
+from kvbench.core.records import SCHEMA_VERSION, Cell, RequestRecord, TrialRecord
+from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.files import read_lines, read_object
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RunStatus = Literal["running", "complete", "failed", "interrupted"]
+CellStatus = Literal["done", "refused", "failed", "skipped"]
+
+MANIFEST: Final = "manifest.json"
+TRIALS: Final = "trials.jsonl"
+CELLS: Final = "cells.jsonl"
+
+_SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell.
+
+    ``answer`` is the search's answer as JSON, None when there was no search. ``equal_outputs`` is
+    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's.
+    """
+
+    cell: Cell
+    status: CellStatus
+    answer: dict[str, Any] | None = None
+    equal_outputs: dict[str, Any] | None = None
+    reason: str = ""
+    hint: str = ""
+    confirmed_by: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        return {"schema": SCHEMA_VERSION, **data.pop("extra"), **data}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> CellResult:
+        known = {"cell", "status", "answer", "equal_outputs", "reason", "hint", "confirmed_by"}
+        data = {key: row[key] for key in known & row.keys()}
+        data["cell"] = Cell(**data["cell"])
+        extra = {key: value for key, value in row.items() if key not in known and key != "schema"}
+        return cls(**data, extra=extra)
+
+
+@dataclass
+class Documents:
+    """The raw JSON of a run folder: what an upgrade function changes."""
+
+    manifest: dict[str, Any]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    trials: list[dict[str, Any]]
+    cells: list[dict[str, Any]]
+
+
+Upgrade: TypeAlias = Callable[[Documents], Documents]
+
+# UPGRADES[k] lifts a folder of schema FIRST_SCHEMA + k by one.
+FIRST_SCHEMA: Final = 1
+UPGRADES: Final[tuple[Upgrade, ...]] = ()
+
+
+@dataclass
+class Run:
+    """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole."""
+
+    path: Path
+    schema: int
+    manifest: dict[str, Any]
+    scenario_text: str
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    trials: list[TrialRecord]
+    cells: list[CellResult]
+    warnings: list[str]
+
+    @property
+    def run_id(self) -> str:
+        return str(self.manifest.get("run_id") or self.path.name)
+
+    @property
+    def labels(self) -> list[str]:
+        return [str(label) for label in self.manifest.get("labels", [])]
+
+    @property
+    def skipped(self) -> list[dict[str, str]]:
+        """Connectors that were not measured: connector, reason, hint."""
+        return list(self.manifest.get("skipped", []))
+
+    def trials_of(self, cell: Cell) -> list[TrialRecord]:
+        return [trial for trial in self.trials if trial.cell == cell]
+
+    def requests(self, trial_id: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
+        import pandas as pd
+
+        path = self._parquet("requests", trial_id)
+        return pd.read_parquet(path, columns=list(columns) if columns else None)
+
+    def request_records(self, trial_id: str) -> list[RequestRecord]:
+        """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
+        import pyarrow.parquet as pq
+
+        rows = pq.read_table(self._parquet("requests", trial_id)).to_pylist()
+        return [RequestRecord.from_json(row) for row in rows]
+
+    def telemetry(self, trial_id: str) -> pd.DataFrame:
+        """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
+        import pandas as pd
+
+        return pd.read_parquet(self._parquet("telemetry", trial_id))
+
+    def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
+        path = parquet_path(self.path, kind, trial_id)
+        if not path.is_file():
+            raise StoreError(f"{path} is not there", hint="the trial kept none, or the file was removed")
+        return path
+
+
+def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run:
+    """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
+
+    Errors: NewerSchemaError for a folder of a newer kvbench; StoreError when it is no run folder.
+    """
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        raise StoreError(
+            f"{folder} is not a run folder: it has no {MANIFEST}",
+            hint="give one of the folders that lie in results/",
+        )
+    warnings: list[str] = []
+    manifest = read_object(folder / MANIFEST, None)
+    schema = _schema_of(manifest, folder, FIRST_SCHEMA + len(upgrades))
+    documents = Documents(
+        manifest,
+        read_object(folder / "plan.json", warnings),
+        read_object(folder / "environment.json", warnings),
+        read_lines(folder / TRIALS, warnings),
+        read_lines(folder / CELLS, warnings),
+    )
+    for upgrade in upgrades[schema - FIRST_SCHEMA :]:
+        documents = upgrade(documents)
+    scenario = folder / "scenario.yaml"
+    if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
+        documents.manifest["status"] = "interrupted"
+        warnings.append("the run was cut off: its process is gone and had not written how it ended")
+    return Run(
+        path=folder,
+        schema=schema,
+        manifest=documents.manifest,
+        scenario_text=scenario.read_text("utf-8", "replace") if scenario.is_file() else "",
+        plan=documents.plan,
+        environment=documents.environment,
+        trials=_parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings),
+        cells=_last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings)),
+        warnings=warnings,
+    )
+
+
+def writer_is_alive(folder: Path) -> bool:
+    """Whether some process still has the folder open for writing; True when that cannot be told."""
+    try:
+        with open(folder / TRIALS, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
+    """Where a trial's rows lie. Raises StoreError for an id that cannot be a file name."""
+    if not _SAFE_NAME.fullmatch(trial_id):
+        raise StoreError(f"trial id {trial_id!r} cannot be a file name")
+    return folder / kind / f"{trial_id}.parquet"
+
+
+def _schema_of(manifest: Mapping[str, Any], folder: Path, newest: int) -> int:
+    schema = manifest.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
+        raise StoreError(f"{folder / MANIFEST} names no schema that was ever written: {schema!r}")
+    if schema > newest:
+        raise NewerSchemaError(
+            f"{folder} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
+            f"with schema {schema}; this is kvbench {__version__}, which reads up to {newest}",
+            hint="upgrade kvbench",
+        )
+    return schema
+
+
+def _parsed(
+    rows: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T], name: str, warnings: list[str]
+) -> list[T]:
+    parsed = []
+    for row in rows:
+        try:
+            parsed.append(parse(row))
+        except (KeyError, TypeError, ValueError) as error:
+            warnings.append(f"{name}: an entry is left out, it does not have the expected fields ({error})")
+    return parsed
+
+
+def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
+    return list({result.cell: result for result in cells}.values())

@@ -1,0 +1,203 @@
+"""A run folder: written so that it can be read at every instant, and read so that nothing is invented.
+
+::
+
+    results/20261121T133000Z-quickstart-1a2b3c/
+    ├── manifest.json              schema, status, version, git state, argv, seed, times, hosts, labels
+    ├── scenario.yaml              byte copy of the input
+    ├── plan.json                  everything resolved
+    ├── environment.json           the machine
+    ├── trials.jsonl               one line a trial; the trace of the search
+    ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
+    ├── requests/<trial>.parquet   one row a request
+    ├── telemetry/<trial>.parquet  samples of counters and gauges
+    └── logs/                      output of each process
+
+How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
+complete; whole files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one
+synced write per line, and a reader leaves a torn last line out; a trial's requests are in place before
+its line is. The writer holds a lock on ``trials.jsonl``, so a reader can tell a run that still works
+from one whose process is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from asyncio import CancelledError
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvbench import __version__
+from kvbench.core.records import SCHEMA_VERSION, RequestRecord, TrialRecord
+from kvbench.files import (
+    append_line,
+    open_append,
+    replaced,
+    said_clearly,
+    sync_folder,
+    write_bytes,
+    write_json,
+    write_parquet,
+    write_rows,
+)
+from kvbench.runs import CELLS, MANIFEST, TRIALS, CellResult, Run, RunStatus, load_run, parquet_path
+
+__all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the manifest says besides what the store knows by itself (schema, status, version, times)."""
+
+    kind: str = "sweep"
+    argv: Sequence[str] = ()
+    seed: int = 0
+    git: Mapping[str, Any] | None = None
+    hosts: Sequence[str] = ()
+    labels: Sequence[str] = ()
+
+
+class RunStore:
+    """Writes one run folder. As a context manager it also writes how the run ended.
+
+    Errors: StoreError when the folder cannot be written (no space, no right), with the path.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._trials = open_append(path / TRIALS)
+        self._cells = open_append(path / CELLS)
+        fcntl.flock(self._trials, fcntl.LOCK_EX)
+
+    @classmethod
+    def create(
+        cls,
+        results_dir: Path | str,
+        scenario_name: str,
+        scenario_bytes: bytes,
+        plan: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        info: RunInfo | None = None,
+    ) -> RunStore:
+        """Makes ``results_dir/<UTC time>-<scenario>-<6 hex>/``; it appears at once, with its first files."""
+        now = datetime.now(timezone.utc)
+        name = f"{now:%Y%m%dT%H%M%SZ}-{slug(scenario_name)}-{secrets.token_hex(3)}"
+        info = info or RunInfo()
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "run_id": name,
+            "status": "running",
+            "kvbench": __version__,
+            "scenario": scenario_name,
+            **asdict(info),
+            "started_at": iso(now),
+            "ended_at": None,
+            "error": "",
+            "skipped": [],
+        }
+        results = Path(results_dir)
+        hidden = results / f".{name}"
+        with said_clearly(results / name):
+            for folder in ("requests", "telemetry", "logs"):
+                (hidden / folder).mkdir(parents=True)
+            write_bytes(hidden / "scenario.yaml", scenario_bytes)
+            write_json(hidden / "plan.json", plan)
+            write_json(hidden / "environment.json", environment)
+            for lines in (TRIALS, CELLS):
+                write_bytes(hidden / lines, b"")
+            write_json(hidden / MANIFEST, manifest)
+            os.rename(hidden, results / name)
+            sync_folder(results)
+        return cls(results / name, manifest)
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._manifest
+
+    @property
+    def logs(self) -> Path:
+        """Folder for ``<process>.log``."""
+        return self.path / "logs"
+
+    def update(self, **fields: Any) -> None:
+        """Changes fields of the manifest, for example ``labels`` or ``hosts``."""
+        self._manifest.update(fields)
+        with said_clearly(self.path):
+            write_json(self.path / MANIFEST, self._manifest)
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replaces plan.json, for example when the processes' real ports and argv are known."""
+        with said_clearly(self.path):
+            write_json(self.path / "plan.json", plan)
+
+    def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
+        """Notes that a connector is not measured in this run, why, and the command that would mend it."""
+        skipped = [entry for entry in self._manifest["skipped"] if entry["connector"] != connector]
+        self.update(skipped=[*skipped, {"connector": connector, "reason": reason, "hint": hint}])
+
+    def add_trial(self, trial: TrialRecord, requests: Sequence[RequestRecord] = ()) -> None:
+        """Stores one trial: its requests first, then its line, so that a listed trial is whole."""
+        with said_clearly(self.path):
+            if requests:
+                target = parquet_path(self.path, "requests", trial.trial_id)
+                with replaced(target) as temporary:
+                    write_parquet(temporary, requests, {"trial_id": trial.trial_id, "cell": trial.cell.key})
+            append_line(self._trials, trial.to_json())
+
+    def add_telemetry(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Stores samples of counters and gauges; each row has the ``trial_id`` that it was taken in."""
+        for trial_id in dict.fromkeys(str(row["trial_id"]) for row in rows):
+            mine = [row for row in rows if row["trial_id"] == trial_id]
+            with (
+                said_clearly(self.path),
+                replaced(parquet_path(self.path, "telemetry", trial_id)) as temporary,
+            ):
+                write_rows(temporary, mine)
+
+    def put_cell(self, result: CellResult | Mapping[str, Any]) -> None:
+        """Stores what came of one cell; a later line for the same cell replaces an earlier one."""
+        checked = result if isinstance(result, CellResult) else CellResult.from_json(result)
+        with said_clearly(self.path):
+            append_line(self._cells, checked.to_json())
+
+    def finish(self, status: RunStatus, error: str = "") -> None:
+        """Writes how the run ended and lets go of the folder. The first call counts."""
+        if self._trials < 0:
+            return
+        try:
+            self.update(status=status, error=error, ended_at=iso(datetime.now(timezone.utc)))
+        finally:
+            os.close(self._trials)
+            os.close(self._cells)
+            self._trials = self._cells = -1
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish("complete")
+        elif isinstance(error, (KeyboardInterrupt, CancelledError)):
+            self.finish("interrupted", "interrupted")
+        else:
+            self.finish("failed", str(error) or type(error).__name__)
+
+
+def slug(name: str) -> str:
+    """A name as part of a folder name: lower case, digits and single hyphens, at most 40 characters."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
+
+
+def iso(moment: datetime) -> str:
+    """UTC with milliseconds: ``2026-11-21T13:30:00.123Z``."""
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

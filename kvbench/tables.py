@@ -1,0 +1,296 @@
+"""The result table: one row per connector and input length, made from a run folder and nothing else.
+
+A row's latencies and rates come from the trial that supports its answer: the one that confirmed it if
+there was one, otherwise the trial with the highest rate that met the SLO. Where there is no such trial
+they are missing, and are shown as missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.errors import EXIT_FAILED, EXIT_OK
+from kvbench.runs import CellResult, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# found: a rate and its interval · at_least: no miss bounds the rate from above · none: no tested rate met
+# the SLO · undecided: no trial gave a verdict · one_rate: one rate was offered, nothing was searched ·
+# unfinished: the run ended before this cell did · refused, failed, skipped: see the row's reason.
+Outcome = Literal[
+    "found", "at_least", "none", "undecided", "one_rate", "unfinished", "refused", "failed", "skipped"
+]
+
+# Column of the table → where its value lies in a trial's summary or engine record ("a.b" is b inside a).
+# The only place that knows those names.
+_LATENCIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+_FIGURES: Final = ("mean", "p50", "p90", "p99")
+SUMMARY_KEYS: Final[Mapping[str, str]] = {
+    "slo_attainment": "slo_attainment",
+    "attainment_lower": "attainment_lower",
+    "attainment_upper": "attainment_upper",
+    "achieved_request_rate": "achieved_rate",
+    "request_goodput": "request_goodput",
+    **{f"{latency}_{figure}": f"{latency}.{figure}" for latency in _LATENCIES for figure in _FIGURES},
+    "output_tok_per_s": "output_tok_per_s",
+    "total_tok_per_s": "total_tok_per_s",
+}
+ENGINE_KEYS: Final[Mapping[str, str]] = {
+    "kv_bytes_per_request": "kv_bytes_per_request",
+    "kv_transfer_ms_per_request": "kv_transfer_ms_per_request",
+    "prefix_hit_rate_prefill": "prefix_hit_rate_prefill",
+    "prefix_hit_rate_decode": "prefix_hit_rate_decode",
+}
+VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The search's answer. ``upper`` is None where no rate was tested that missed the SLO."""
+
+    outcome: Outcome
+    max_request_rate: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+
+    def text(self) -> str:
+        """As people read it: ``12.3 [11.9, 12.8]``, ``≥ 12.3``, ``none (< 0.5)``."""
+        if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
+            interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
+            return f"{number(self.max_request_rate)} {interval}"
+        if self.outcome == "at_least":
+            return f"≥ {number(self.max_request_rate)}"
+        if self.outcome == "one_rate":
+            return f"at {number(self.max_request_rate)}"
+        if self.outcome == "none":
+            return "none" if self.upper is None else f"none (< {number(self.upper)})"
+        return str(self.outcome)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table. ``values`` has each of VALUE_COLUMNS; None is missing."""
+
+    run_id: str
+    cell: Cell
+    answer: Answer
+    values: Mapping[str, float | None]
+    trials: int = 0
+    trial_id: str | None = None
+    verdict: str = ""
+    search: str = ""
+    confirmed: bool = False
+    transport: str = ""
+    reason: str = ""
+    hint: str = ""
+    findings: Mapping[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.answer.outcome
+
+    def rate_text(self) -> str:
+        text = self.answer.text()
+        return f"{text}: {self.reason}" if self.outcome in ("refused", "failed", "skipped") else text
+
+    def flat(self) -> dict[str, Any]:
+        """One level of names and values, as in tables/summary.csv and summary.json."""
+        return {
+            "run": self.run_id,
+            "connector": self.cell.connector,
+            "input_len": self.cell.input_len,
+            "output_len": self.cell.output_len,
+            "outcome": self.outcome,
+            "max_request_rate": self.answer.max_request_rate,
+            "lower": self.answer.lower,
+            "upper": self.answer.upper,
+            "censored": self.outcome == "at_least",
+            **self.values,
+            "transport": self.transport,
+            "trials": self.trials,
+            "findings": sum(self.findings.values()),
+            "trial_id": self.trial_id,
+            "verdict": self.verdict,
+            "search": self.search,
+            "confirmed": self.confirmed,
+            "reason": self.reason,
+            "labels": ";".join(self.labels),
+        }
+
+
+def summary_table(run: Run, name: str = "") -> list[Row]:
+    """The run's rows, by input length and then in the order in which the connectors were run.
+
+    ``name`` is what tells this run from others in one table; empty for a run on its own.
+    """
+    results = {result.cell: result for result in run.cells}
+    # Finished cells first, then one that was cut off.
+    cells = list(dict.fromkeys([*results, *(trial.cell for trial in run.trials)]))
+    connectors = list(dict.fromkeys(cell.connector for cell in cells))
+    cells.sort(key=lambda cell: (cell.input_len, cell.output_len, connectors.index(cell.connector)))
+    return [_row(run, cell, results.get(cell), name) for cell in cells]
+
+
+def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
+    trials = run.trials_of(cell)
+    answer = _answer(run, trials, result)
+    confirmed_by = result.confirmed_by if result else None
+    support = _supporting_trial(trials, answer, confirmed_by)
+    given = (result.answer if result else None) or {}
+    labels = dict.fromkeys([*run.labels, *(label for trial in trials for label in trial.labels)])
+    levels: Counter[str] = Counter(finding.level for trial in trials for finding in trial.findings)
+    return Row(
+        run_id=run.run_id,
+        cell=cell,
+        answer=answer,
+        values=trial_values(support),
+        trials=len(trials),
+        trial_id=support.trial_id if support else None,
+        verdict=support.verdict if support else "",
+        search=str(given.get("status") or ""),
+        confirmed=bool(given.get("confirmed")),
+        transport=str(support.engine.get("transport") or "") if support else "",
+        reason=(result.reason if result else "") or _search_reason(given),
+        hint=result.hint if result else "",
+        findings=dict(levels),
+        labels=tuple(labels),
+        name=f"{cell.connector}@{name}" if name else cell.connector,
+    )
+
+
+def _search_reason(answer: Mapping[str, Any]) -> str:
+    """Why the search ended as it did; nothing to say where it just converged."""
+    return "" if answer.get("status") == "converged" else str(answer.get("reason") or "")
+
+
+def _answer(run: Run, trials: Sequence[TrialRecord], result: CellResult | None) -> Answer:
+    if result and result.status != "done":
+        return Answer(result.status)
+    if run.manifest.get("kind") == "bench" and trials:
+        return Answer("one_rate", trials[-1].request_rate)
+    if result and result.answer:
+        return read_answer(result.answer)
+    met = [trial.request_rate for trial in trials if trial.verdict == "met"]
+    lower = max(met, default=None)
+    missed = [trial.request_rate for trial in trials if trial.verdict == "missed"]
+    upper = min((rate for rate in missed if lower is None or rate > lower), default=None)
+    return Answer("unfinished", lower, lower, upper)
+
+
+def read_answer(given: Mapping[str, Any]) -> Answer:
+    """The search's answer from its JSON. Only what has an upper end is an interval."""
+    rate, lower, upper = (_finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
+    if rate is None:
+        return Answer("undecided" if upper is None else "none", None, None, upper)
+    return Answer("at_least" if upper is None else "found", rate, lower, upper)
+
+
+def _supporting_trial(
+    trials: Sequence[TrialRecord], answer: Answer, confirmed_by: str | None
+) -> TrialRecord | None:
+    if answer.outcome == "one_rate":
+        return trials[-1]
+    if answer.outcome not in ("found", "at_least", "unfinished") or answer.max_request_rate is None:
+        return None
+    for trial in trials:
+        if trial.trial_id == confirmed_by:
+            return trial
+    limit = answer.max_request_rate * (1 + 1e-6)
+    met = [
+        (trial.request_rate, number, trial)
+        for number, trial in enumerate(trials)
+        if trial.verdict == "met" and trial.request_rate <= limit
+    ]
+    return max(met)[2] if met else None
+
+
+def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
+    """The measured columns of one trial; None is missing."""
+    summary = trial.summary if trial else {}
+    engine = trial.engine if trial else {}
+    values = {column: _at(summary, place) for column, place in SUMMARY_KEYS.items()}
+    return values | {column: _at(engine, place) for column, place in ENGINE_KEYS.items()}
+
+
+def trial_value(trial: TrialRecord, column: str) -> float | None:
+    """One value of a trial's summary by the name of its column; None is missing."""
+    return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
+
+
+def _at(data: Mapping[str, Any], place: str) -> float | None:
+    value: Any = data
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return _finite(value)
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+MISSING: Final = "–"
+
+
+def number(value: float | None) -> str:
+    """About three significant digits: ``0.0123``, ``1.23``, ``12.3``, ``1235``; exponents below 10⁻⁶ only."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value) or abs(value) < 1e-6:
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 6)}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as per cent, with one digit: ``99.2``; 100 only when it is all."""
+    if value is None:
+        return MISSING
+    return "100" if value >= 1 else f"{min(value * 100, 99.9):.1f}"
+
+
+# --- what doctor found -----------------------------------------------------------------------------
+
+
+class Check(Protocol):
+    """One finding about this machine, as doctor makes them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+
+
+def render_checks(checks: Sequence[Check], console: Console) -> int:
+    """Prints one line per check and how to mend what is not well.
+
+    Returns the exit code: failed only if something is missing that every run needs; a connector that
+    lacks its library is skipped by a run and fails nothing.
+    """
+    from rich.text import Text
+
+    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
+    width = max((len(check.name) for check in checks), default=0)
+    for check in checks:
+        line = Text(f"{check.status:<8}", style=colours.get(check.status, ""))
+        line.append(f"{check.name:<{width}}  {check.detail}", style="default")
+        console.print(line, soft_wrap=True)
+        if check.fix and check.status != "ok":
+            console.print(Text(f"{'':<{width + 8}}  → {check.fix}", style="cyan"), soft_wrap=True)
+    lacking = [
+        check for check in checks if check.status == "missing" and not check.name.startswith("connector ")
+    ]
+    return EXIT_FAILED if lacking else EXIT_OK
