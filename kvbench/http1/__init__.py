@@ -1,0 +1,28 @@
+"""A small HTTP/1.1 layer on asyncio.Protocol and httptools: a server, and a client for streams.
+
+It is on the measured path, so it does little: no routing, no middleware, no compression. Bodies are
+bytes; JSON is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from kvbench.http1.client import ClientConnection, ReplySink, request_bytes
+from kvbench.http1.pool import Pool, Reply, ReplyCollector, fetch
+from kvbench.http1.response import Request, Response, error_body
+from kvbench.http1.server import Handler, Server, serve
+
+__all__ = [
+    "ClientConnection",
+    "Handler",
+    "Pool",
+    "Reply",
+    "ReplyCollector",
+    "ReplySink",
+    "Request",
+    "Response",
+    "Server",
+    "error_body",
+    "fetch",
+    "request_bytes",
+    "serve",
+]

@@ -1,0 +1,188 @@
+"""The client side: one connection, which stamps what arrives.
+
+A request is prepared bytes (``request_bytes``); its answer is handed to a ``ReplySink`` as events.
+Nothing is retried here: what went wrong is told once, in ``on_failure``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import httptools
+
+from kvbench.errors import InputError
+
+
+class ReplySink(Protocol):
+    """What happens to one request. Exactly one of ``on_end`` and ``on_failure`` is called, last."""
+
+    def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
+        """The answer's head; header names are lower case. Stamps are ``time.monotonic()`` at the read."""
+
+    def on_body(self, data: bytes, stamp: float) -> None:
+        """Body bytes without framing, once per read."""
+
+    def on_end(self) -> None:
+        """The answer is complete; the connection is already back in its pool."""
+
+    def on_failure(self, cause: str, malformed: bool) -> None:
+        """The connection ended before the answer was complete, or the answer is no HTTP (malformed)."""
+
+
+def request_bytes(
+    method: str, path: str, host: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+) -> bytes:
+    """A whole request. ``host`` is the Host header's value."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
+    for name, value in (headers or {}).items():
+        if any(mark in name + value for mark in "\r\n"):
+            raise InputError(f"header {name!r} holds a line break")
+        lines.append(f"{name}: {value}")
+    if body or method not in ("GET", "HEAD"):
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
+
+
+class Owner(Protocol):
+    """Who takes a connection back."""
+
+    def release(self, connection: ClientConnection) -> None: ...
+
+    def lost(self, connection: ClientConnection) -> None: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self, pool: Owner | None = None) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._sink: ReplySink | None = None
+        self._body: list[bytes] = []
+        self._headers: dict[str, str] = {}
+        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._keep_alive = False
+        self.last_used: float | None = None
+        """When its last answer ended (monotonic); None if it was never used."""
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and self._sink is None and not self._transport.is_closing()
+
+    def send(self, data: bytes, sink: ReplySink) -> None:
+        """Sends a prepared request; the connection must be usable."""
+        assert self._sink is None
+        assert self._transport is not None
+        self._sink = sink
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers = {}
+        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        """Drops the connection; the request under way ends without a further event."""
+        self._sink = None
+        self._body.clear()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        stamp = time.monotonic()
+        sink = self._sink
+        if sink is None:
+            # Bytes that nobody asked for: the connection is out of step and of no further use.
+            self.abort()
+            return
+        malformed = ""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            malformed = f"the answer is no HTTP/1.1: {error}"
+        if self._head_complete:
+            self._tell(sink, stamp)
+        if malformed and sink is self._sink:
+            self._fail(malformed, malformed=True)
+
+    def _tell(self, sink: ReplySink, stamp: float) -> None:
+        """Hands over what one read brought. A sink may abort the connection in any of its events."""
+        if not self._head_told:
+            self._head_told = True
+            sink.on_head(self._parser.get_status_code(), self._headers, stamp)
+        body = self._body
+        if body and sink is self._sink:
+            data = body[0] if len(body) == 1 else b"".join(body)
+            body.clear()
+            sink.on_body(data, stamp)
+        if self._complete and sink is self._sink:
+            self._sink = None
+            self.last_used = stamp
+            if self._until_close or not self._keep_alive:
+                self.close()
+            elif self._pool is not None:
+                self._pool.release(self)
+            sink.on_end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink = self._sink
+        self._transport = None
+        if self._pool is not None:
+            self._pool.lost(self)
+        if sink is None:
+            return
+        if exc is None and self._until_close and self._head_told:
+            self._sink = None
+            sink.on_end()
+        else:
+            self._fail(str(exc) if exc else "the connection was closed", malformed=False)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, cause: str, malformed: bool) -> None:
+        sink = self._sink
+        self.abort()
+        if sink is not None:
+            sink.on_failure(cause, malformed)
+
+    # httptools' callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # an interim answer, such as 100 Continue
+            self._headers = {}
+            return
+        self._head_complete = True
+        framed = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "")
+        self._until_close = not framed and self._parser.get_status_code() not in (204, 304)
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_complete:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here

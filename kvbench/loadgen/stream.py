@@ -1,0 +1,117 @@
+"""What the bytes of one streamed answer mean: token events, usage, errors. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvbench.core.records import RequestError
+
+MAX_DETAIL_CHARS: Final = 300
+_OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
+"""Comments and fields of server-sent events that say nothing here."""
+
+
+def clipped(data: bytes | str) -> str:
+    """Server's words, short enough for a record."""
+    text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
+    return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"
+
+
+@dataclass
+class StreamReader:
+    """Reads server-sent events (LF, CRLF or CR lines, comments, events split over reads).
+
+    A token event is an event with ``choices``, even if its text is empty. Several tokens may share
+    one event, so tokens are counted by ``usage`` and never by events. An event gets the stamp of the
+    read that completed it.
+    """
+
+    token_stamps: list[float] = field(default_factory=list)
+    completion_tokens: int | None = None
+    done: bool = False
+    error: RequestError = ""
+    detail: str = ""
+    _pending: bytes = b""
+    _data: list[bytes] = field(default_factory=list)
+
+    def feed(self, data: bytes, stamp: float) -> None:
+        """Takes the bytes of one read."""
+        if self._pending:
+            data = self._pending + data
+        if b"\r" in data:
+            # A carriage return at the very end may be half of a CRLF.
+            held = b"\r" if data.endswith(b"\r") else b""
+            data = data[: len(data) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+        lines = data.split(b"\n")
+        self._pending = lines.pop()
+        for line in lines:
+            if not line:
+                if self._data:
+                    self._event(b"\n".join(self._data), stamp)
+                    self._data = []
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line.startswith(_OTHER_FIELDS):
+                self._fail("bad_stream", b"not a server-sent event: " + line)
+
+    def finish(self, whole: bool = True) -> None:
+        """The answer has ended; ``whole``: by its own framing. The end mark may lack its line break."""
+        rest = self._pending.strip(b"\r\n")
+        if rest.startswith(b"data:"):
+            self._data.append(rest[5:].strip())
+        elif whole and not b"data:".startswith(rest) and not rest.startswith(_OTHER_FIELDS):
+            self._fail("bad_stream", b"not a server-sent event: " + rest)
+        if self._data == [b"[DONE]"]:
+            self.done = True
+
+    def _fail(self, error: RequestError, detail: bytes | str) -> None:
+        if not self.error:
+            self.error, self.detail = error, clipped(detail)
+
+    def _event(self, data: bytes, stamp: float) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            self._fail("bad_stream", b"not JSON: " + data)
+            return
+        if not isinstance(event, dict):
+            self._fail("bad_stream", b"not an object: " + data)
+            return
+        problem = error_in(event)
+        if problem:
+            self._fail("error_body", problem)
+            return
+        if event.get("choices"):
+            self.token_stamps.append(stamp)
+        usage = event.get("usage")
+        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+            self.completion_tokens = usage["completion_tokens"]
+
+
+def error_in(event: dict[str, Any]) -> str:
+    """The error that a JSON answer tells, in OpenAI's shape or vLLM's older one; empty if there is none."""
+    error = event.get("error")
+    if error:
+        return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+    if event.get("object") == "error":
+        return str(event.get("message") or event)
+    return ""
+
+
+def whole_body_error(body: bytes) -> tuple[RequestError, str]:
+    """What an answer with status 200 that is no event stream is: an error told in JSON, or garbage."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return "bad_stream", "not an event stream: " + clipped(body)
+    problem = error_in(answer) if isinstance(answer, dict) else ""
+    return (
+        ("error_body", clipped(problem))
+        if problem
+        else ("bad_stream", "not an event stream: " + clipped(body))
+    )

@@ -1,0 +1,234 @@
+"""The router: takes a request, sends it to P and D as the connector says, passes D's answer on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable
+from typing import Final
+
+from kvbench import connectors
+from kvbench.errors import InputError, ServerError
+from kvbench.http1 import Pool, Reply, Request, Response, error_body, fetch
+from kvbench.router.body import ClientBody
+from kvbench.router.dispatch import Dispatch
+from kvbench.router.legs import LegError, Timing
+from kvbench.router.metrics import CONTENT_TYPE, RouterMetrics
+from kvbench.router.spec import Backend, RouterSpec
+
+log = logging.getLogger(__name__)
+
+BOOTSTRAP_DEADLINE_S: Final = 30.0
+BOOTSTRAP_RETRY_S: Final = 0.1
+CONTROL_DEADLINE_S: Final = 5.0
+
+
+class Router:
+    """Everything but the listening socket. ``handle`` is the server's handler."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self._spec = spec
+        self._connector = connectors.get(spec.connector)
+        self._prefills = spec.backends("prefill", self._connector)
+        self._decodes = spec.backends("decode", self._connector)
+        self._next_prefill = itertools.cycle(self._prefills)
+        self._next_decode = itertools.cycle(self._decodes)
+        self._not_ready = "the prefill servers' engine ids are not known yet" if self._asks_bootstrap else ""
+        self.metrics = RouterMetrics()
+
+    @property
+    def _asks_bootstrap(self) -> bool:
+        return self._connector.needs_bootstrap
+
+    @property
+    def _backends(self) -> list[Backend]:
+        return [*(self._prefills if self._connector.disaggregated else []), *self._decodes]
+
+    async def bootstrap(self) -> None:
+        """Asks each prefill's bootstrap address for its engine id. Raises ServerError past 30 s."""
+        if self._asks_bootstrap:
+            await asyncio.gather(*(_ask_engine_id(backend) for backend in self._prefills))
+        self._not_ready = ""
+
+    async def close(self) -> None:
+        """Drops all connections to the backends."""
+        for backend in self._backends:
+            await backend.pool.close()
+
+    def handle(self, request: Request, response: Response) -> Awaitable[None] | None:
+        """The server's handler."""
+        route = (request.method, request.path)
+        if request.method == "POST" and request.path.startswith("/v1/"):
+            return self._complete(request, response)
+        if route == ("GET", "/health"):
+            return self._health(response)
+        if route == ("GET", "/v1/models"):
+            return self._models(response)
+        if route == ("POST", "/reset_prefix_cache"):
+            return self._reset(request, response)
+        if route == ("GET", "/metrics"):
+            response.send(200, self.metrics.page(), CONTENT_TYPE)
+            return None
+        response.send(404, error_body(404, f"there is no {request.method} {request.path}"))
+        return None
+
+    # requests
+
+    async def _complete(self, request: Request, response: Response) -> None:
+        began = time.monotonic()
+        timing = Timing()
+        error = ""
+        self.metrics.requests.inc()
+        self.metrics.in_flight.inc()
+        try:
+            await self._until_deadline(request, response, timing)
+        except LegError as failure:
+            error = failure.error
+            _answer_failure(response, failure)
+        except asyncio.CancelledError:
+            if not response.closed:
+                raise
+            error = "client_disconnect"  # the client is gone, and with this the requests on P and D are too
+        finally:
+            self.metrics.in_flight.dec()
+            self._observe(timing, began, error)
+
+    async def _until_deadline(self, request: Request, response: Response, timing: Timing) -> None:
+        """The request, cancelled when the client leaves or the time is up."""
+        task = asyncio.current_task()
+        assert task is not None
+        late = False
+
+        def leave() -> None:
+            task.cancel()
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        response.on_disconnect(leave)
+        timer = asyncio.get_running_loop().call_later(self._spec.request_timeout_s, expire)
+        try:
+            await self._dispatch(request, response, timing)
+        except asyncio.CancelledError:
+            if not late or response.closed:
+                raise
+            message = f"no complete answer within {self._spec.request_timeout_s:g} s"
+            raise LegError("timeout", 504, error_body(504, message, "timeout")) from None
+        finally:
+            timer.cancel()
+
+    async def _dispatch(self, request: Request, response: Response, timing: Timing) -> None:
+        if self._not_ready:
+            raise LegError("not_ready", 503, error_body(503, self._not_ready, "not_ready"))
+        try:
+            body = ClientBody(request.body)
+        except InputError as error:
+            raise LegError("bad_request", 400, error_body(400, error.message)) from error
+        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        exchange = Dispatch(self._connector, request, response, body, request_id, timing)
+        await exchange.run(
+            next(self._next_prefill) if self._connector.disaggregated else None, next(self._next_decode)
+        )
+
+    def _observe(self, timing: Timing, began: float, error: str) -> None:
+        if error:
+            self.metrics.errors.labels(error).inc()
+        else:
+            self.metrics.request.observe(time.monotonic() - began)
+        if timing.prefill_sent is not None and timing.prefill_answered is not None:
+            self.metrics.prefill.observe(timing.prefill_answered - timing.prefill_sent)
+            if timing.decode_sent is not None and self._connector.dispatch == "sequential":
+                self.metrics.handoff.observe(timing.decode_sent - timing.prefill_answered)
+        if timing.decode_sent is not None and timing.decode_first_byte is not None:
+            self.metrics.first_byte.observe(timing.decode_first_byte - timing.decode_sent)
+
+    # everything else
+
+    async def _ask_all(self, method: str, path: str) -> dict[str, str]:
+        """Asks every backend; returns what is wrong, by backend (empty: all answered 200)."""
+        backends = self._backends
+        answers = await asyncio.gather(*(_ask(b.pool, method, path) for b in backends))
+        return {
+            backend.name: f"{method} {path}: {answer if isinstance(answer, str) else answer.status}"
+            for backend, answer in zip(backends, answers, strict=True)
+            if isinstance(answer, str) or answer.status != 200
+        }
+
+    async def _health(self, response: Response) -> None:
+        problems = await self._ask_all("GET", "/health")
+        if self._not_ready:
+            problems["router"] = self._not_ready
+        response.send(503 if problems else 200, json.dumps({"problems": problems}).encode())
+
+    async def _reset(self, request: Request, response: Response) -> None:
+        path = request.path + (f"?{request.query}" if request.query else "")
+        problems = await self._ask_all("POST", path)
+        response.send(502 if problems else 200, json.dumps({"problems": problems}).encode())
+
+    async def _models(self, response: Response) -> None:
+        backend = self._decodes[0]
+        answer = await _ask(backend.pool, "GET", "/v1/models")
+        if isinstance(answer, str):
+            response.send(502, error_body(502, f"{backend.name}: {answer}", "decode_connect"))
+        else:
+            response.send(answer.status, answer.body, answer.headers.get("content-type", "application/json"))
+
+
+def _answer_failure(response: Response, failure: LegError) -> None:
+    if response.closed or response.ended:
+        return
+    if response.started:
+        # The status is long with the client: only a broken stream can still tell that it failed.
+        log.warning("a stream is cut short: %s", failure)
+        response.abort()
+    else:
+        response.send(failure.status, failure.body, failure.content_type)
+
+
+async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
+    """A control request: the answer, or what went wrong."""
+    try:
+        return await asyncio.wait_for(fetch(pool, pool.request(method, path)), CONTROL_DEADLINE_S)
+    except asyncio.TimeoutError:
+        return f"no answer within {CONTROL_DEADLINE_S:g} s"
+    except OSError as error:
+        return str(error) or type(error).__name__
+
+
+async def _ask_engine_id(backend: Backend) -> None:
+    pool = Pool(backend.bootstrap_url)
+    deadline = time.monotonic() + BOOTSTRAP_DEADLINE_S
+    try:
+        while True:
+            answer = await _ask(pool, "GET", "/query")
+            problem = answer if isinstance(answer, str) else f"status {answer.status}"
+            if isinstance(answer, Reply) and answer.status == 200:
+                backend.engine_id = engine_id_in(answer.body)
+                if backend.engine_id:
+                    return
+                problem = "the answer carries no engine_id"
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{backend.name}: its bootstrap address {backend.bootstrap_url} told no engine id"
+                    f" within {BOOTSTRAP_DEADLINE_S:g} s: {problem}",
+                    hint="is it a prefill server with this connector, and is the bootstrap port right?",
+                )
+            await asyncio.sleep(BOOTSTRAP_RETRY_S)
+    finally:
+        await pool.close()
+
+
+def engine_id_in(body: bytes) -> str:
+    """The engine id of the first data-parallel rank in a bootstrap answer; empty if there is none."""
+    try:
+        ranks = json.loads(body)
+        first = min(ranks, key=int)
+        return str(ranks[first].get("engine_id") or "")
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return ""

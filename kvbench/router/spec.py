@@ -1,0 +1,62 @@
+"""The router's spec and its backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.connectors.base import Connector, PrefillPeer
+from kvbench.errors import InputError
+from kvbench.http1 import Pool
+from kvbench.spawned import parse_spec
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """One server behind the router."""
+
+    url: str
+    bootstrap_url: str = ""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Where to listen, which connector's dispatch to use, and the servers behind."""
+
+    port: int
+    connector: str
+    decode: list[Any]
+    prefill: list[Any] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    request_timeout_s: float = 60.0
+
+    def backends(self, role: str, connector: Connector) -> list[Backend]:
+        """The servers of a role. Raises InputError for what the connector cannot work with."""
+        items = self.prefill if role == "prefill" else self.decode
+        found = [
+            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"))
+            for index, item in enumerate(items)
+        ]
+        if not found and (role == "decode" or connector.disaggregated):
+            raise InputError(f"the spec: connector {connector.name!r} needs at least one {role} server")
+        if role == "prefill" and connector.needs_bootstrap and not all(b.bootstrap_url for b in found):
+            raise InputError(f"the spec: connector {connector.name!r} needs a bootstrap_url for each prefill")
+        return found
+
+
+class Backend:
+    """A server with its connections. ``engine_id`` is known after the bootstrap query."""
+
+    def __init__(self, role: str, spec: BackendSpec) -> None:
+        self.role = role
+        self.url = spec.url
+        self.bootstrap_url = spec.bootstrap_url
+        self.engine_id = ""
+        self.pool = Pool(spec.url)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.url}"
+
+    def peer(self) -> PrefillPeer:
+        return PrefillPeer(url=self.url, bootstrap_url=self.bootstrap_url, engine_id=self.engine_id)

@@ -1,0 +1,119 @@
+"""What every process that kvbench starts from a JSON spec has in common: its spec, its end, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_origin, get_type_hints
+
+from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, KvbenchError, PortInUseError
+
+EXIT_PORT_IN_USE: Final = 98
+PARENT_POLL_S: Final = 0.25
+
+S = TypeVar("S")
+
+
+def read_spec(cls: type[S], argv: Sequence[str]) -> S:
+    """The dataclass ``cls`` from the JSON file named by the only argument. Raises InputError."""
+    if len(argv) != 1:
+        raise InputError("expected one argument: the path of a JSON spec")
+    try:
+        data = json.loads(Path(argv[0]).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the spec {argv[0]}: {error}") from error
+    return parse_spec(cls, data)
+
+
+def parse_spec(cls: type[S], data: Any, where: str = "the spec") -> S:
+    """The dataclass ``cls`` from decoded JSON; unknown, missing and mistyped keys are refused at once."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where} must be a JSON object")
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    types = get_type_hints(cls)
+    mistakes = []
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            mistakes.append(f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    for name, item in known.items():
+        if name not in data:
+            if item.default is MISSING and item.default_factory is MISSING:
+                mistakes.append(f"missing key {name!r}")
+        elif not _fits(data[name], types[name]):
+            mistakes.append(f"{name!r} has an unusable value: {json.dumps(data[name])[:80]}")
+    if mistakes:
+        raise InputError(f"{where}: " + "; ".join(mistakes))
+    return cls(**data)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of a plain type (bool, int, float, str, list, dict)."""
+    kind = get_origin(kind) or kind
+    if kind is Any:
+        return True
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, kind)
+
+
+def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+    """Runs ``body(stop)`` on uvloop. ``stop`` is set by SIGTERM, SIGINT, or the parent's death.
+
+    Returns the exit code: what the body returns, or that of its KvbenchError, told on stderr.
+    """
+    import uvloop
+
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    parent = os.getppid()
+
+    async def main() -> int:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        watch = asyncio.ensure_future(_watch_parent(parent, stop))
+        try:
+            return await body(stop)
+        finally:
+            watch.cancel()
+
+    try:
+        # Runner and loop_factory are newer than Python 3.10; installing a policy is deprecated later.
+        loop = uvloop.new_event_loop()
+        try:
+            return int(loop.run_until_complete(main()))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+    except KvbenchError as error:
+        return tell(name, error)
+
+
+def tell(name: str, error: KvbenchError) -> int:
+    """Prints an error on stderr and returns the exit code that belongs to it."""
+    if isinstance(error, PortInUseError):
+        print(error.message, file=sys.stderr)
+        return EXIT_PORT_IN_USE
+    print(f"{name}: {error}", file=sys.stderr)
+    return EXIT_BAD_INPUT if isinstance(error, InputError) else error.exit_code or EXIT_FAILED
+
+
+async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        await asyncio.sleep(PARENT_POLL_S)
+        if os.getppid() != parent:
+            logging.getLogger(__name__).warning("the parent process is gone: stopping")
+            stop.set()
