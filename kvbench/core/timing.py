@@ -1,0 +1,193 @@
+"""Timing profiles: how long one engine step takes, from what it computes.
+
+A step computes some prompt tokens (prefill chunks, each with the context before it) and one
+token for each sequence of the decode batch. Its time is
+
+    step = base + prefill + decode          (the larger base, where both kinds are in one step)
+
+with a prefill cost that does not depend on how a prompt is cut into chunks (besides the base),
+and a decode cost from the batch size and its contexts. ``overhead_ms`` is what a request waits
+in the front end (tokenising, scheduling) before the engine sees it; it occupies no step.
+
+Every constant names its source. Times are milliseconds here and seconds in what is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
+
+from kvbench.errors import InputError
+
+_H200_SMS: Final = 132  # streaming multiprocessors: one wave of attention work
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What one step computes. ``prefill`` holds (new tokens, context before them) per chunk."""
+
+    prefill: Sequence[tuple[int, int]] = ()
+    decode_seqs: int = 0
+    decode_context: int = 0
+    """Context tokens summed over the decode batch."""
+
+
+@dataclass(frozen=True)
+class TimingProfile:
+    """Coefficients of the step-time model; see the module's docstring."""
+
+    name: str
+    source: str
+    overhead_ms: float
+    prefill_base_ms: float
+    prefill_seq_ms: float
+    prefill_token_ms: float
+    prefill_attention_ms: float
+    """Per squared token: a prompt of n tokens costs n² times this."""
+    decode_base_ms: float
+    decode_seq_ms: float
+    decode_context_ms: Callable[[int, float], float]
+    """(sequences, mean context) → milliseconds of attention over the whole batch."""
+
+    def prefill_ms(self, tokens: int, context: int) -> float:
+        """One prefill chunk of ``tokens`` after ``context`` tokens, without the step's base."""
+        end = context + tokens
+        start_cost = self.prefill_seq_ms if context == 0 else 0.0
+        attention = self.prefill_attention_ms * (end * end - context * context)
+        return start_cost + self.prefill_token_ms * tokens + attention
+
+    def decode_ms(self, seqs: int, context: int) -> float:
+        """The decode batch's part without the step's base; ``context`` is summed over sequences."""
+        if not seqs:
+            return 0.0
+        return self.decode_seq_ms * seqs + self.decode_context_ms(seqs, context / seqs)
+
+    def step_s(self, load: StepLoad, time_scale: float = 1.0) -> float:
+        """Seconds that a step takes; 0 for an empty one."""
+        base = 0.0
+        if load.prefill:
+            base = self.prefill_base_ms
+        if load.decode_seqs:
+            base = max(base, self.decode_base_ms)
+        total = base + sum(self.prefill_ms(tokens, context) for tokens, context in load.prefill)
+        total += self.decode_ms(load.decode_seqs, load.decode_context)
+        return total * time_scale / 1000.0
+
+    def overhead_s(self, time_scale: float = 1.0) -> float:
+        """Seconds between a request's arrival and the engine seeing it."""
+        return self.overhead_ms * time_scale / 1000.0
+
+
+@lru_cache(maxsize=4096)
+def attention_waves(seqs: int) -> float:
+    """Waves of attention work that ``seqs`` sequences make on an H200, one KV head per rank.
+
+    From 0.8 · 132 sequences on the context is not split, so whole waves count; below, each
+    sequence may be split s ways, and the best split is taken. The fit's form, from the seed study's
+    tables (Qwen3-30B-A3B, TP8, fp8 KV).
+    """
+    if seqs >= 106:
+        return float(-(-seqs // _H200_SMS))
+    return min(-(-seqs * split // _H200_SMS) / split for split in range(1, 129))
+
+
+def _h200_context(seqs: int, mean_context: float) -> float:
+    return 0.000568 * mean_context * attention_waves(seqs)
+
+
+# Prefill of Qwen3-30B-A3B on 8 H200 at 40 % of 8 · 989 TFLOP/s (assumed; no honest measurement is
+# public): 2 · 3.3e9 FLOP per token for the weights, 2 · q_dim (4096) · layers (48) · n² for attention.
+_H200_FLOP_PER_MS: Final = 0.40 * 8 * 989e12 / 1000.0
+# First-token floor of a TP8 server, 40 ms (Mooncake's vLLM P/D page fits 44.8 ms on H800): the part
+# of it that is no engine step is the front end's.
+_H200_FLOOR_MS: Final = 40.0
+_H200_STEP_MS: Final = 8.46
+
+
+def _h200() -> TimingProfile:
+    return TimingProfile(
+        name="h200-tp8-qwen3-30b-a3b",
+        source="decode: fit to published 8xH200 TP8 fp8 results, rows within 4 %; prefill: FLOPs at 40 %",
+        overhead_ms=_H200_FLOOR_MS - _H200_STEP_MS,
+        prefill_base_ms=_H200_STEP_MS,
+        prefill_seq_ms=0.0,
+        prefill_token_ms=2 * 3.3e9 / _H200_FLOP_PER_MS,
+        prefill_attention_ms=2 * 4096 * 48 / _H200_FLOP_PER_MS,
+        decode_base_ms=_H200_STEP_MS,
+        decode_seq_ms=0.01315,
+        decode_context_ms=_h200_context,
+    )
+
+
+# Qwen2.5-7B-GPTQ-Int4 on A10, read from the tables of vLLM's PR 10884 as an M/D/1 queue:
+# (service ms of a 1010-token prompt, unloaded extra ms, decode step ms).
+_A10_ROWS: Final = MappingProxyType({1: (380.0, 50.0, 14.0), 2: (205.0, 40.0, 15.4), 4: (138.0, 29.0, 16.6)})
+# tp 4 saturates at 7.3k tok/s with 1k prompts and 6.6k tok/s with 8k ones: the rest is attention.
+_A10_ATTENTION_TP4_MS: Final = 2.08e-6
+_A10_MEAN_PROMPT: Final = 1010
+# 57344 KV bytes per token over 600 GB/s of memory bandwidth (A10 data sheet).
+_A10_CONTEXT_MS: Final = 9.6e-5
+
+
+def _a10(tensor_parallel_size: int) -> TimingProfile:
+    if tensor_parallel_size not in _A10_ROWS:
+        raise InputError(
+            f"timing a10-qwen2.5-7b has no tensor_parallel_size {tensor_parallel_size}",
+            hint="it was measured with 1, 2 and 4",
+        )
+    service, extra, decode = _A10_ROWS[tensor_parallel_size]
+    attention = _A10_ATTENTION_TP4_MS * 4 / tensor_parallel_size
+    per_token = service / _A10_MEAN_PROMPT - attention * _A10_MEAN_PROMPT
+    context_ms = _A10_CONTEXT_MS / tensor_parallel_size
+
+    def context(seqs: int, mean_context: float) -> float:
+        return context_ms * seqs * mean_context
+
+    return TimingProfile(
+        name="a10-qwen2.5-7b",
+        source="vLLM PR 10884: Qwen2.5-7B-Int4 on A10, tables by tp, qps and input length",
+        overhead_ms=extra,
+        prefill_base_ms=0.0,
+        prefill_seq_ms=0.0,
+        prefill_token_ms=per_token,
+        prefill_attention_ms=attention,
+        decode_base_ms=decode,
+        decode_seq_ms=0.05,
+        decode_context_ms=context,
+    )
+
+
+def _quick_context(seqs: int, mean_context: float) -> float:
+    return 1e-5 * seqs * mean_context
+
+
+def _quick() -> TimingProfile:
+    return TimingProfile(
+        name="quick",
+        source="made up: light enough for two cores, bound by prefill at long inputs",
+        overhead_ms=0.0,
+        prefill_base_ms=2.0,
+        prefill_seq_ms=9.0,
+        prefill_token_ms=0.017,
+        prefill_attention_ms=5e-7,
+        decode_base_ms=4.0,
+        decode_seq_ms=0.12,
+        decode_context_ms=_quick_context,
+    )
+
+
+PROFILE_NAMES: Final = ("quick", "h200-tp8-qwen3-30b-a3b", "a10-qwen2.5-7b")
+
+
+def timing_profile(name: str, tensor_parallel_size: int = 1) -> TimingProfile:
+    """The profile of that name. Raises InputError for an unknown name or parallelism."""
+    if name == "quick":
+        return _quick()
+    if name == "h200-tp8-qwen3-30b-a3b":
+        return _h200()
+    if name == "a10-qwen2.5-7b":
+        return _a10(tensor_parallel_size)
+    raise InputError(f"no timing profile is called {name!r}", hint=f"there are: {', '.join(PROFILE_NAMES)}")

@@ -1,0 +1,274 @@
+"""What the engine counts, under vLLM's names where vLLM has one and under ``kvbench:`` otherwise.
+
+A histogram's ``observe`` is on the path of every token, so the counting is done here in plain Python
+and prometheus_client only writes it out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+# Upper bounds as vLLM's, with smaller ones added: loopback transfers and small steps end below them.
+_TTFT: Final = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_TOKEN: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+)
+_REQUEST: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+)
+_TRANSFER_S: Final = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    5,
+)
+_BYTES: Final = tuple(float(2**power) for power in range(12, 35, 2))
+_COUNT: Final = tuple(
+    float(value) for value in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 100_000)
+)
+_LAG: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+
+
+class Histogram:
+    """Counts per bucket, a sum, a count."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts with their upper bounds, as Prometheus wants them."""
+        running = 0
+        pairs: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs
+
+
+class TransferMetrics:
+    """One family of transfer metrics: ``<prefix>xfer_time_seconds`` and so on."""
+
+    def __init__(self) -> None:
+        self.seconds = Histogram(_TRANSFER_S)
+        self.nbytes = Histogram(_BYTES)
+        self.descriptors = Histogram(_COUNT)
+        self.failed = 0
+        self.expired = 0
+
+    def observe(self, seconds: float, nbytes: int, descriptors: int) -> None:
+        self.seconds.observe(seconds)
+        self.nbytes.observe(nbytes)
+        self.descriptors.observe(descriptors)
+
+
+# Names under which a connector's transfers are counted beside the uniform family.
+TRANSFER_PREFIX: Final = {
+    "NixlConnector": "vllm:nixl_",
+    "MooncakeConnector": "vllm:mooncake_",
+    "KvbenchTcpConnector": "kvbench:kv_xfer_",
+}
+
+
+class EngineMetrics(Collector):
+    """All counters of one engine; ``text()`` writes them out."""
+
+    def __init__(self, model_name: str, connector: str = "") -> None:
+        self._labels = {"model_name": model_name}
+        self._connector = connector
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.by_source = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        self.success = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.ttft = Histogram(_TTFT)
+        self.itl = Histogram(_TOKEN)
+        self.tpot = Histogram(_TOKEN)
+        self.e2e = Histogram(_REQUEST)
+        self.queue = Histogram(_REQUEST)
+        self.prefill = Histogram(_REQUEST)
+        self.decode = Histogram(_REQUEST)
+        self.inference = Histogram(_REQUEST)
+        self.step_lag = Histogram(_LAG)
+        self.busy_s = 0.0
+        self.steps = 0
+        self.blocks_held_locally = 0
+        self.blocks_moved = 0
+        self.transfer = TransferMetrics()
+        self.gauges: Callable[[], dict[str, float]] = dict
+        """Set by the engine: current values by full name; names in ``_total`` are counters."""
+        self.infos: Callable[[], dict[str, dict[str, str]]] = dict
+        """Set by the server: labels of the ``…_info`` metrics, by name without ``_info``."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The exposition format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self.gauges().items():
+            if name.endswith("_total"):
+                yield self._counter(name.removesuffix("_total"), value)
+            else:
+                yield self._gauge(name, value)
+        yield self._counter("vllm:prompt_tokens", self.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", self.generation_tokens)
+        yield self._labelled("vllm:prompt_tokens_by_source", "source", self.by_source)
+        yield self._labelled("vllm:request_success", "finished_reason", self.success)
+        yield from self._request_histograms()
+        yield self._histogram("kvbench:emulator_step_lag_seconds", self.step_lag)
+        yield self._counter("kvbench:emulator_busy_seconds", self.busy_s)
+        yield self._counter("kvbench:emulator_steps", self.steps)
+        yield from self._transfers()
+        for name, labels in self.infos().items():
+            yield InfoMetricFamily(name, name, value={**self._labels, **labels})
+
+    def _request_histograms(self) -> Iterator[Metric]:
+        names = {
+            "vllm:time_to_first_token_seconds": self.ttft,
+            "vllm:inter_token_latency_seconds": self.itl,
+            "vllm:request_time_per_output_token_seconds": self.tpot,
+            "vllm:e2e_request_latency_seconds": self.e2e,
+            "vllm:request_queue_time_seconds": self.queue,
+            "vllm:request_prefill_time_seconds": self.prefill,
+            "vllm:request_decode_time_seconds": self.decode,
+            "vllm:request_inference_time_seconds": self.inference,
+        }
+        for name, histogram in names.items():
+            yield self._histogram(name, histogram)
+
+    def _transfers(self) -> Iterator[Metric]:
+        if not self._connector:
+            return
+        moved = self.transfer
+        prefix = TRANSFER_PREFIX[self._connector]
+        time_name = "time_seconds" if prefix.endswith("xfer_") else "xfer_time_seconds"
+        yield self._histogram(f"{prefix}{time_name}", moved.seconds)
+        yield self._histogram(f"{prefix}bytes_transferred", moved.nbytes)
+        yield self._histogram(f"{prefix}num_descriptors", moved.descriptors)
+        yield self._counter(f"{prefix}num_failed_transfers", moved.failed)
+        yield self._counter(f"{prefix}num_kv_expired_reqs", moved.expired)
+        yield self._histogram("kvbench:kv_transfer_seconds", moved.seconds)
+        yield self._histogram("kvbench:kv_transfer_bytes", moved.nbytes)
+        yield self._histogram("kvbench:kv_transfer_descriptors", moved.descriptors)
+        yield self._counter("kvbench:kv_transfer_failures", moved.failed)
+        yield self._counter("kvbench:kv_blocks_moved", self.blocks_moved)
+        yield self._counter("kvbench:kv_blocks_held_locally", self.blocks_held_locally)
+
+    def _gauge(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, name, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, name, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _labelled(self, name: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, name, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, name, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
+        return family
