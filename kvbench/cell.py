@@ -109,7 +109,7 @@ class CellRunner:
         deployment = self._trials.deployment
         self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
         prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
-        outputs = greedy_outputs(deployment.complete, prompts)
+        outputs = greedy_outputs(deployment.complete, prompts, cell.output_len)
         deployment.reset_caches()
         if is_reference:
             self._knowledge.reference[cell.input_len] = outputs

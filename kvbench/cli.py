@@ -213,10 +213,9 @@ def report(
 def doctor() -> None:
     """Say what is installed here, what each connector lacks, and how to mend it."""
     from kvbench import doctor as examination
-    from kvbench.tables import render_checks
 
     with _said_clearly():
-        raise typer.Exit(render_checks(examination.examine(), _console()))
+        raise typer.Exit(examination.command(_console()))
 
 
 def _console() -> Console:

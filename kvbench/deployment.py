@@ -19,6 +19,7 @@ from kvbench.core.plan import DeploymentPlan
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.scenario import Scenario
 from kvbench.engines.base import Engine, Instance
+from kvbench.engines.external import ExternalOptions
 from kvbench.errors import LaunchError, PortInUseError, ProcessDiedError, ServerError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.telemetry import Metrics, scrape
@@ -271,7 +272,7 @@ class Deployment:
 
     def _endpoints(self) -> Endpoints:
         if self.external:
-            return _external_endpoints(self._scenario)
+            return _external_endpoints(self._scenario, self._connector)
         members = instances(self._scenario, self.plan)
         host = self._scenario.deployment.host
         port = self.plan.router_port if self.plan.router_port is not None else members[0].port
@@ -284,14 +285,14 @@ class Deployment:
         )
 
 
-def _external_endpoints(scenario: Scenario) -> Endpoints:
+def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
     options = scenario.deployment.engine_options
-    base_url = str(getattr(options, "base_url")).rstrip("/").removesuffix("/v1")  # noqa: B009 - typed by engine
+    assert isinstance(options, ExternalOptions)
     urls = {
-        "prefill-0": str(getattr(options, "prefill_metrics_url", "")),
-        "decode-0": str(getattr(options, "decode_metrics_url", "")),
+        "prefill-0": options.prefill_metrics_url,
+        "decode-0" if connector.disaggregated else "aggregated-0": options.decode_metrics_url,
     }
-    return Endpoints(base_url=base_url, metrics_urls={name: url for name, url in urls.items() if url})
+    return Endpoints(options.base_url, {name: url for name, url in urls.items() if url})
 
 
 def require_free_port(host: str, port: int, name: str) -> None:

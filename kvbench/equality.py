@@ -15,6 +15,7 @@ from kvbench.core.prompts import PromptShape, token_prompts
 
 PROMPTS_PER_LENGTH = 2
 OUTPUT_TOKENS = 16
+"""At most; never more than the workload's, which the server is known to have room for."""
 OFF_BORDER = 7
 """How much shorter the second kind of prompt is, so that its last block is partly filled."""
 
@@ -49,13 +50,13 @@ def check_prompts(seed: int, input_len: int, vocab_size: int) -> list[list[int]]
 
 
 def greedy_outputs(
-    complete: Callable[[Sequence[int], int], str], prompts: Sequence[Sequence[int]]
+    complete: Callable[[Sequence[int], int], str], prompts: Sequence[Sequence[int]], output_len: int
 ) -> Outputs:
     """Ask for each prompt's greedy continuation, one after the other."""
     texts, times = [], []
     for prompt in prompts:
         began = time.monotonic()
-        texts.append(complete(prompt, OUTPUT_TOKENS))
+        texts.append(complete(prompt, min(OUTPUT_TOKENS, output_len)))
         times.append(time.monotonic() - began)
     return Outputs(tuple(texts), sorted(times)[len(times) // 2])
 

@@ -14,6 +14,8 @@ from kvbench.errors import InputError, ServerError
 from kvbench.scenario_files import find_scenario, load_scenario, registry
 
 ASK_TIMEOUT_S = 10.0
+SMALL_VOCABULARY = 4000
+"""Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,11 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
     document = {
         "version": 1,
         "name": "external",
-        "model": {"name": "external", "served_model_name": served_model(root)},
+        "model": {
+            "name": "external",
+            "served_model_name": served_model(root),
+            "vocab_size": SMALL_VOCABULARY,
+        },
         "deployment": {"engine": "external", "engine_options": _metrics_urls(root, name)},
         "connectors": [name],
         "workload": {"input_len": _lengths(wish.input_len or ""), "output_len": wish.output_len},

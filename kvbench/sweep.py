@@ -156,9 +156,11 @@ class Sweep:
         self._store.write_plan({**self._plan.to_json(), "processes": self._processes})
 
     def _learn_reference(self, deployment: Deployment) -> None:
-        for length in self._scenario.workload.input_len:
+        workload = self._scenario.workload
+        for length in workload.input_len:
             prompts = check_prompts(self._scenario.seed, length, self._scenario.model.vocab_size)
-            self._knowledge.reference[length] = greedy_outputs(deployment.complete, prompts)
+            outputs = greedy_outputs(deployment.complete, prompts, workload.output_len)
+            self._knowledge.reference[length] = outputs
 
     def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
         trials = TrialRunner(

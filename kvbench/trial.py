@@ -262,13 +262,17 @@ def engine_summary(
 
 
 def transport_of(pages: Mapping[str, Metrics | None]) -> str:
-    """The transport that the engines say really ran; empty if none of them tells."""
-    ran = {page.label("kvbench:transport_info", "transport") for page in pages.values() if page is not None}
-    return ",".join(sorted(ran - {""}))
+    """The transport that the engines say really ran; empty if none of them tells.
+
+    The passive side of a transfer knows only what was configured; the active side's word counts.
+    """
+    named = {page.label("kvbench:transport_info", "transport") for page in pages.values() if page is not None}
+    proven = {name for name in named if name and not name.endswith("(configured)")}
+    return ",".join(sorted(proven or named - {""}))
 
 
 def host_figures(before: HostReading, after: HostReading) -> HostFigures:
-    """Load average before the trial; shares of all CPU time that were stolen, or used by others, during it."""
+    """Load average before the trial; shares of all CPU time stolen, or used by others, during it."""
     cores = os.cpu_count() or 1
     seconds = max(1e-9, (after.time_s - before.time_s) * cores)
     others = (after.cpu_s - before.cpu_s) - (after.own_cpu_s - before.own_cpu_s)

@@ -137,6 +137,7 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("kv_bytes_wrong", "invalid", evidence(GOOD, engines=engines({"kv_bytes": 2 * N * KV_BYTES}))),
     ("kv_failures", "invalid", evidence(GOOD, engines=engines(decode={"kv_failures": 1}))),
     ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="tcp")),
+    ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="ucx:tcp/lo")),
     ("hidden_retries", "invalid", evidence(GOOD, engines=engines({"requests": N + 1}))),
     ("lost_requests", "invalid", evidence(GOOD, engines=engines(decode={"requests": N - 1}))),
     ("server_restarted", "invalid", evidence(GOOD, engines=engines(decode={"requests": -40}))),

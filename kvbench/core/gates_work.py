@@ -112,10 +112,16 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     )
 
 
+def plain_transport(name: str) -> str:
+    """The bare transport of what a backend reports: ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp."""
+    bare = name.strip().lower().removesuffix(" (configured)")
+    return bare.rpartition(":")[2].partition("/")[0]
+
+
 def wrong_transport(evidence: Evidence) -> Finding | None:
     """The transport that ran is not the one asked for."""
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
-    ran = [name.strip().lower() for name in evidence.transport_ran.split(",") if name.strip()]
+    ran = [plain_transport(name) for name in evidence.transport_ran.split(",") if name.strip()]
     others = [name for name in ran if name not in asked]
     if not asked or "auto" in asked or not others:
         return None
