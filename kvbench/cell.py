@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Knowledge:
     rates: dict[Cell, float]
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
-        """A rate to start from: the same length on a connector of the same kind, or the next shorter one."""
+        """A rate to start from: the same length on a connector of the same kind, or other lengths."""
         alike = [
             rate
             for known, rate in self.rates.items()
@@ -60,13 +60,26 @@ class Knowledge:
         ]
         if alike:
             return Hint(alike[-1], trusted=True)
-        own = {
-            known.input_len: rate for known, rate in self.rates.items() if known.connector == cell.connector
-        }
-        shorter = [length for length in own if length < cell.input_len]
-        if shorter:
-            return Hint(own[max(shorter)] * max(shorter) / cell.input_len, trusted=False)
-        return None
+        own = [
+            (known.input_len, rate) for known, rate in self.rates.items() if known.connector == cell.connector
+        ]
+        return Hint(extrapolated(own, cell.input_len), trusted=len(own) > 1) if own else None
+
+
+def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
+    """A rate for an input length from those of others: a request costs a fixed part and one per token.
+
+    With two lengths known, 1/rate is taken as linear in the length. With one, the fixed part is unknown
+    and the cost is taken to grow by the power 0.7, between none of it and nothing else.
+    """
+    length, rate = min(known, key=lambda pair: abs(pair[0] - input_len))
+    others = [pair for pair in known if pair[0] != length]
+    if not others:
+        return float(rate * (length / input_len) ** 0.7)
+    other_length, other_rate = min(others, key=lambda pair: abs(pair[0] - input_len))
+    slope = (1 / rate - 1 / other_rate) / (length - other_length)
+    cost = 1 / rate + slope * (input_len - length)
+    return 1 / cost if slope > 0 and cost > 0 else rate
 
 
 class CellRunner:

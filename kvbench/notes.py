@@ -88,16 +88,23 @@ def _refused_trials(run: Run) -> Iterable[Note]:
 
 
 def _warnings(run: Run, rows: Sequence[Row]) -> Iterable[Note]:
-    """Warnings of the trials that the table's numbers come from."""
-    names = {row.trial_id: f"{row.name} at {row.cell.input_len:,}" for row in rows if row.trial_id}
-    where: dict[tuple[str, str], list[str]] = {}
+    """Warnings of the trials behind the table: one note a gate, with one of its messages."""
+    names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
+    places: dict[str, dict[str, list[int]]] = {}
+    messages: dict[str, list[tuple[str, str]]] = {}
     for trial in run.trials:
         for finding in trial.findings:
             if trial.trial_id in names and finding.level == "warning":
-                key = (f"{finding.gate}: {finding.message}", finding.advice)
-                where.setdefault(key, []).append(names[trial.trial_id])
-    for (text, advice), places in where.items():
-        yield Note(f"{', '.join(dict.fromkeys(places))}: {text}", advice)
+                name, length = names[trial.trial_id]
+                places.setdefault(finding.gate, {}).setdefault(name, []).append(length)
+                messages.setdefault(finding.gate, []).append((finding.message, finding.advice))
+    for gate, where in places.items():
+        message, advice = messages[gate][-1]
+        listed = "; ".join(
+            f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
+        )
+        last = "" if len(messages[gate]) == 1 else "for example, "
+        yield Note(f"{gate} ({listed}): {last}{message}", advice)
 
 
 def ahead(rows: Sequence[Row]) -> list[str]:

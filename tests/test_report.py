@@ -230,7 +230,7 @@ def test_warnings_of_supporting_trials_stand_beside_the_table(full: Run) -> None
     warned = replace(full, trials=trials)
     text = [note for note in notes(warned, summary_table(warned)) if "send_lag" in note.text]
     assert len(text) == 1
-    assert "nixl at 2,048" in text[0].text
+    assert "nixl at 512, 2,048" in text[0].text
     assert text[0].advice == "use fewer streams"
 
 

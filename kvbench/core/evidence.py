@@ -102,9 +102,11 @@ class GateLimits:
     """A client lag counts above the larger of these: 5 ms, or 2 % of the TTFT limit."""
     client_lag_max_share: float = 0.20
     """A lag this large against the TTFT limit refuses the trial whatever its verdict."""
-    engine_lag_share: float = 0.05
-    engine_lag_max_share: float = 0.20
-    """Emulated steps: sum of their delays as a share of the time that they kept the engine busy."""
+    engine_lag_share: float = 0.20
+    engine_lag_max_share: float = 0.50
+    """Emulated steps: sum of their delays as a share of the time that they kept the engine busy. A late
+    step is caught up by the next, so a share of it reaches no latency unless an engine is late for good.
+    """
     warm_cache_share: float = 0.01
     count_tolerance: float = 0.01
     decode_local_tokens: float = 16.0

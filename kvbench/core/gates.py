@@ -117,8 +117,8 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
     return Finding(
         "emulator_behind",
         "invalid" if refused else "warning",
-        f"the emulated {role} engine was behind its own timing model: steps by {lags[role]:.1f} ms (P99), "
-        f"{shares[role]:.1%} of its busy time; {allowed:.1f} ms and {limits.engine_lag_share:.0%} are allowed",
+        f"the emulated {role} engine was behind its own timing model: {lags[role]:.1f} ms a step (P99), "
+        f"{shares[role]:.0%} of its busy time; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
         "free CPU on this machine, raise time_scale, or offer a lower rate",
         {"role": role, "lag_p99_ms": lags, "lag_share": shares, "allowed_ms": allowed},
     )

@@ -131,7 +131,7 @@ class PushProducer(Handoff):
             ) from None
         await entry.prefilled.wait()
         if entry.held is None:
-            raise _CancelledError("the request was cancelled on P")
+            raise _CancelledError("the request was cancelled")
         return entry.held
 
     async def _write(self, live: Live, args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,10 +171,15 @@ class PushProducer(Handoff):
         return {"known": [name for name, entry in entries if entry is not None]}
 
     async def _release(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """D's client has gone before D asked: nobody wants these blocks."""
+        """D's client has gone: nobody wants these blocks, nor waits for a request that never came."""
         for name in args["ids"]:
             entry = self._entries.get(name)
-            if entry is not None and not entry.asked and entry.held is not None:
+            if entry is None:
+                continue
+            if not entry.seen.is_set():
+                entry.seen.set()
+                entry.prefilled.set()
+            elif not entry.asked and entry.held is not None:
                 self._drop(name, entry)
         return {}
 
