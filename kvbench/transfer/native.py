@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -13,8 +14,14 @@ from typing import Any
 
 from kvbench.errors import MissingLibraryError
 
-# libibverbs needs the two libnl, so they come first.
-VERBS_LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
+# libibverbs needs the two libnl, so they come first; slim images lack the other two as well.
+VERBS_LIBRARIES = (
+    "libnl-3.so.200",
+    "libnl-route-3.so.200",
+    "libibverbs.so.1",
+    "libnuma.so.1",
+    "libcurl.so.4",
+)
 VERBS_FIX = (
     "apt-get install libibverbs1, or `make setup`, which unpacks it into this environment without root"
 )
@@ -37,7 +44,8 @@ def preload(names: tuple[str, ...]) -> None:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             for path in sorted(folder.rglob(name)):
-                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                with contextlib.suppress(OSError):  # it needs others in turn: the import names them
+                    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
                 break
 
 

@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make sweep` and `make test`.
+# Needed beforehand: Linux, Python 3.10 or newer, make, and access to the package registries.
+
+PYTHON ?= python3
+SCENARIO ?= quickstart
+SWEEP_ARGS ?=
+PYTEST_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: help setup sweep test lint perf clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make sweep   set up, then find the highest request rates of scenario $(SCENARIO) (SCENARIO=, SWEEP_ARGS=)"
+	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=)"
+	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
+	@echo "make lint    set up, then everything of make test but the tests"
+	@echo "make perf    set up, then kvbench's own figures: start times and memory"
+	@echo "make clean   remove .venv and caches; results/ stays"
+
+setup:
+	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
+
+sweep: setup
+	@$(BIN)/kvbench sweep $(SCENARIO) $(SWEEP_ARGS)
+
+lint: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+# The test runner comes last, so that its closing line is the last one printed.
+test: lint
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+perf: setup
+	@$(BIN)/python -m tools.perf
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,152 @@
+"""After each test: no child process, no open descriptor or socket and no shared memory of ours is left.
+
+Only what appeared during the test counts, and it gets a moment to go away by itself, so that a
+session-wide server or another process of this machine is never blamed on a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.
+settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvbench")
+
+GRACE_S = 3.0
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+SHARED_MEMORY = Path("/dev/shm")
+
+# Kept by Python's multiprocessing for the life of the process that first needs them.
+KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Descriptors that stay open rightly: terminals, devices, and what a loaded library keeps.
+KEPT_DESCRIPTORS = re.compile(r"/dev/(?!shm/)|/proc/|/sys/|.*\.(so|py|pyc|ttf|json)\b")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _orphans_come_to_us() -> None:
+    """A grandchild whose parent ends becomes a child of this process, and so is seen below."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    processes, descriptors, memory = _processes(), _descriptors(), _shared_memory()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while left := _left(processes, descriptors, memory):
+        if time.monotonic() > deadline:
+            _end(_processes() - processes)
+            pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+        time.sleep(0.02)
+
+
+def _left(processes: set[int], descriptors: dict[int, str], memory: set[str]) -> list[str]:
+    """What is there now and was not before, in words."""
+    new_processes = _processes() - processes
+    left = [words for pid in sorted(new_processes) if (words := _describe(pid))]
+    if _new_descriptors(descriptors):
+        gc.collect()  # an object in a cycle may still hold one
+        left += [f"descriptor {number} ({what})" for number, what in _new_descriptors(descriptors)]
+    left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - memory) if _is_nobodys(name)]
+    return left
+
+
+def _end(pids: set[int]) -> None:
+    """Ends leaked processes, so that one test's leak is not the next one's trouble."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if not _is_kept(process):
+                process.kill()
+
+
+def _is_kept(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return any(name in command for name in KEPT_PROCESSES)
+
+
+def _processes() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _describe(pid: int) -> str:
+    """A process in words; empty if it is none to complain of."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            _reap(process)
+            return ""
+        return "" if _is_kept(process) else f"process {pid} ({' '.join(process.cmdline())[:200]})"
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _reap(process: psutil.Process) -> None:
+    """Takes the exit status of a grandchild that came to us and has ended; nobody else would."""
+    if process.ppid() == os.getpid():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing is gone already
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _new_descriptors(before: dict[int, str]) -> list[tuple[int, str]]:
+    """Numbers that are new, or name something else now; sockets of ours that listen are among them."""
+    now = _descriptors()
+    tracker = _tracker_pipe()
+    held = Counter(now.values())
+    return [
+        (number, what)
+        for number, what in sorted(now.items())
+        if before.get(number) != what
+        and number != tracker
+        and not KEPT_DESCRIPTORS.match(what)
+        # A pipe with both ends here is what a library wakes its own threads with, for good (libuv, Arrow).
+        and not (what.startswith("pipe:") and held[what] > 1)
+    ]
+
+
+def _tracker_pipe() -> int | None:
+    from multiprocessing import resource_tracker
+
+    number = getattr(getattr(resource_tracker, "_resource_tracker", None), "_fd", None)
+    return number if isinstance(number, int) else None
+
+
+def _shared_memory() -> set[str]:
+    try:
+        return set(os.listdir(SHARED_MEMORY))
+    except OSError:
+        return set()
+
+
+def _is_nobodys(name: str) -> bool:
+    """Whether no other process holds it: then it was left over, and most likely by us."""
+    target = str(SHARED_MEMORY / name)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and process.name != str(os.getpid()):
+            with contextlib.suppress(OSError):
+                if any(os.readlink(fd) == target for fd in (process / "fd").iterdir()):
+                    return False
+            with contextlib.suppress(OSError):
+                if target in (process / "maps").read_text():
+                    return False
+    return (SHARED_MEMORY / name).exists()
