@@ -236,6 +236,9 @@ class PushConsumer(Handoff):
         have = live.request.cached_tokens // self.spec.block_tokens
         try:
             client = await self._client(source)
+            if live.ended:  # its client has gone meanwhile, and P has been told that nobody will ask
+                self.engine.kv_failed(live)
+                return
             ask = {
                 "status": self.status(),
                 "agent": self.mover.started.agent,
