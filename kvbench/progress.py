@@ -8,12 +8,21 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.load import Progress as LoadProgress
 from kvbench.runs import CellResult
 
 _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow"}
+
+
+def why(record: TrialRecord) -> str:
+    """What a trial's line says behind its verdict: the causes of its misses, or why it was refused."""
+    if record.verdict == "invalid":
+        return record.reason
+    causes = record.summary.get("missed_by") or {}
+    return ", ".join(f"{count} × {cause}" for cause, count in sorted(causes.items()))
 
 
 class Watcher(Protocol):
@@ -96,17 +105,16 @@ class Display:
         )
 
     def trial_finished(self, record: TrialRecord) -> None:
-        colour = _COLOURS[record.verdict]
         attainment = record.summary.get("slo_attainment")
-        share = "" if attainment is None else f"  {attainment:6.1%} within SLO"
-        why = f"  {record.reason}" if record.reason and record.verdict != "met" else ""
-        self._console.print(
-            f"{self._elapsed()}    {record.cell.connector:<11} {record.cell.input_len:>6} in  "
-            f"{record.request_rate:8.2f} req/s{share}  [{colour}]{record.verdict}[/{colour}]",
-            end="",
-            highlight=False,
+        share = "" if attainment is None else f"{attainment:.1%} within SLO"
+        line = Text.assemble(
+            f"{self._elapsed()}    {record.cell.connector:<11} {record.cell.input_len:>6} in  ",
+            f"{record.request_rate:8.2f} req/s  {share:>17}  ",
+            (f"{record.verdict:<7}", _COLOURS[record.verdict]),
+            ("  " + why(record), "dim"),
         )
-        self._console.print(why, highlight=False, markup=False, style="dim")
+        # One print: a live line below would swallow anything printed without its line's end.
+        self._console.print(line, no_wrap=self._console.is_terminal, overflow="ellipsis")
 
     def cell_finished(self, result: CellResult) -> None:
         self._done += 1

@@ -17,7 +17,7 @@ from kvbench import connectors, engines, environment
 from kvbench.cell import CellRunner, Knowledge
 from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.scenario import Scenario
-from kvbench.deployment import Deployment, process_specs, usable, with_ports
+from kvbench.deployment import Deployment, process_specs, unusable, with_ports
 from kvbench.equality import check_prompts, greedy_outputs
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, KvbenchError
 from kvbench.launchers.local import LocalLauncher
@@ -67,7 +67,7 @@ def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, ki
         machine,
         RunInfo(
             kind=kind,
-            argv=[shlex.quote(word) for word in sys.argv],
+            argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
             seed=scenario.seed,
             git=machine.get("git"),
             hosts=[str(machine.get("hostname"))],
@@ -108,8 +108,7 @@ class Sweep:
         return self._results
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        engine = engines.get(self._scenario.deployment.engine)
-        problem = usable(engine, connectors.get(deployment.connector))
+        problem = unusable(self._scenario, deployment)
         if problem is None:
             return False
         self._store.skip_connector(deployment.label, problem.reason, problem.fix)
@@ -151,7 +150,7 @@ class Sweep:
     def _record_processes(self, planned: DeploymentPlan) -> None:
         if self._scenario.deployment.engine == "external":
             return
-        specs = process_specs(self._scenario, planned)
+        specs = process_specs(self._scenario, planned, self._launcher.log_dir)
         self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}
         self._store.write_plan({**self._plan.to_json(), "processes": self._processes})
 

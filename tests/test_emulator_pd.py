@@ -191,6 +191,7 @@ def test_d_may_ask_before_p_has_the_request(tmp_path: Path, aggregated: EnginePr
 def test_preemption_on_d_computes_again_and_says_the_same(tmp_path: Path, aggregated: EngineProcess) -> None:
     prefill, decode, env = pair_specs("tcp", enable_prefix_caching=False)
     decode["num_blocks"] = 20
+    decode["time_scale"] = 2.0  # half a second a request, so that the six meet on any machine
     prompts = [prompt_of(60, seed=seed) for seed in range(6)]
     with running(tmp_path, prefill, decode, env=env) as (p, d), ThreadPoolExecutor(6) as threads:
         pair = Pair("tcp", p, d)
