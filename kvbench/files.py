@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.records import SCHEMA_VERSION, RequestRecord
+from kvbench.core.records import ROUTER_TIMES, SCHEMA_VERSION, RequestRecord
 from kvbench.errors import StoreError
 
 
@@ -29,6 +29,7 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
         "error": pa.string(),
         "error_detail": pa.string(),
         **dict.fromkeys(("scheduled_s", "sent_s", "first_token_s", "last_token_s"), pa.float64()),
+        **dict.fromkeys(ROUTER_TIMES, pa.float64()),
         **dict.fromkeys(("input_len", "requested_output_len", "output_len", "status"), pa.int32()),
     }
     rows = [request.to_json() for request in requests]

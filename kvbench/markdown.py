@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from kvbench.core.breakdown import PART_WORDS
 from kvbench.core.records import TrialRecord
 from kvbench.notes import Note, ahead, notes
 from kvbench.plots import NO_DATA
@@ -17,6 +18,7 @@ _FIGURES: Final = ("mean", "p50", "p90", "p99")
 _PICTURES: Final = {
     "max_request_rate": "Highest request rate by input length",
     "latency": "Latency against request rate",
+    "ttft_breakdown": "Where the time to the first token goes",
 }
 _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 
@@ -38,6 +40,9 @@ def report_markdown(run: Run, rows: Sequence[Row]) -> str:
         parts += ["## Who is ahead", _why_ahead(), _bullets(Note(line) for line in told)]
     parts += ["## Notes", _bullets(notes(run, rows)) or "None."]
     parts += ["## Latency at the supporting trial", _WHICH_TRIAL, _latencies(rows)]
+    where = _breakdown(rows)
+    if where:
+        parts += ["## Where the time to the first token goes", _WHICH_PARTS, where]
     parts += ["## Rates, KV cache and prefix cache at the supporting trial", _rates(rows)]
     parts += ["## Search", *_searches(run)]
     parts += ["## Findings", _findings(run) or "No gate had anything to say."]
@@ -108,6 +113,32 @@ def _four(values: Mapping[str, float | None], name: str) -> str:
     return MISSING if not any(figures) else " / ".join(number(figure) for figure in figures)
 
 
+_WHICH_PARTS: Final = (
+    "Means in milliseconds over the answered requests of the same trial, warm-up included. The engines' "
+    "histograms tell queue and prefill, the router's times of each request tell what lies around them. The "
+    "first decode step is taken as D's mean gap between tokens. `hand-off` is all that is neither P's nor "
+    "D's engine nor the transfer: their HTTP front ends and the router's turn; where P and D are asked at "
+    "once it holds D's queue, too, which cannot be told apart then. `router and client` is the rest; without "
+    "P/D it holds the server's front end."
+)
+
+
+def _breakdown(rows: Sequence[Row]) -> str:
+    header = ["connector", "input", "rate", "TTFT", *PART_WORDS.values()]
+    body = [
+        [
+            row.cell.connector,
+            f"{row.cell.input_len}",
+            number(row.answer.max_request_rate),
+            number(row.values["ttft_ms_mean_of_all"]),
+            *(number(row.values[f"ttft_{part}_ms"]) for part in PART_WORDS),
+        ]
+        for row in rows
+        if any(row.values[f"ttft_{part}_ms"] is not None for part in PART_WORDS)
+    ]
+    return table(header, body) if body else ""
+
+
 def _rates(rows: Sequence[Row]) -> str:
     header = [
         "connector",
@@ -117,6 +148,8 @@ def _rates(rows: Sequence[Row]) -> str:
         "total tok/s",
         "KV bytes per request",
         "KV transfer (ms per request)",
+        "KV descriptors per request",
+        "told by",
         "transport",
         "prefix hits on P (%)",
         "prefix hits on D (%)",
@@ -135,6 +168,8 @@ def _rates(rows: Sequence[Row]) -> str:
                     number(values["total_tok_per_s"]),
                     MISSING if size is None else f"{size:,.0f}",
                     number(values["kv_transfer_ms_per_request"]),
+                    number(values["kv_descriptors_per_request"]),
+                    row.kv_source or MISSING,
                     row.transport or MISSING,
                     percent(values["prefix_hit_rate_prefill"]),
                     percent(values["prefix_hit_rate_decode"]),

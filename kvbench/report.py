@@ -101,6 +101,7 @@ def trial_row(trial: TrialRecord) -> dict[str, Any]:
         "seed": trial.seed,
         **trial_values(trial),
         "transport": trial.engine.get("transport"),
+        "kv_source": trial.engine.get("kv_source"),
         "findings": "; ".join(f"{finding.level}: {finding.gate}" for finding in trial.findings),
         "labels": ";".join(trial.labels),
     }

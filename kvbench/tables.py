@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from kvbench.core.breakdown import PARTS
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK
 from kvbench.runs import CellResult, Run
@@ -44,8 +45,11 @@ SUMMARY_KEYS: Final[Mapping[str, str]] = {
 ENGINE_KEYS: Final[Mapping[str, str]] = {
     "kv_bytes_per_request": "kv_bytes_per_request",
     "kv_transfer_ms_per_request": "kv_transfer_ms_per_request",
+    "kv_descriptors_per_request": "kv_descriptors_per_request",
     "prefix_hit_rate_prefill": "prefix_hit_rate_prefill",
     "prefix_hit_rate_decode": "prefix_hit_rate_decode",
+    "ttft_ms_mean_of_all": "ttft_ms_mean_of_all",
+    **{f"ttft_{part}_ms": f"ttft_breakdown_ms.{part}" for part in PARTS},
 }
 VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
 
@@ -87,6 +91,7 @@ class Row:
     search: str = ""
     confirmed: bool = False
     transport: str = ""
+    kv_source: str = ""
     reason: str = ""
     hint: str = ""
     findings: Mapping[str, int] = field(default_factory=dict)
@@ -115,6 +120,7 @@ class Row:
             "censored": self.outcome == "at_least",
             **self.values,
             "transport": self.transport,
+            "kv_source": self.kv_source,
             "trials": self.trials,
             "findings": sum(self.findings.values()),
             "trial_id": self.trial_id,
@@ -158,6 +164,7 @@ def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
         search=str(given.get("status") or ""),
         confirmed=bool(given.get("confirmed")),
         transport=str(support.engine.get("transport") or "") if support else "",
+        kv_source=str(support.engine.get("kv_source") or "") if support else "",
         reason=(result.reason if result else "") or _search_reason(given),
         hint=result.hint if result else "",
         findings=dict(levels),

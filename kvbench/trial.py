@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from kvbench import connectors
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, HostFigures
 from kvbench.core.gates import early_verdict, judge
 from kvbench.core.metrics import Slo, Summary, summarise
 from kvbench.core.plan import trial_seed
-from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
 from kvbench.core.scenario import Scenario
 from kvbench.deployment import Deployment
+from kvbench.figures import engine_figures, engine_summary, host_figures, transport_of
+from kvbench.kvmetrics import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
 from kvbench.launchers.local import LocalLauncher
 from kvbench.load import LoadGenerator, LoadResult, Progress
 from kvbench.store import RunStore
-from kvbench.telemetry import HostReading, Metrics, Sampler, difference, quantile, read_host
+from kvbench.telemetry import Metrics, Sampler, read_host
 
 DRAIN_DEADLINE_S = 30.0
 DEADLINE_SLACK_S = 20.0
-_KV = "kvbench:kv_transfer"
-_LAG = "kvbench:emulator_step_lag_seconds"
-_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+LOG_WAIT_S = 2.5
+"""A KV log line that comes more seldom than this is not waited for after each trial."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,13 @@ class TrialRunner:
         self._launcher = launcher
         self._on_progress = on_progress
         self._slo = Slo(scenario.slo.ttft_ms, scenario.slo.tpot_ms, scenario.slo.attainment)
+        self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
+        self._may_expire = 0.0
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offer the load, judge it, store it. Raises KvbenchError if a process died or hung."""
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
+        self._logged_kv(self.deployment.metrics())
         started_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         pages_before, host_before = self.deployment.metrics(), read_host()
         sampler = Sampler(plan.trial_id, self.deployment.pids(), self.deployment.endpoints.metrics_urls)
@@ -71,11 +75,13 @@ class TrialRunner:
         host_after = read_host()
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
         pages_after = self.deployment.metrics()
-        figures = engine_figures(pages_before, pages_after)
+        logged = self._logged_kv(pages_after)
+        figures = engine_figures(pages_before, pages_after, logged)
         summary = summarise(load.records, self._slo, plan.rate, load.duration_s)
         evidence = self._evidence(
             plan, load, summary, figures, stopped_as, host_figures(host_before, host_after), pages_after
         )
+        self._may_expire = max(0.0, evidence.kv_may_expire - _expired(figures))
         verdict, reason, findings = judge(evidence)
         record = TrialRecord(
             trial_id=plan.trial_id,
@@ -88,7 +94,7 @@ class TrialRunner:
             started_at=started_at,
             duration_s=load.duration_s,
             summary=summary.to_json(),
-            engine=engine_summary(pages_before, pages_after, figures, load),
+            engine=engine_summary(pages_before, pages_after, figures, load, logged),
             findings=findings,
             labels=list(self._store.manifest.get("labels", [])),
         )
@@ -143,7 +149,35 @@ class TrialRunner:
             "timeout_s": scenario.workload.request_timeout_s,
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": scenario.slo.ttft_ms, "tpot_ms": scenario.slo.tpot_ms},
+            # Only our own router knows that header.
+            "headers": {TIMING_REQUEST_HEADER: "1"} if self.deployment.endpoints.router_metrics_url else {},
         }
+
+    def _logged_kv(self, pages: Mapping[str, Metrics | None]) -> dict[str, RoleKv]:
+        """What engines without KV metrics log of their transfers since the last call.
+
+        Their lines come at intervals. If they come often, one interval is waited for, so that a trial's
+        transfers are all counted and no others; if not, only means of a transfer are taken from them.
+        """
+        if not self.deployment.connector.disaggregated or any(
+            role_kv([(page, page)]).source for page in pages.values() if page is not None
+        ):
+            return {}
+        whole = self._log_interval_s() <= LOG_WAIT_S
+        if whole:
+            deadline = time.monotonic() + self._log_interval_s() + 0.5
+            while time.monotonic() < deadline:
+                self.deployment.check_alive()
+                self._kv_logs.poll()
+                time.sleep(0.05)
+        return self._kv_logs.take(whole=whole)
+
+    def _log_interval_s(self) -> float:
+        told = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self.deployment.processes]
+        try:
+            return float(next(filter(None, told), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
+        except ValueError:
+            return DEFAULT_LOG_INTERVAL_S
 
     def _evidence(
         self,
@@ -155,10 +189,13 @@ class TrialRunner:
         host: HostFigures,
         pages: Mapping[str, Metrics | None],
     ) -> Evidence:
-        connector = connectors.get(self.deployment.plan.connector)
+        connector = self.deployment.connector
         options = self.scenario.connector_options(self.deployment.plan.label)
-        emulated = self.scenario.deployment.engine == "emulated"
-        moves = connector.disaggregated and emulated
+        deployed = self.scenario.deployment
+        moves = connector.disaggregated and deployed.engine != "external"
+        kv_bytes, slack = self._kv_bytes(plan.cell.input_len, figures)
+        cancelled = sum(record.error == "cancelled" for record in load.records)
+        may_expire = self._may_expire + cancelled
         return Evidence(
             records=load.records,
             summary=summary,
@@ -166,119 +203,31 @@ class TrialRunner:
             client=ClientFigures.from_json(load.client),
             engines=figures,
             host=host,
-            kv_bytes_per_request=self._kv_bytes(plan.cell.input_len) if moves else None,
+            kv_bytes_per_request=kv_bytes if connector.disaggregated else None,
+            kv_bytes_slack=slack,
+            kv_bytes_certain=deployed.engine == "emulated",
+            kv_may_expire=may_expire,
             transport_asked=connector.transport_asked(options) if moves else "",
             transport_ran=transport_of(pages) if moves else "",
             stopped_as=stopped_as,
+            logged=[each.finding(excused=may_expire > 0) for each in self.deployment.diagnoses()],
         )
 
-    def _kv_bytes(self, input_len: int) -> float:
-        shape, deployment = self.scenario.model.shape, self.scenario.deployment
-        block_tokens = int(getattr(deployment.engine_options, "block_tokens", 16))
-        per_block = shape.block_bytes(block_tokens, deployment.tensor_parallel_size) * shape.regions()
-        return float(shape.blocks(input_len, block_tokens) * per_block)
+    def _kv_bytes(self, input_len: int, figures: Mapping[str, EngineFigures]) -> tuple[float | None, float]:
+        """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
+
+        The block size is what the engines tell. None if that, or the model's shape, is not known. Only of
+        the emulated engine is it known that the last, partial block moves whole.
+        """
+        shape, deployed = self.scenario.model.shape, self.scenario.deployment
+        blocks = {role.block_tokens for role in figures.values() if role.block_tokens}
+        if not shape.known or len(blocks) != 1:
+            return None, 0.0
+        block_tokens = blocks.pop()
+        per_block = float(shape.block_bytes(block_tokens, deployed.tensor_parallel_size) * shape.regions())
+        partial = deployed.engine != "emulated" and input_len % block_tokens > 0
+        return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
 
 
-def engine_figures(
-    before: Mapping[str, Metrics | None], after: Mapping[str, Metrics | None]
-) -> dict[str, EngineFigures]:
-    """Counter growth per role, summed over its instances. A role that lacks a page is left out whole:
-    a part of its counts would look like lost requests.
-    """
-    roles: dict[str, list[tuple[Metrics, Metrics]]] = {}
-    incomplete = set()
-    for name, page in after.items():
-        role, start = name.split("-")[0], before.get(name)
-        if page is None or start is None:
-            incomplete.add(role)
-        else:
-            roles.setdefault(role, []).append((start, page))
-    return {
-        role: _figures_of(pages)
-        for role, pages in roles.items()
-        if role != "router" and role not in incomplete
-    }
-
-
-def _figures_of(pages: Sequence[tuple[Metrics, Metrics]]) -> EngineFigures:
-    def grown(name: str, **labels: str) -> float | None:
-        known = [
-            value for start, end in pages if (value := difference(start, end, name, **labels)) is not None
-        ]
-        return sum(known) if known else None
-
-    lags = [lag for start, end in pages if (lag := quantile(start, end, _LAG, 0.99)) is not None]
-    by_source = {source: grown("vllm:prompt_tokens_by_source_total", source=source) for source in _SOURCES}
-    return EngineFigures(
-        prompt_tokens=grown("vllm:prompt_tokens_total"),
-        prefix_queries=grown("vllm:prefix_cache_queries_total"),
-        prefix_hits=grown("vllm:prefix_cache_hits_total"),
-        prompt_tokens_by_source={source: count for source, count in by_source.items() if count is not None},
-        requests=grown("vllm:request_success_total"),
-        preemptions=grown("vllm:num_preemptions_total"),
-        kv_transfers=grown(f"{_KV}_seconds_count"),
-        kv_bytes=grown(f"{_KV}_bytes_sum"),
-        kv_failures=grown(f"{_KV}_failures_total"),
-        step_lag_s=grown(f"{_LAG}_sum"),
-        steps=grown(f"{_LAG}_count"),
-        step_lag_p99_s=max(lags, default=None),
-        busy_s=grown("kvbench:emulator_busy_seconds_total"),
-    )
-
-
-def engine_summary(
-    before: Mapping[str, Metrics | None],
-    after: Mapping[str, Metrics | None],
-    figures: Mapping[str, EngineFigures],
-    load: LoadResult,
-) -> dict[str, Any]:
-    """The engine columns of the result table; None where the servers do not tell."""
-    transfers = sum(role.kv_transfers or 0 for role in figures.values())
-    moved = sum(role.kv_bytes or 0 for role in figures.values())
-
-    def grown(name: str) -> float:
-        return sum(
-            difference(before.get(key), page, name) or 0.0 for key, page in after.items() if key != "router"
-        )
-
-    def hit_rate(role: str) -> float | None:
-        known = figures.get(role)
-        return None if known is None else known.hit_rate
-
-    lag = [role.step_lag_s / role.steps * 1e3 for role in figures.values() if role.steps and role.step_lag_s]
-    whole = figures.get("aggregated")
-    return {
-        "kv_bytes_per_request": moved / transfers if transfers else None,
-        "kv_transfer_ms_per_request": grown(f"{_KV}_seconds_sum") / transfers * 1e3 if transfers else None,
-        "kv_descriptors_per_request": grown(f"{_KV}_descriptors_sum") / transfers if transfers else None,
-        "kv_transfers": transfers or None,
-        "transport": transport_of(after),
-        "prefix_hit_rate_prefill": whole.hit_rate if whole is not None else hit_rate("prefill"),
-        "prefix_hit_rate_decode": hit_rate("decode"),
-        "emulator_step_lag_ms_mean": max(lag) if lag else None,
-        "client": dict(load.client),
-        "roles": {role: known.to_json() for role, known in figures.items()},
-    }
-
-
-def transport_of(pages: Mapping[str, Metrics | None]) -> str:
-    """The transport that the engines say really ran; empty if none of them tells.
-
-    The passive side of a transfer knows only what was configured; the active side's word counts.
-    """
-    named = {page.label("kvbench:transport_info", "transport") for page in pages.values() if page is not None}
-    proven = {name for name in named if name and not name.endswith("(configured)")}
-    return ",".join(sorted(proven or named - {""}))
-
-
-def host_figures(before: HostReading, after: HostReading) -> HostFigures:
-    """Load average before the trial; shares of all CPU time stolen, or used by others, during it."""
-    cores = os.cpu_count() or 1
-    seconds = max(1e-9, (after.time_s - before.time_s) * cores)
-    others = (after.cpu_s - before.cpu_s) - (after.own_cpu_s - before.own_cpu_s)
-    return HostFigures(
-        before.load_average,
-        cores,
-        max(0.0, after.steal_s - before.steal_s) / seconds,
-        max(0.0, others) / seconds,
-    )
+def _expired(figures: Mapping[str, EngineFigures]) -> float:
+    return sum(role.kv_expired or 0.0 for role in figures.values())

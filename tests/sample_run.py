@@ -56,6 +56,24 @@ def make_requests(cell: Cell, rate: float, seed: int, count: int = 120) -> list[
     return records
 
 
+def breakdown(cell: Cell, ttft_ms: float) -> dict[str, float | None]:
+    """Parts that add up; of the connector that asks P and D at once D's queue is not known."""
+    prefill, step, transfer = (0.012 + cell.input_len * 18e-6) * 1e3, 5.5, cell.input_len * 0.0021
+    if cell.connector == "aggregated":
+        return {"router": 1.0, "prefill": prefill, "prefill_queue": ttft_ms - prefill - 1}
+    left = max(2.0, ttft_ms - prefill - step - transfer - 1.0)
+    at_once = cell.connector == "mooncake"
+    return {
+        "router": 1.0,
+        "prefill_queue": 0.6 * left,
+        "prefill": prefill,
+        "hand_off": 0.4 * left if at_once else 0.1 * left,
+        "kv_transfer": transfer,
+        "decode_queue": None if at_once else 0.3 * left,
+        "first_decode_step": step,
+    }
+
+
 def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestRecord]) -> TrialRecord:
     duration = max(request.last_token_s or 0.0 for request in requests)
     summary = summarise(requests, Slo(**SLO), rate, duration).to_json()
@@ -64,6 +82,10 @@ def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestR
     engine = {
         "kv_bytes_per_request": cell.input_len * 2048.0 if pair else None,
         "kv_transfer_ms_per_request": cell.input_len * 0.0021 if pair else None,
+        "kv_descriptors_per_request": 8.0 if pair else None,
+        "kv_source": "kvbench:kv_transfer_seconds of decode" if pair else "",
+        "ttft_ms_mean_of_all": summary["ttft_ms"]["mean"],
+        "ttft_breakdown_ms": breakdown(cell, summary["ttft_ms"]["mean"]),
         "transport": {"mooncake": "tcp", "nixl": "ucx: tcp,self,sm"}.get(cell.connector, ""),
         "prefix_hit_rate_prefill": 0.0,
         "prefix_hit_rate_decode": 0.0 if pair else None,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from sample_run import make_run
 
-from kvbench.plots import latency_figure, max_rate_figure, write_plots
+from kvbench.plots import breakdown_figure, latency_figure, max_rate_figure, write_plots
 from kvbench.plots.style import PALETTES, looks, nice_log_ticks
 from kvbench.runs import Run, load_run
 
@@ -40,7 +40,7 @@ def drawn(figure: Figure | None) -> Figure:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pictures_are_written_and_not_blank(special: Run, tmp_path: Path, theme: str) -> None:
     written = write_plots(special, tmp_path, ("png", "svg"), theme)  # type: ignore[arg-type]
-    assert len(written) == 4
+    assert len(written) == 6
     for path in written:
         assert path.stat().st_size > 5_000
         if path.suffix == ".png":
@@ -92,10 +92,10 @@ def test_a_run_without_trials_gives_no_picture_and_old_ones_go(one: Run, tmp_pat
     [((1024,), True), ((512, 2048), False), ((512, 2048), True), ((512, 1024, 2048, 4096, 8192), True)],
 )
 def test_no_words_lie_over_others_or_outside(tmp_path: Path, lengths: tuple[int, ...], long: bool) -> None:
-    run = load_run(make_run(tmp_path, ("aggregated", "nixl"), lengths))
+    run = load_run(make_run(tmp_path, ("aggregated", "mooncake", "nixl"), lengths))
     if long:
         run.manifest["scenario"] = "a-scenario-with-quite-a-long-name-that-somebody-chose " * 3
-    for figure in (drawn(max_rate_figure(run)), drawn(latency_figure(run))):
+    for figure in (drawn(max_rate_figure(run)), drawn(latency_figure(run)), drawn(breakdown_figure(run))):
         texts: list[Text] = [*figure.texts]
         for legend in figure.legends:
             texts += legend.get_texts()
@@ -179,4 +179,4 @@ def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(one: 
         text=True,
         timeout=60,
     )
-    assert done.stdout == "2\nFalse\n", done.stderr
+    assert done.stdout == "3\nFalse\n", done.stderr

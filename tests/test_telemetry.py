@@ -10,8 +10,8 @@ import pytest
 
 from kvbench.core.evidence import EngineFigures
 from kvbench.errors import ServerError
+from kvbench.figures import engine_figures, transport_of
 from kvbench.telemetry import Metrics, Sampler, difference, parse_metrics, quantile, read_host, scrape
-from kvbench.trial import engine_figures, transport_of
 
 BEFORE = """
 # TYPE vllm:prompt_tokens counter

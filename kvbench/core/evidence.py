@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from kvbench.core.metrics import Slo, Summary
-from kvbench.core.records import RequestRecord
+from kvbench.core.records import Finding, RequestRecord
 
 LOCAL_COMPUTE: Final = "local_compute"
 LOCAL_CACHE_HIT: Final = "local_cache_hit"
@@ -36,7 +36,8 @@ class EngineFigures:
 
     Token counts are of prompts. ``step_lag_s`` is the sum of the emulated engine's delays behind its own
     timing model over ``steps`` steps that kept it busy for ``busy_s``; 99 of 100 steps came no later than
-    ``step_lag_p99_s``.
+    ``step_lag_p99_s``. ``kv_expired`` counts requests whose KV was given up before it was fetched.
+    ``block_tokens`` is no count: the engines' KV block size, None where they do not tell or differ.
     """
 
     prompt_tokens: float | None = None
@@ -48,6 +49,8 @@ class EngineFigures:
     kv_transfers: float | None = None
     kv_bytes: float | None = None
     kv_failures: float | None = None
+    kv_expired: float | None = None
+    block_tokens: int | None = None
     step_lag_s: float | None = None
     steps: float | None = None
     step_lag_p99_s: float | None = None
@@ -110,7 +113,8 @@ class GateLimits:
     warm_cache_share: float = 0.01
     count_tolerance: float = 0.01
     decode_local_tokens: float = 16.0
-    """Tokens per request that decode may compute: a connector need not move a last, partial block."""
+    """Tokens per request that decode may compute, and the tokens of a last, partial block beside them,
+    which a connector need not move. Never more than half of a prompt."""
     wrong_length_share: float = 0.01
     other_cpu_share: float = 0.10
     steal_share: float = 0.02
@@ -124,8 +128,11 @@ class Evidence:
     """Everything known about one trial. ``engines`` maps a role to its figures.
 
     Roles are "prefill" and "decode", or "aggregated" alone. ``kv_bytes_per_request`` is what has to move
-    for one request of this cell; None when nothing moves or the size is unknown. ``transport_asked`` may
-    name several, by commas. ``stopped_as`` is the live verdict that ended the trial early, if one did.
+    for one request of this cell; None when nothing moves or the size is unknown. ``kv_bytes_slack`` of it may
+    stay behind (a last, partial block). ``kv_bytes_certain``: the size was computed from what runs, not
+    from what the scenario says of it. ``kv_may_expire``: requests that were cancelled so far, whose KV may
+    be given up in this trial. ``transport_asked`` may name several, by commas. ``stopped_as`` is the live
+    verdict that ended the trial early, if one did. ``logged``: what the processes' logs say.
     """
 
     records: Sequence[RequestRecord]
@@ -135,10 +142,14 @@ class Evidence:
     engines: Mapping[str, EngineFigures] = field(default_factory=dict)
     host: HostFigures = field(default_factory=HostFigures)
     kv_bytes_per_request: float | None = None
+    kv_bytes_slack: float = 0.0
+    kv_bytes_certain: bool = True
+    kv_may_expire: float = 0.0
     transport_asked: str = ""
     transport_ran: str = ""
     reuse_expected: bool = False
     stopped_as: Literal["", "met", "missed"] = ""
+    logged: Sequence[Finding] = ()
     limits: GateLimits = field(default_factory=GateLimits)
 
     @property

@@ -237,6 +237,7 @@ GATES: Final[tuple[Gate, ...]] = (
     gates_work.counters_fell,
     gates_work.wrong_length,
     gates_work.kv_failures,
+    gates_work.kv_expired,
     gates_work.wrong_transport,
     gates_work.warm_cache,
     gates_work.prefill_skipped,
@@ -256,6 +257,7 @@ GATES: Final[tuple[Gate, ...]] = (
 def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
     """(verdict, reason in plain words, findings of all gates) of one trial."""
     findings = [finding for gate in GATES if (finding := gate(evidence)) is not None]
+    findings += evidence.logged
     refusal = next((finding for finding in findings if finding.level == "invalid"), None)
     if refusal is not None:
         return "invalid", refusal.message, findings

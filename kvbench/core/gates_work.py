@@ -6,7 +6,7 @@ for the verdict.
 
 from __future__ import annotations
 
-from kvbench.core.evidence import EXTERNAL, Evidence, span
+from kvbench.core.evidence import EXTERNAL, EngineFigures, Evidence, span
 from kvbench.core.records import Finding
 
 
@@ -60,14 +60,12 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
     engine = evidence.engines.get("decode")
     if engine is None or not engine.prompt_tokens_by_source:
         return None
-    sent = [record.input_len for record in evidence.records if record.sent_s is not None]
-    mean_len = sum(sent) / len(sent) if sent else 0.0
-    per_request = max(1.0, min(evidence.limits.decode_local_tokens, 0.05 * mean_len))
+    allowed = _local_tokens_allowed(evidence, engine)
     local = engine.computed_tokens or 0.0
     external = engine.prompt_tokens_by_source.get(EXTERNAL)
     least, _ = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance)
-    missing = external is not None and external < least - per_request * len(sent)
-    if local <= per_request * len(sent) and not missing:
+    missing = external is not None and external < least - allowed
+    if local <= allowed and not missing:
         return None
     figures = {"local_tokens": local, "external_tokens": external, "expected": least}
     if engine.preemptions and not missing:
@@ -89,6 +87,18 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
     )
 
 
+def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
+    """Prompt tokens that decode may compute in all: a few of each request, and a last, partial block."""
+    sent = [record.input_len for record in evidence.records if record.sent_s is not None]
+    mean_len = sum(sent) / len(sent) if sent else 0.0
+    few = max(1.0, min(evidence.limits.decode_local_tokens, 0.05 * mean_len))
+    if not engine.block_tokens:
+        return few * len(sent)
+    # One token beyond whole blocks: the last token's logits are computed where decoding begins.
+    partial = (length % engine.block_tokens + 1 for length in sent)
+    return sum(max(few, min(tokens, length / 2)) for tokens, length in zip(partial, sent, strict=True))
+
+
 def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     """The KV bytes that moved are not those of the requests."""
     per_request = evidence.kv_bytes_per_request
@@ -96,16 +106,14 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     seen = [engine.kv_bytes for engine in evidence.engines.values() if engine.kv_bytes is not None]
     if per_request is None or not seen:
         return None
-    least, most = (
-        count * per_request
-        for count in evidence.expected(per_token=False, tolerance=evidence.limits.count_tolerance)
-    )
+    fewest, largest = evidence.expected(per_token=False, tolerance=evidence.limits.count_tolerance)
+    least, most = fewest * (per_request - evidence.kv_bytes_slack), largest * per_request
     moved = max(seen)
     if least <= moved <= most:
         return None
     return Finding(
         "kv_bytes_wrong",
-        "invalid",
+        "invalid" if evidence.kv_bytes_certain or not moved else "warning",
         f"{moved / 1e6:.1f} MB of KV moved where {span(least / 1e6, most / 1e6, 1)} MB were expected",
         "prompts were cached, recomputed or moved twice; check the KV size of the model in the scenario, too",
         {"kv_bytes": moved, "expected": [least, most]},
@@ -145,6 +153,24 @@ def kv_failures(evidence: Evidence) -> Finding | None:
         f"{failed:.0f} KV transfers failed",
         "look for the transfer library's last lines in the engines' logs",
         {"kv_failures": failed},
+    )
+
+
+def kv_expired(evidence: Evidence) -> Finding | None:
+    """P gave up KV that was never fetched. Of requests that were cancelled that is what must happen."""
+    expired = sum(engine.kv_expired or 0.0 for engine in evidence.engines.values())
+    if expired <= 0:
+        return None
+    excused = expired <= evidence.kv_may_expire
+    return Finding(
+        "kv_expired",
+        "note" if excused else "invalid",
+        f"the KV of {expired:.0f} requests expired on prefill before decode had fetched it"
+        + (f"; {evidence.kv_may_expire:.0f} requests had been cancelled before" if excused else ""),
+        ""
+        if excused
+        else "decode is overloaded or never asked: lower the rate, raise the lease, see its log",
+        {"kv_expired": expired, "may_expire": evidence.kv_may_expire},
     )
 
 

@@ -27,10 +27,29 @@ RequestError = Literal[
 
 VerdictKind = Literal["met", "missed", "invalid"]
 
+ROUTER_TIMES: Final = (
+    "router_received_s",
+    "prefill_sent_s",
+    "prefill_answered_s",
+    "decode_sent_s",
+    "decode_first_byte_s",
+)
+"""What the router tells of a request: in its answer's headers (``timing_header``), and in a RequestRecord."""
+TIMING_REQUEST_HEADER: Final = "x-kvbench-timing"
+
+
+def timing_header(name: str) -> str:
+    """The response header that carries one of ROUTER_TIMES, in seconds on the router's monotonic clock."""
+    return "x-kvbench-" + name.removesuffix("_s").replace("_", "-")
+
 
 @dataclass
 class RequestRecord:
-    """One request as the load generator saw it."""
+    """One request as the load generator saw it.
+
+    The times from ``router_received_s`` to ``decode_first_byte_s`` are the router's, put on the generator's
+    clock; they are there if the router is kvbench's own and runs on the same machine.
+    """
 
     request_id: str
     scheduled_s: float
@@ -44,6 +63,11 @@ class RequestRecord:
     status: int = 0
     error: RequestError = ""
     error_detail: str = ""
+    router_received_s: float | None = None
+    prefill_sent_s: float | None = None
+    prefill_answered_s: float | None = None
+    decode_sent_s: float | None = None
+    decode_first_byte_s: float | None = None
 
     @property
     def ok(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from kvbench.core.records import RequestError, RequestRecord
+from kvbench.core.records import ROUTER_TIMES, RequestError, RequestRecord, timing_header
 from kvbench.http1 import ClientConnection
 from kvbench.loadgen.spec import LoadSpec, PlannedRequest
 from kvbench.loadgen.stream import StreamReader, clipped, whole_body_error
@@ -101,10 +101,24 @@ class Exchange:
             record.first_token_s = round(stamps[0] - start, DECIMALS)
             record.last_token_s = round(stamps[-1] - start, DECIMALS)
             record.itl_s = [round(b - a, DECIMALS) for a, b in pairwise(stamps)]
+            self._take_router_times(start, stamps[0])
         record.output_len = reader.completion_tokens or 0
         record.error, record.error_detail = self._class(reader, spec)
         self.parts.clear()
         self.stamps.clear()
+
+    def _take_router_times(self, start: float, first_token: float) -> None:
+        """The router's times, if it told them and its clock is ours: within this request's first token."""
+        times = {}
+        for name in ROUTER_TIMES:
+            try:
+                times[name] = float(self.headers[timing_header(name)])
+            except (KeyError, ValueError):
+                continue
+        if self.sent is None or not all(self.sent - 1e-3 <= t <= first_token + 1e-3 for t in times.values()):
+            return
+        for name, time_s in times.items():
+            setattr(self.record, name, round(time_s - start, DECIMALS))
 
     def _class(self, reader: StreamReader, spec: LoadSpec) -> tuple[RequestError, str]:
         """The class of failure, the most telling first; ("", "") is success."""

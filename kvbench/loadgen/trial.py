@@ -86,7 +86,14 @@ class Trial:
             "reason": "stopped" if self._stopped else "complete",
             "duration_s": round(max(duration, 0.0), 6),
             "started_unix_s": started_unix_s,
-            "client": {**self._lags(), **watched, "connections": self._pool.size},
+            "client": {
+                **self._lags(),
+                **watched,
+                "connections": self._pool.size,
+                # The two clocks at the start, so that what other processes timed can be put beside it.
+                "started_monotonic_s": self._start,
+                "started_unix_s": started_unix_s,
+            },
         }
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures of a run: the highest request rate by input length, and latency against rate.
+"""Pictures of a run: the highest request rate by input length, latency against rate, and TTFT's parts.
 
 Each is drawn from a run folder alone and carries scenario, version, hardware, date, and the word
 *emulated* where the engine was. A picture for which there is no data is not drawn.
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from kvbench.plots.breakdown import breakdown_figure
 from kvbench.plots.latency import latency_figure
 from kvbench.plots.rates import max_rate_figure
 from kvbench.plots.style import PALETTES, Theme, save, style
 from kvbench.runs import Run
 
-__all__ = ["NO_DATA", "Theme", "latency_figure", "max_rate_figure", "write_plots"]
+__all__ = ["NO_DATA", "Theme", "breakdown_figure", "latency_figure", "max_rate_figure", "write_plots"]
 
 NO_DATA: Final = "there is no picture, because no trial has given a result yet"
 
@@ -29,7 +30,12 @@ def write_plots(
     """
     written = []
     suffix = "" if theme == "light" else f"-{theme}"
-    for name, draw in (("max_request_rate", max_rate_figure), ("latency", latency_figure)):
+    pictures = {
+        "max_request_rate": max_rate_figure,
+        "latency": latency_figure,
+        "ttft_breakdown": breakdown_figure,
+    }
+    for name, draw in pictures.items():
         figure = draw(run, theme)
         for kind in formats:
             path = folder / f"{name}{suffix}.{kind}"

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable
 from typing import Final
 
-from kvbench import connectors
+from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError, ServerError
 from kvbench.http1 import Pool, Reply, Request, Response, error_body, fetch
 from kvbench.router.body import ClientBody
@@ -19,6 +19,8 @@ from kvbench.router.dispatch import Dispatch
 from kvbench.router.legs import LegError, Timing
 from kvbench.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvbench.router.spec import Backend, RouterSpec
+from kvbench.router.tracing import request_spans
+from kvbench.spans import SpanLog
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,14 @@ class Router:
 
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
-        self._connector = connectors.get(spec.connector)
+        self._connector = spec.profile()
         self._prefills = spec.backends("prefill", self._connector)
         self._decodes = spec.backends("decode", self._connector)
         self._next_prefill = itertools.cycle(self._prefills)
         self._next_decode = itertools.cycle(self._decodes)
         self._not_ready = "the prefill servers' engine ids are not known yet" if self._asks_bootstrap else ""
         self.metrics = RouterMetrics()
+        self._spans = SpanLog(spec.trace_path) if spec.trace_path else None
 
     @property
     def _asks_bootstrap(self) -> bool:
@@ -58,6 +61,8 @@ class Router:
         """Drops all connections to the backends."""
         for backend in self._backends:
             await backend.pool.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def handle(self, request: Request, response: Response) -> Awaitable[None] | None:
         """The server's handler."""
@@ -80,7 +85,7 @@ class Router:
 
     async def _complete(self, request: Request, response: Response) -> None:
         began = time.monotonic()
-        timing = Timing()
+        timing = Timing(received=began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         error = ""
         self.metrics.requests.inc()
         self.metrics.in_flight.inc()
@@ -96,6 +101,7 @@ class Router:
         finally:
             self.metrics.in_flight.dec()
             self._observe(timing, began, error)
+            self._trace(timing, began, error)
 
     async def _until_deadline(self, request: Request, response: Response, timing: Timing) -> None:
         """The request, cancelled when the client leaves or the time is up."""
@@ -131,6 +137,7 @@ class Router:
         except InputError as error:
             raise LegError("bad_request", 400, error_body(400, error.message)) from error
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        timing.request_id = request_id
         exchange = Dispatch(self._connector, request, response, body, request_id, timing)
         await exchange.run(
             next(self._next_prefill) if self._connector.disaggregated else None, next(self._next_decode)
@@ -147,6 +154,11 @@ class Router:
                 self.metrics.handoff.observe(timing.decode_sent - timing.prefill_answered)
         if timing.decode_sent is not None and timing.decode_first_byte is not None:
             self.metrics.first_byte.observe(timing.decode_first_byte - timing.decode_sent)
+
+    def _trace(self, timing: Timing, began: float, error: str) -> None:
+        if self._spans is not None and self._spans.wants(timing.request_id):
+            spans = request_spans(timing, began, time.monotonic(), error)
+            self._spans.write(timing.request_id, list(spans))
 
     # everything else
 

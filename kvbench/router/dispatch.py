@@ -36,11 +36,14 @@ class Dispatch:
         self._headers = {
             "content-type": "application/json",
             **{name: request.headers[name] for name in _PASSED_ON if name in request.headers},
-            "x-request-id": request_id,
         }
 
     async def run(self, p: Backend | None, d: Backend) -> None:
         """Sends to P and D as the connector wants it. The client's stream ends only if both succeeded."""
+        peer_id = self._request_id
+        if p is not None:
+            peer_id = self._connector.backend_request_id(self._request_id, p.peer(), d.side_address)
+        self._headers["x-request-id"] = peer_id
         if p is None:
             splice = await self._decode(d, None, None)
         elif self._connector.dispatch == "sequential":
@@ -58,10 +61,11 @@ class Dispatch:
                     leg.cancel()
                 await asyncio.gather(*legs, return_exceptions=True)
         if splice.streaming:
+            splice.start()  # an answer without a body has not begun it
             self._response.end()
         else:
             content_type = splice.reply.headers.get("content-type", "application/json")
-            headers = {"x-request-id": self._request_id}
+            headers = {"x-request-id": self._request_id, **self._timing.headers()}
             self._response.send(splice.reply.status, splice.reply.body, content_type, headers)
 
     async def _prefill(self, p: Backend) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.core.records import ROUTER_TIMES, timing_header
 from kvbench.http1 import ClientConnection, Reply, ReplyCollector, Response, error_body
 from kvbench.router.spec import Backend
 
@@ -40,6 +41,18 @@ class Timing:
     prefill_answered: float | None = None
     decode_sent: float | None = None
     decode_first_byte: float | None = None
+    request_id: str = ""
+    received: float | None = None
+    asked: bool = False
+    """The client wants these times in its answer's headers."""
+
+    def headers(self) -> dict[str, str]:
+        """What has happened so far, for the client that asked for it."""
+        if not self.asked:
+            return {}
+        times = (self.received, self.prefill_sent, self.prefill_answered, self.decode_sent)
+        known = zip(ROUTER_TIMES, (*times, self.decode_first_byte), strict=True)
+        return {timing_header(name): f"{time_s:.6f}" for name, time_s in known if time_s is not None}
 
 
 async def _connect(backend: Backend) -> ClientConnection:
@@ -82,19 +95,29 @@ class Splice(ReplyCollector):
         self._response = response
         self._headers = headers
         self._timing = timing
+        self._content_type = ""
         self.streaming = False
 
     def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
         super().on_head(status, headers, stamp)
         if status == 200 and "content-length" not in headers:
             self.streaming = True
-            content_type = headers.get("content-type", "text/event-stream")
-            self._response.start_stream(status, content_type, self._headers)
+            self._content_type = headers.get("content-type", "text/event-stream")
+            # The time of the first byte can only go into the head if the head waits for it.
+            if not self._timing.asked:
+                self.start()
+
+    def start(self) -> None:
+        """Begin the client's stream, unless that is done."""
+        if not self._response.started:
+            headers = {**self._headers, **self._timing.headers()}
+            self._response.start_stream(200, self._content_type, headers)
 
     def on_body(self, data: bytes, stamp: float) -> None:
         if self._timing.decode_first_byte is None:
             self._timing.decode_first_byte = stamp
         if self.streaming:
+            self.start()
             self._response.write(data)
         else:
             super().on_body(data, stamp)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
+from kvbench import connectors
 from kvbench.connectors.base import Connector, PrefillPeer
 from kvbench.errors import InputError
 from kvbench.http1 import Pool
@@ -17,6 +21,7 @@ class BackendSpec:
 
     url: str
     bootstrap_url: str = ""
+    side_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,21 @@ class RouterSpec:
     prefill: list[Any] = field(default_factory=list)
     host: str = "127.0.0.1"
     request_timeout_s: float = 60.0
+    version: str = ""
+    """The engine's version, which chooses the connector's dialect; empty takes the newest."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The connector's options, for those whose dialect depends on them."""
+    trace_path: str = ""
+    """Where the spans of the first requests of each trial are written; empty: nowhere."""
+
+    def profile(self) -> Connector:
+        """The connector whose dispatch functions are used. Raises InputError."""
+        connector = connectors.get(self.connector)
+        try:
+            options = connector.options_model.model_validate_json(json.dumps(self.options))
+        except ValidationError as error:
+            raise InputError(f"the spec's options: {error.errors()[0]['msg']}") from error
+        return connector.profile(self.version, options)
 
     def backends(self, role: str, connector: Connector) -> list[Backend]:
         """The servers of a role. Raises InputError for what the connector cannot work with."""
@@ -51,6 +71,7 @@ class Backend:
         self.role = role
         self.url = spec.url
         self.bootstrap_url = spec.bootstrap_url
+        self.side_address = spec.side_address
         self.engine_id = ""
         self.pool = Pool(spec.url)
 
@@ -59,4 +80,4 @@ class Backend:
         return f"{self.role} {self.url}"
 
     def peer(self) -> PrefillPeer:
-        return PrefillPeer(url=self.url, bootstrap_url=self.bootstrap_url, engine_id=self.engine_id)
+        return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address)

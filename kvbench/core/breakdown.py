@@ -1,0 +1,165 @@
+"""Where the time to the first token goes: router, P, hand-off, transfer, D. Pure.
+
+Everything is a mean over a trial's requests, in milliseconds, from three sources: the client's TTFT, the
+router's times of each request, and the engines' histograms. What each part is:
+
+- ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
+  P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.
+- ``prefill_queue``, ``prefill``: P's ``request_queue_time_seconds`` and ``request_prefill_time_seconds``.
+- ``kv_transfer``: the mean time of a transfer as the engine tells it, for ranks in parallel that of one.
+- ``first_decode_step``: no engine tells it; taken as the mean gap between two tokens on D in this trial.
+- ``decode_queue``: what is left of D's queue and prefill time, which together go from D's front end to its
+  first token and so hold the transfer, wherever an engine draws the line between the two.
+- ``hand_off``: all else between P's last compute and D's engine having the request: the front ends of P and
+  D (HTTP, tokens, P's answer) and the router's turn between them.
+
+The parts add up to the TTFT. Three cases leave parts unknown (None), and their time in another one:
+with concurrent dispatch D waits while P computes, so that D's own queue cannot be told from the hand-off:
+``decode_queue`` is None and within ``hand_off``. Without a router's times ``router`` is None and within
+``hand_off``. Where the engine tells no transfer times ``kv_transfer`` is None and within ``decode_queue``
+(sequential) or ``hand_off`` (concurrent).
+
+The engines' histograms count requests that failed or were cancelled, too, which TTFT and the router's times
+do not. So with the router's times known, P's two parts are shortened together to what the router waited for
+P, and D's to what it waited for D; the sum is then the TTFT. Without them a part below zero is shown as 0,
+and the sum is larger than the TTFT by as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+PARTS: Final = (
+    "router",
+    "prefill_queue",
+    "prefill",
+    "hand_off",
+    "kv_transfer",
+    "decode_queue",
+    "first_decode_step",
+)
+"""In the order in which they pass."""
+
+PART_WORDS: Final = {
+    "router": "router and client",
+    "prefill_queue": "P: queue",
+    "prefill": "P: prefill",
+    "hand_off": "hand-off",
+    "kv_transfer": "KV transfer",
+    "decode_queue": "D: queue",
+    "first_decode_step": "D: first step",
+}
+"""As tables and pictures call them."""
+
+
+@dataclass(frozen=True)
+class Legs:
+    """The router's times of a request, in seconds: P's and D's answers as it waited for them.
+
+    ``hand_off``: from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if
+    D's first byte mostly came before P's answer, which can only be then.
+    """
+
+    prefill: float | None
+    decode: float
+    hand_off: float | None
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Mean seconds of a request in one role's engines, and between two tokens."""
+
+    queue: float | None = None
+    prefill: float | None = None
+    token_gap: float | None = None
+
+    @property
+    def residence(self) -> float | None:
+        """From the engine having the request to its first token."""
+        return None if self.queue is None or self.prefill is None else self.queue + self.prefill
+
+
+def ttft_breakdown(
+    ttft_s: float | None,
+    prefill: Phases | None,
+    decode: Phases | None,
+    legs: Legs | None = None,
+    kv_s: float | None = None,
+) -> dict[str, float | None]:
+    """The parts of the TTFT in milliseconds, by name; None is unknown. ``decode`` is None without P/D."""
+    parts: dict[str, float | None] = dict.fromkeys(PARTS)
+    if legs is not None:
+        # Asked at once, D has its first token only after P is done.
+        limit_s = legs.decode if legs.hand_off is None else legs.prefill
+        prefill, decode = _within(prefill, limit_s), _within(decode, legs.decode)
+    if prefill is not None:
+        parts["prefill_queue"], parts["prefill"] = prefill.queue, prefill.prefill
+    if ttft_s is None:
+        return _milliseconds(parts)
+    residence = prefill.residence if prefill is not None else None
+    if decode is None:
+        if residence is not None:
+            parts["router"] = ttft_s - residence
+        return _milliseconds(parts)
+    concurrent = legs is not None and legs.hand_off is None
+    inside = ttft_s
+    if legs is not None:
+        inside = legs.decode
+        if legs.hand_off is not None:
+            inside += legs.hand_off + (legs.prefill or 0.0)
+        parts["router"] = ttft_s - inside
+    if decode.residence is None:
+        parts["kv_transfer"] = kv_s
+        return _milliseconds(parts)
+    parts["kv_transfer"] = kv_s = None if kv_s is None else min(kv_s, decode.residence)
+    left = decode.residence - (kv_s or 0.0)
+    if decode.token_gap is not None:
+        step = parts["first_decode_step"] = min(decode.token_gap, left)
+        left -= step
+    if not concurrent:
+        parts["decode_queue"] = left
+        if residence is not None:
+            parts["hand_off"] = inside - residence - decode.residence
+    elif residence is not None:
+        _share_concurrent(parts, inside - residence)
+    return _milliseconds(parts)
+
+
+def hand_off_parts(
+    prefill: Phases | None, decode: Phases | None, legs: Legs | None
+) -> dict[str, float | None]:
+    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between
+    the two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known.
+    """
+    parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
+    if legs is None or legs.hand_off is None:
+        return parts
+    parts["router_turn"] = legs.hand_off
+    if prefill is not None and prefill.residence is not None and legs.prefill is not None:
+        parts["prefill_front_end"] = legs.prefill - prefill.residence
+    if decode is not None and decode.residence is not None:
+        parts["decode_front_end"] = legs.decode - decode.residence
+    return _milliseconds(parts)
+
+
+def _share_concurrent(parts: dict[str, float | None], left: float) -> None:
+    """What follows P's compute when P and D were asked at once: step, transfer, and the rest of ``left``."""
+    for name in ("first_decode_step", "kv_transfer"):
+        part = parts[name]
+        if part is not None:
+            part = parts[name] = min(part, max(0.0, left))
+            left -= part
+    parts["hand_off"] = left
+
+
+def _within(phases: Phases | None, limit_s: float | None) -> Phases | None:
+    """The phases, shortened alike if they last longer than the router waited for all of them."""
+    if limit_s is None or phases is None or phases.queue is None or phases.prefill is None:
+        return phases
+    share = min(1.0, limit_s / (phases.queue + phases.prefill)) if phases.queue + phases.prefill > 0 else 1.0
+    return replace(phases, queue=phases.queue * share, prefill=phases.prefill * share)
+
+
+def _milliseconds(parts: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None else max(0.0, value * 1e3) for name, value in parts.items()}
