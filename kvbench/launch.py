@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from kvbench import connectors, engines
 from kvbench.core.plan import DeploymentPlan, Plan
-from kvbench.deployment import Deployment, usable, with_ports
+from kvbench.core.processes import shell_script
+from kvbench.deployment import Deployment, engine_warnings, process_specs, unusable, with_ports
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
 from kvbench.launchers.local import LocalLauncher
+from kvbench.observing import nsys_override
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
 
 WATCH_S = 0.2
 
 
-def command(scenario_name: str, connector: str | None, overrides: Sequence[str], console: Console) -> int:
+def command(
+    scenario_name: str,
+    connector: str | None,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    nsys: bool = False,
+) -> int:
     """Print the URLs once everything is ready, then wait. Raises ProcessDiedError if a process ends."""
-    wish = Wish(scenario_name, tuple(overrides), (connector,) if connector else ())
+    profiled = (nsys_override(),) if nsys else ()
+    wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(wish)
     planned = with_ports(_chosen(plan_of(scenario)), scenario.deployment.host)
-    problem = usable(engines.get(scenario.deployment.engine), connectors.get(planned.connector))
+    problem = unusable(scenario, planned)
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
     folder = Path(tempfile.mkdtemp(prefix="kvbench-launch-"))
@@ -44,6 +55,33 @@ def command(scenario_name: str, connector: str | None, overrides: Sequence[str],
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             console.print("stopping", markup=False)
+    for path in sorted(launcher.log_dir.glob("*.nsys-rep")):
+        console.print(f"profile: {path}", markup=False)
+    return EXIT_OK
+
+
+def print_commands(
+    scenario_name: str, connector: str | None, overrides: Sequence[str], *, nsys: bool = False
+) -> int:
+    """Print the shell commands of every process of a deployment, in the order of start. Starts nothing."""
+    profiled = (nsys_override(),) if nsys else ()
+    wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
+    scenario, _ = resolve(wish)
+    deployment = scenario.deployment
+    if deployment.engine == "external":
+        raise InputError("an external server is started by somebody else: there is no command to print")
+    planned = _chosen(plan_of(scenario))
+    elsewhere = deployment.several_hosts
+    planned = with_ports(planned, "127.0.0.1" if elsewhere else deployment.host)
+    print(f"# {planned.label}: {len(planned.instances)} instance(s), start them in this order")
+    for note in engine_warnings(scenario):
+        print(f"# note: {note}")
+    for spec in process_specs(scenario, planned, Path(".")):
+        if elsewhere and spec.argv[0] == sys.executable:
+            spec = replace(spec, argv=("python3", *spec.argv[1:]))
+        if elsewhere and "PYTHONPATH" in spec.env:
+            print(f"\n# PYTHONPATH is this machine's; on {spec.host} name kvbench's folder there")
+        print(f"\n{shell_script(spec)}")
     return EXIT_OK
 
 

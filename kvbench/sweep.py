@@ -150,7 +150,7 @@ class Sweep:
     def _record_processes(self, planned: DeploymentPlan) -> None:
         if self._scenario.deployment.engine == "external":
             return
-        specs = process_specs(self._scenario, planned, self._launcher.log_dir)
+        specs = process_specs(self._scenario, planned, self._launcher.log_dir.absolute())
         self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}
         self._store.write_plan({**self._plan.to_json(), "processes": self._processes})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import kvbench
 
-COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor")
+COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor", "init", "timeline")
 
 
 def test_help_names_every_command() -> None:

@@ -18,6 +18,7 @@ from kvbench.core.scenario_overrides import apply_overrides
 from kvbench.core.scenario_schema import scenario_schema_of
 from kvbench.core.scenario_sections import (
     NAME_PATTERN,
+    CommandPrefix,
     ConnectorChoice,
     Deployment,
     ModelChoice,
@@ -165,6 +166,7 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
     sections: dict[str, type[BaseModel]] = {
         "": Scenario,
         "deployment": Deployment,
+        "deployment.prefix": CommandPrefix,
         "workload": Workload,
         "slo": Slo,
         "search": Search,

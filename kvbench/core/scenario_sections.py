@@ -33,6 +33,7 @@ from kvbench.core.scenario_text import Location, quoted, shorten
 VERSION: Final = 1
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 """Names and labels become parts of file names."""
+HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ def _known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
     if name not in known:
         raise _custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
     return name
+
+
+PrefixWord = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 
 class ModelChoice(Section):
@@ -136,6 +140,24 @@ class ModelChoice(Section):
         return ModelShape(**fields, source=preset.source if preset else "")
 
 
+class CommandPrefix(Section):
+    """Words put before the command of each instance of a role, such as a profiler's; never through a shell.
+
+    ``{name}`` in a word stands for the instance's name, ``{logs}`` for the folder of its log.
+    """
+
+    prefill: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each prefill instance")
+    decode: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each decode instance")
+    aggregated: tuple[PrefixWord, ...] = Field(
+        (), max_length=64, description="before the server of a deployment without P/D"
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_tuple(cls, raw: Any) -> Any:
+        return tuple(raw) if isinstance(raw, list) else raw
+
+
 class Deployment(Section):
     """What is launched for each connector."""
 
@@ -147,13 +169,35 @@ class Deployment(Section):
     host: str = Field(
         "127.0.0.1", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$", description="address to listen on"
     )
+    prefill_host: str = Field(
+        "", pattern=HOST_OR_NOTHING, description="where prefill instances run, if not on host; printed only"
+    )
+    decode_host: str = Field(
+        "", pattern=HOST_OR_NOTHING, description="where decode instances run, if not on host; printed only"
+    )
     base_port: int = Field(
         21000, ge=0, le=65535, description="first of the ports in use; 0: free ones are chosen at launch"
     )
     ready_timeout_s: float = Field(30.0, gt=0, le=7200, description="deadline for all processes to be ready")
+    trace: bool = Field(
+        False, description="write down the spans of the first requests of each trial, for `kvbench timeline`"
+    )
+    prefix: CommandPrefix = Field(
+        default_factory=CommandPrefix,
+        description="words before the instances' commands, such as a profiler's",
+    )
     engine_options: Any = Field(
         default_factory=NoOptions, validate_default=True, description="options of the engine"
     )
+
+    def host_of(self, role: str) -> str:
+        """The host of a role's instances; the router and an aggregated server are on ``host``."""
+        return {"prefill": self.prefill_host, "decode": self.decode_host}.get(role) or self.host
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether anything is meant to run elsewhere than on ``host``."""
+        return any(self.host_of(role) != self.host for role in ("prefill", "decode"))
 
     @field_validator("engine")
     @classmethod

@@ -16,7 +16,9 @@ from kvbench.emulator.handoff import Handoff
 from kvbench.emulator.live import Live
 from kvbench.emulator.protocol import ApiError, parse
 from kvbench.emulator.spec import EngineSpec
+from kvbench.emulator.tracing import Trace
 from kvbench.errors import InputError
+from kvbench.spans import SpanLog
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Api:
         self.problem: Callable[[], str] = str
         self._created = created
         self._count = 0
+        self.spans = SpanLog(spec.trace_path) if spec.trace_path else None
         self._gets = {
             "/health": self._health,
             "/metrics": self._metrics,
@@ -98,6 +101,8 @@ class Api:
             min_tokens=wanted.min_tokens,
         )
         answer.live = live
+        if self.spans is not None and self.spans.wants(name):
+            live.trace = Trace(name, self.spans)
         if self.handoff is not None:
             self.handoff.accept(live, wanted)
         elif wanted.kv_transfer_params:

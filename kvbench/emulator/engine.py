@@ -24,6 +24,7 @@ from kvbench.emulator.compute import KvCompute, Work
 from kvbench.emulator.kvbytes import EOS_TOKEN
 from kvbench.emulator.live import Live
 from kvbench.emulator.metrics import EngineMetrics
+from kvbench.emulator.tracing import Trace, note_step
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Engine:
         self.metrics = metrics
         self.scheduler = Scheduler(config)
         self.lives: dict[Request, Live] = {}
+        self._traces: dict[Request, Trace] = {}
         self.on_load: Callable[[Live], None] = _no_hand_off
         """Called when a remote request's blocks are reserved: fetch its KV, then ``kv_arrived``."""
         self.on_prefilled: Callable[[Live], None] = _no_hand_off
@@ -74,6 +76,8 @@ class Engine:
         request.arrival_s = now + overhead
         self.scheduler.add(request)
         self.lives[request] = live
+        if live.trace is not None:
+            self._traces[request] = live.trace
         self.wake()
 
     def abort(self, live: Live) -> None:
@@ -89,6 +93,8 @@ class Engine:
         """All prompt KV of a loading request lies in its blocks: read it and let it join the batch."""
         request = live.request
         await self._in_thread(lambda: self.compute.read(live, request.prompt_len))
+        if live.trace is not None:
+            live.trace.kv_arrived_s = time.monotonic()
         self.scheduler.kv_arrived(request)
         self.wake()
 
@@ -107,6 +113,8 @@ class Engine:
         """A held request's KV has been taken, or its lease has ended."""
         if live.request.status is Status.HELD:
             self.scheduler.release(live.request)
+            if live.trace is not None:
+                live.trace.released(live)
             self.wake()
 
     def wake(self) -> None:
@@ -169,6 +177,8 @@ class Engine:
             await work
         sampling = [self.lives.get(chunk.request) for chunk in plan.chunks if chunk.samples]
         self.compute.draw([live for live in sampling if live is not None])
+        if self._traces:
+            note_step(plan, self._traces, self._now, end)
         self._now = end
         self.metrics.steps += 1
         self.metrics.busy_s += duration
@@ -243,6 +253,9 @@ class Engine:
         """Count a request's end and forget it."""
         live.ended = True
         del self.lives[live.request]
+        if live.trace is not None:
+            del self._traces[live.request]
+            live.trace.ended(live, reason)
         metrics, request = self.metrics, live.request
         metrics.success[reason] += 1
         if live.first_token_s is None or request.first_scheduled_s is None or reason in ("abort", "error"):

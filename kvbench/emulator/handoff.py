@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
@@ -19,6 +20,7 @@ from kvbench.emulator.live import Live
 from kvbench.emulator.metrics import EngineMetrics
 from kvbench.emulator.protocol import ApiError, Generate
 from kvbench.emulator.spec import EngineSpec, KvTransferConfig
+from kvbench.emulator.tracing import Trace
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Op
 from kvbench.transfer.remote import TransferProcess
@@ -53,12 +55,18 @@ class Mover:
     async def connect(self, agent: Mapping[str, Any]) -> str:
         return await self.started.connect(dict(agent), self.timeout_s)
 
-    async def move(self, peer_id: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> dict[str, Any]:
+    async def move(
+        self, peer_id: str, op: Op, local: Sequence[int], remote: Sequence[int], trace: Trace | None = None
+    ) -> dict[str, Any]:
         """One transfer, counted. Raises TransferError."""
+        began = time.monotonic()
         result = await self.started.transfer(peer_id, op, local, remote, self.timeout_s)
         self._metrics.transfer.observe(result.transfer_s, result.nbytes, result.descriptors)
         self._metrics.blocks_moved += len(local)
-        return {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": result.transfer_s}
+        told = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": result.transfer_s}
+        if trace is not None:
+            trace.moved(began, op, told)
+        return told
 
     async def close(self) -> None:
         if self.process is not None:

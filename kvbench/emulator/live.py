@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvbench.core.enginestep import Request
 from kvbench.core.kvcache import U64
+from kvbench.emulator.tracing import Trace
 
 
 class Sink(Protocol):
@@ -40,6 +41,8 @@ class Live:
     last_token_s: float = 0.0
     received_s: float = 0.0
     ended: bool = False
+    trace: Trace | None = None
+    """Set for the few requests whose spans are written down."""
 
     def last_hash(self) -> int:
         return self.token_hashes[-1] if self.token_hashes else int(self.prompt_hashes[-1])

@@ -167,7 +167,7 @@ class PullConsumer(Handoff):
             peer = await self._peer(source)
             try:
                 local = live.request.blocks[have:]
-                await self.mover.move(peer.peer_id, "read", local, source.blocks[have:])
+                await self.mover.move(peer.peer_id, "read", local, source.blocks[have:], live.trace)
             except TransferError:
                 peer.peer_id = ""  # connect anew: P may have been restarted
                 raise

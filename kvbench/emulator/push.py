@@ -145,7 +145,7 @@ class PushProducer(Handoff):
         engine_id = args["status"]["engine_id"]
         peer_id = await self._peer(engine_id, args["agent"])
         try:
-            return await self.mover.move(peer_id, "write", local, remote)
+            return await self.mover.move(peer_id, "write", local, remote, live.trace)
         except TransferError:
             self._peers.pop(engine_id, None)
             raise

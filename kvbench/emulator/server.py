@@ -129,6 +129,8 @@ class EngineServer:
             await self.handoff.close()
         if self.mover is not None:
             await self._close_mover(self.mover)
+        if self.api.spans is not None:
+            self.api.spans.close()
 
     async def _close_mover(self, mover: Mover) -> None:
         closing = asyncio.ensure_future(mover.close())

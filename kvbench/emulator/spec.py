@@ -86,6 +86,8 @@ class EngineSpec(_Strict):
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
     run_tag: str = ""
+    trace_path: str = ""
+    """Where the spans of the first requests of each trial are written; empty: nowhere."""
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

@@ -17,6 +17,7 @@ Imports are kept light, since each engine waits for this process to be ready.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -24,11 +25,12 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 from kvbench import transfer
 from kvbench.errors import KvbenchError, MissingLibraryError
-from kvbench.transfer.base import Layout
+from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
 from kvbench.transfer.loop import LOG_LINES_IN_ERRORS, Loop
 from kvbench.transfer.nativelog import NativeLog
 
@@ -40,6 +42,38 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def mark_ranges(endpoint: Endpoint) -> None:
+    """Let profilers see each transfer as an NVTX range, if the package nvtx is installed.
+
+    Without it the endpoint stays as it is, so that nothing is paid.
+    """
+    try:
+        nvtx: Any = importlib.import_module("nvtx")
+    except ImportError:
+        return
+    submit, release = endpoint.submit, endpoint.release
+    ranges: dict[int, Any] = {}
+
+    def marked_submit(peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        begun = nvtx.start_range(message=f"KV {op}, {len(local)} blocks", domain="kvbench")
+        try:
+            ticket = submit(peer, op, local, remote)
+        except BaseException:
+            nvtx.end_range(begun)
+            raise
+        ranges[id(ticket)] = begun
+        return ticket
+
+    def marked_release(ticket: Ticket) -> None:
+        begun = ranges.pop(id(ticket), None)
+        if begun is not None:
+            nvtx.end_range(begun)
+        release(ticket)
+
+    marked = cast(Any, endpoint)
+    marked.submit, marked.release = marked_submit, marked_release
 
 
 def host(spec: dict[str, Any]) -> NoReturn:
@@ -55,6 +89,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
         pool = mmap.mmap(int(spec["pool_fd"]), layout.nbytes)
         endpoint = backend.open(spec["options"])
         endpoint.native_log = log.lines
+        mark_ranges(endpoint)
         endpoint.register(ctypes.addressof(ctypes.c_char.from_buffer(pool)), layout)
         agent = {
             **endpoint.describe(),
