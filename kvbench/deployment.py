@@ -6,28 +6,32 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import httpx
 
 from kvbench import connectors, engines
-from kvbench.connectors.base import Connector
+from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
 from kvbench.core.models import ModelShape
-from kvbench.core.plan import DeploymentPlan
+from kvbench.core.plan import DeploymentPlan, InstancePlan
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.scenario import Scenario
-from kvbench.engines.base import Engine, Instance
+from kvbench.diagnose import Diagnosis
+from kvbench.engines.base import Instance, Setting
 from kvbench.engines.external import ExternalOptions
-from kvbench.errors import LaunchError, PortInUseError, ProcessDiedError, ServerError
-from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.errors import InputError, LaunchError, PortInUseError, ServerError
+from kvbench.launchers.local import GRACE_S, LocalLauncher, LocalProcess
+from kvbench.observing import PROFILER_GRACE_S, has_prefix, observed
 from kvbench.telemetry import Metrics, scrape
 from kvbench.transfer.base import Problem
+from kvbench.watching import ProcessWatch, beside
 
 POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
-PORT_IN_USE_EXIT = 98
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,54 @@ class Endpoints:
         return [url for name, url in self.metrics_urls.items() if name.split("-")[0] in roles]
 
 
+def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
+    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
+    engine = engines.get(scenario.deployment.engine)
+    version = engine.version(scenario.deployment.engine_options)
+    options = scenario.connector_options(label)
+    own = options if isinstance(options, ConnectorOptions) else None
+    return connectors.get(connector).profile(version, own)
+
+
+def engine_warnings(scenario: Scenario) -> list[str]:
+    """Settings of the scenario that its engine ignores or that harm."""
+    chosen = {}
+    for choice in scenario.connectors:
+        with suppress(InputError):  # one that the engine lacks is told by ``unusable``
+            chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
+    deployment, slo = scenario.deployment, scenario.slo
+    per_request_s = ((slo.ttft_ms or 0.0) + (slo.tpot_ms or 0.0) * (scenario.workload.output_len - 1)) / 1e3
+    rate = scenario.search.start_rate
+    setting = Setting(
+        connectors=chosen,
+        hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
+        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
+    )
+    return list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
+
+
+def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
+    def addresses(role: str) -> tuple[str, ...]:
+        host = scenario.deployment.host_of(role)
+        return tuple(
+            f"{host}:{each.side_port}" for each in plan.instances if each.role == role and each.side_port
+        )
+
+    services = tuple(f"{scenario.deployment.host}:{port}" for port in plan.service_ports)
+    return Neighbours(addresses("prefill"), addresses("decode"), services)
+
+
 def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
     """The engine instances of one deployment, prefill first."""
     shape: ModelShape = scenario.model.shape
+    neighbours = _neighbours(scenario, plan)
     longest = max(scenario.workload.input_len) + scenario.workload.output_len
     return [
         Instance(
             name=process.name,
             role=process.role,
             rank=process.rank,
-            host=scenario.deployment.host,
+            host=scenario.deployment.host_of(process.role),
             port=process.port,
             side_port=process.side_port,
             engine_id=f"{plan.label}-{process.name}",
@@ -62,39 +104,56 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
             served_model_name=scenario.model.served_model_name,
             tensor_parallel_size=scenario.deployment.tensor_parallel_size,
             max_tokens_per_request=longest,
+            neighbours=neighbours,
         )
         for process in plan.instances
     ]
 
 
-def process_specs(scenario: Scenario, plan: DeploymentPlan) -> list[ProcessSpec]:
-    """Every process of a deployment in the order of start: prefill, decode, router."""
+def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None) -> list[ProcessSpec]:
+    """Every process of a deployment in the order of start: helpers, prefill, decode, router.
+
+    ``log_dir`` is where their logs will be; None while only a plan is made.
+    """
     engine = engines.get(scenario.deployment.engine)
-    connector = connectors.get(plan.connector)
+    connector = profile_of(scenario, plan.connector, plan.label)
     options = scenario.connector_options(plan.label)
     engine_options = scenario.deployment.engine_options
     members = instances(scenario, plan)
-    specs = [engine.process(member, connector, options, engine_options) for member in members]
+    specs = connector.services(options, scenario.deployment.host, plan.service_ports)
+    specs += [engine.process(member, connector, options, engine_options) for member in members]
     if plan.router_port is not None:
         specs.append(_router_spec(scenario, plan, members))
-    return specs
+    roles = {member.name: member.role for member in members}
+    return [observed(spec, roles.get(spec.name, ""), scenario.deployment, log_dir) for spec in specs]
 
 
 def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Instance]) -> ProcessSpec:
     host = scenario.deployment.host
-    connector = connectors.get(plan.connector)
+    connector = profile_of(scenario, plan.connector, plan.label)
     prefill = [
-        {"url": member.url, "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else ""}
+        {
+            "url": member.url,
+            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
+            "side_address": member.side_address,
+        }
         for member in members
         if member.role == "prefill"
     ]
+    engine = engines.get(scenario.deployment.engine)
     spec = {
         "host": host,
         "port": plan.router_port,
         "connector": plan.connector,
+        "version": engine.version(scenario.deployment.engine_options),
+        "options": scenario.connector_options(plan.label).model_dump(mode="json"),
         "request_timeout_s": scenario.workload.request_timeout_s,
         "prefill": prefill,
-        "decode": [{"url": member.url} for member in members if member.role != "prefill"],
+        "decode": [
+            {"url": member.url, "side_address": member.side_address}
+            for member in members
+            if member.role != "prefill"
+        ],
     }
     return ProcessSpec(
         name="router",
@@ -115,9 +174,17 @@ class Deployment:
         self._scenario = scenario
         self._launcher = launcher
         self._client = httpx.Client(timeout=CONTROL_TIMEOUT_S)
-        self._connector: Connector = connectors.get(plan.connector)
-        self._specs = [] if self.external else process_specs(scenario, plan)
+        self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
+        self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
+        options = scenario.connector_options(plan.label)
+        asked = self._connector.transport_asked(options) if self._specs else ""
+        self._watch = ProcessWatch(scenario.deployment.engine, self._connector, asked)
         self.endpoints = self._endpoints()
+
+    @property
+    def connector(self) -> Connector:
+        """The connector as this deployment's engine wants it."""
+        return self._connector
 
     @property
     def external(self) -> bool:
@@ -143,26 +210,32 @@ class Deployment:
         """
         began = time.monotonic()
         host = self._scenario.deployment.host
+        if self._scenario.deployment.several_hosts:
+            raise several_hosts_problem()
         for name, port in self._ports():
             require_free_port(host, port, name)
         for spec in self._specs:
+            self._watch.follow(spec, self._launcher.log_path(spec))
             self.processes.append(self._launcher.start(spec))
         self._wait_ready(began + self._scenario.deployment.ready_timeout_s)
+        self._watch.started()
         self.ready_s = time.monotonic() - began
 
     def stop(self) -> None:
         """Stop all processes, last started first. Safe to call twice."""
         started, self.processes = self.processes, []
         if started:
-            self._launcher.stop(started)
+            grace_s = PROFILER_GRACE_S if has_prefix(self._scenario.deployment) else GRACE_S
+            self._launcher.stop(started, grace_s)
         self._client.close()
 
     def check_alive(self) -> None:
-        """Raise ProcessDiedError if a process of this deployment has ended."""
-        for process in self.processes:
-            status = process.poll()
-            if status is not None:
-                raise died(process, status)
+        """Raises ProcessDiedError if a process has ended, LaunchError if a log tells a fatal cause."""
+        self._watch.check(self.processes)
+
+    def diagnoses(self) -> list[Diagnosis]:
+        """What the logs have said since the last call, and what they said at start-up; none of it fatal."""
+        return self._watch.take()
 
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
@@ -213,7 +286,9 @@ class Deployment:
         }
         url = f"{self.endpoints.base_url}/v1/completions"
         try:
-            response = self._client.post(url, json=body, timeout=self._scenario.workload.request_timeout_s)
+            timeout_s = self._scenario.workload.request_timeout_s
+            post = partial(self._client.post, url, json=body, timeout=timeout_s)
+            response = beside(post, self.check_alive)
         except httpx.HTTPError as error:
             self.check_alive()
             raise ServerError(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
@@ -229,8 +304,11 @@ class Deployment:
             return []
         ports = [(each.name, each.port) for each in self.plan.instances]
         ports += [
-            (f"{each.name}'s side channel", each.side_port) for each in self.plan.instances if each.side_port
+            (f"{each.name}'s side channel", port)
+            for each in self.plan.instances
+            for port in each.all_side_ports
         ]
+        ports += [(f"{self.plan.label}'s helpers", port) for port in self.plan.service_ports]
         return ports + ([("router", self.plan.router_port)] if self.plan.router_port else [])
 
     def _wait_ready(self, deadline: float) -> None:
@@ -251,6 +329,8 @@ class Deployment:
                 time.sleep(POLL_S)
 
     def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
+        if not spec.ready_url:
+            return _listens(spec.host, spec.port), f"nothing listens on {spec.host}:{spec.port}"
         try:
             response = self._client.get(spec.ready_url, timeout=2.0)
         except httpx.HTTPError as error:
@@ -265,22 +345,27 @@ class Deployment:
             for line in process.tail(5)
         ]
         limit = self._scenario.deployment.ready_timeout_s
+        found = self._watch.take()
         message = f"{', '.join(names)} not ready after {limit:g} s; last answer from {last_answer}"
         if lines:
             message += "\nlast lines of the logs:\n" + "\n".join(lines)
-        raise LaunchError(message, hint="look into the logs, or raise deployment.ready_timeout_s")
+        if found:
+            message += "\n" + "\n".join(each.text() for each in found)
+        advice = [each.mend for each in found[:1]] or ["look into the logs"]
+        raise LaunchError(message, hint=f"{advice[0]}, or raise deployment.ready_timeout_s")
 
     def _endpoints(self) -> Endpoints:
         if self.external:
             return _external_endpoints(self._scenario, self._connector)
         members = instances(self._scenario, self.plan)
         host = self._scenario.deployment.host
+        engine = engines.get(self._scenario.deployment.engine)
         port = self.plan.router_port if self.plan.router_port is not None else members[0].port
         router = f"http://{host}:{port}" if self.plan.router_port is not None else ""
         return Endpoints(
             base_url=f"http://{host}:{port}",
             metrics_urls={member.name: f"{member.url}/metrics" for member in members},
-            cache_reset_urls=[f"{member.url}/reset_prefix_cache" for member in members],
+            cache_reset_urls=[f"{member.url}{engine.cache_reset_path}" for member in members],
             router_metrics_url=f"{router}/metrics" if router else "",
         )
 
@@ -293,6 +378,15 @@ def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
         "decode-0" if connector.disaggregated else "aggregated-0": options.decode_metrics_url,
     }
     return Endpoints(options.base_url, {name: url for name, url in urls.items() if url})
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether a connection to ``host:port`` is taken."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def require_free_port(host: str, port: int, name: str) -> None:
@@ -313,21 +407,22 @@ def port_in_use(host: str, port: int, name: str) -> PortInUseError:
     )
 
 
-def died(process: LocalProcess, status: int) -> ProcessDiedError:
-    """The error for a process that has ended although it should run, with its last lines."""
-    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    lines = process.tail()
-    message = f"{process.name} {how}"
-    if status == PORT_IN_USE_EXIT:
-        message += " since its port is in use"
-    if lines:
-        message += "; its last lines:\n" + "\n".join(f"  {line}" for line in lines)
-    return ProcessDiedError(message, hint=f"the whole log is {process.log_path}")
+def several_hosts_problem() -> InputError:
+    """The error for a deployment whose processes are not all here."""
+    return InputError(
+        "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
+        hint="print the commands with `kvbench launch --print`, run them there, and measure with --base-url",
+    )
 
 
-def usable(engine: Engine, connector: Connector) -> Problem | None:
-    """Why a connector cannot run here, with the mend; None if it can."""
-    return engine.check(connector)
+def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
+    """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
+    deployment = scenario.deployment
+    if deployment.several_hosts and deployment.engine != "external":
+        error = several_hosts_problem()
+        return Problem(error.message, error.hint)
+    engine = engines.get(deployment.engine)
+    return engine.check(connectors.get(plan.connector), deployment.engine_options)
 
 
 def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
@@ -341,8 +436,39 @@ def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
             probe.bind((host, 0))
             return int(probe.getsockname()[1])
 
+        def chosen_range(each: InstancePlan) -> int | None:
+            if each.side_port != 0 or each.side_ports == 1:
+                return chosen(each.side_port)
+            return _free_range(host, each.side_ports, held)
+
         instances = tuple(
-            replace(each, port=chosen(each.port) or 0, side_port=chosen(each.side_port))
+            replace(each, port=chosen(each.port) or 0, side_port=chosen_range(each))
             for each in plan.instances
         )
-        return replace(plan, instances=instances, router_port=chosen(plan.router_port))
+        return replace(
+            plan,
+            instances=instances,
+            router_port=chosen(plan.router_port),
+            service_ports=tuple(chosen(port) or 0 for port in plan.service_ports),
+        )
+
+
+def _free_range(host: str, count: int, held: ExitStack) -> int:
+    """The first of ``count`` consecutive free ports, held until ``held`` closes. Raises PortInUseError."""
+    for _ in range(50):
+        with ExitStack() as attempt:
+            first = attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            first.bind((host, 0))
+            start = int(first.getsockname()[1])
+            try:
+                for port in range(start + 1, start + count):
+                    attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind(
+                        (host, port)
+                    )
+            except (OSError, OverflowError):
+                continue
+            held.push(attempt.pop_all())
+            return start
+    raise PortInUseError(
+        f"found no {count} consecutive free ports on {host}", hint="choose with deployment.base_port"
+    )

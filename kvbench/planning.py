@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvbench import connectors
-from kvbench.core.plan import Plan, make_plan
+from kvbench import connectors, engines
+from kvbench.core.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.scenario import Scenario
-from kvbench.deployment import process_specs
+from kvbench.deployment import engine_warnings, process_specs, profile_of
+from kvbench.errors import InputError
 from kvbench.request import Wish, resolve
 
 
 def plan_of(scenario: Scenario) -> Plan:
-    """The plan of a scenario, with the connectors that are there."""
-    return make_plan(scenario, {name: connectors.get(name) for name in connectors.names()})
+    """The plan of a scenario, with the connectors that are there and what its engine says about it."""
+    known = {name: connectors.get(name) for name in connectors.names()}
+    profiles = {}
+    for choice in scenario.connectors:
+        with suppress(InputError):  # the engine lacks it: told when it is to be launched
+            profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
+    launch_s = engines.get(scenario.deployment.engine).launch_s
+    plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
+    return replace(plan, notes=(*plan.notes, *engine_warnings(scenario)))
 
 
 def command(wish: Wish, console: Console, *, as_json: bool) -> None:
@@ -24,10 +35,7 @@ def command(wish: Wish, console: Console, *, as_json: bool) -> None:
     scenario, _ = resolve(wish)
     plan = plan_of(scenario)
     if as_json:
-        processes = {
-            each.label: [spec.to_json() for spec in process_specs(scenario, each)]
-            for each in plan.deployments
-        }
+        processes = {each.label: _processes(scenario, each) for each in plan.deployments}
         print(json.dumps({**plan.to_json(), "processes": processes}, indent=2))
         return
     _print_header(plan, console)
@@ -39,6 +47,13 @@ def command(wish: Wish, console: Console, *, as_json: bool) -> None:
     for part in plan.time:
         console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
     console.print("nothing was started", markup=False)
+
+
+def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
+    """A deployment's processes; none if the engine has no such connector, which the launch tells."""
+    with suppress(InputError):
+        return [spec.to_json() for spec in process_specs(scenario, deployment)]
+    return []
 
 
 def _print_header(plan: Plan, console: Console) -> None:
@@ -64,8 +79,10 @@ def _deployments_table(plan: Plan) -> Table:
     for each in plan.deployments:
         label = f"{each.label} (reference outputs only)" if each.reference_only else each.label
         for instance in each.instances:
-            table.add_row(label, instance.name, _port(instance.port), _port(instance.side_port))
+            table.add_row(label, instance.name, _port(instance.port), _ports(instance))
             label = ""
+        if each.service_ports:
+            table.add_row("", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "")
         if each.router_port is not None:
             table.add_row("", "router", _port(each.router_port), "")
     return table
@@ -86,6 +103,14 @@ def _cells_table(plan: Plan) -> Table:
         f"{len(plan.cells)} cells: each length for {len({cell.connector for cell in plan.cells})} connectors"
     )
     return table
+
+
+def _ports(instance: InstancePlan) -> str:
+    """Its side ports: one, or the first and the last of a range."""
+    first, more = _port(instance.side_port), instance.side_ports - 1
+    if not first or not more:
+        return first
+    return f"{first} to {_port(instance.all_side_ports[-1])}" if instance.side_port else f"{more + 1} {first}"
 
 
 def _port(port: int | None) -> str:

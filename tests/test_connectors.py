@@ -21,10 +21,14 @@ CLIENT_BODY = {
 }
 PEER = PrefillPeer("http://127.0.0.1:1", "http://127.0.0.1:8998", "engine-1")
 PAIRS = [name for name in connectors.names() if connectors.get(name).disaggregated]
+WITH_PARAMETERS = ("mooncake", "multi", "nixl", "nixl_push", "tcp")
+"""Pairs whose requests carry kv_transfer_params; the others find the KV by tokens or request id."""
+PULLING = ("multi", "nixl", "nixl_push", "tcp")
 
 
 def test_the_files_of_the_folder_are_the_connectors() -> None:
     assert {"aggregated", "mooncake", "nixl", "tcp"} <= set(connectors.names())
+    assert not {"base", "plain", "pull", "rooms", "ucx", "versions", "in_vllm"} & set(connectors.names())
 
 
 def test_unknown_connector_is_refused_with_what_there_is() -> None:
@@ -40,11 +44,15 @@ def test_contract(name: str) -> None:
     assert connector.name == name
     assert connector.disaggregated == (connector.dispatch != "none")
     config = connector.kv_transfer_config("prefill", "e", options)
-    assert (config is not None) == connector.disaggregated
+    assert (config is not None) == bool(connector.kv_connector)
+    assert not connector.disaggregated or config is not None
     if config is not None:
         assert config["kv_role"] == "kv_producer"
         assert json.loads(json.dumps(config)) == config
-        assert connector.transfer_backend in transfer.names()
+        assert connector.transfer_backend in ("", *transfer.names())
+    assert connector.profile() is connector or type(connector.profile()) is type(connector)
+    for role in ("prefill", "decode"):
+        assert (connector.side_ports(role, 2) > 0) == (role in connector.side_port_roles)
     assert all(
         isinstance(value, str) for value in connector.env("decode", options, 5600, "127.0.0.1").values()
     )
@@ -59,11 +67,13 @@ def test_prefill_makes_one_token_and_leaves_the_body_alone(name: str) -> None:
     assert request["stream"] is False
     assert "stream_options" not in request  # servers refuse it on a request that is not streamed
     assert request["ignore_eos"] is True  # an end-of-sequence token on P would cancel the hand-off
-    assert request["kv_transfer_params"]["do_remote_decode"] is True
-    assert request["kv_transfer_params"]["do_remote_prefill"] is False
+    assert ("kv_transfer_params" in request) == (name in WITH_PARAMETERS)
+    if name in WITH_PARAMETERS:
+        assert request["kv_transfer_params"]["do_remote_decode"] is True
+        assert request["kv_transfer_params"]["do_remote_prefill"] is False
 
 
-@pytest.mark.parametrize("name", ["nixl", "tcp"])
+@pytest.mark.parametrize("name", PULLING)
 def test_pull_passes_the_parameters_of_prefill_on_untouched(name: str) -> None:
     connector = connectors.get(name)
     params = {"do_remote_prefill": True, "remote_block_ids": [[3, 4]], "unknown_to_us": {"x": 1}}
@@ -71,7 +81,7 @@ def test_pull_passes_the_parameters_of_prefill_on_untouched(name: str) -> None:
     assert request == {**CLIENT_BODY, "kv_transfer_params": params}
 
 
-@pytest.mark.parametrize("name", ["nixl", "tcp"])
+@pytest.mark.parametrize("name", PULLING)
 def test_pull_names_what_prefill_did_not_answer(name: str) -> None:
     connector = connectors.get(name)
     assert connector.missing_in_prefill_response({"choices": []}) == ("kv_transfer_params",)

@@ -23,6 +23,11 @@ from kvbench.errors import InputError
 class Info:
     disaggregated: bool
     side_port_roles: tuple[str, ...] = ()
+    service_ports: int = 0
+    ports_each: int = 1
+
+    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
+        return self.ports_each if role in self.side_port_roles else 0
 
 
 class Nothing(BaseModel):

@@ -58,7 +58,8 @@ def test_bundled_scenarios_use_only_keys_of_the_schema(name: str) -> None:
                 known(inner, place["properties"][key])
 
     known(data, schema)
-    known(data["deployment"].get("engine_options", {}), schema["$defs"]["engine.emulated"])
+    engine = data["deployment"].get("engine", "emulated")
+    known(data["deployment"].get("engine_options", {}), schema["$defs"][f"engine.{engine}"])
 
 
 def test_the_registry_describes_every_option() -> None:

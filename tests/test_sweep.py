@@ -69,6 +69,27 @@ def test_kv_really_moved_whole_and_by_the_transport_asked_for(finished: tuple[in
         assert decode.get("local_compute", 0) == 0
 
 
+def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run]) -> None:
+    _, _, run = finished
+    for trial in run.trials:
+        parts = trial.engine["ttft_breakdown_ms"]
+        known = {name: value for name, value in parts.items() if value is not None}
+        total = trial.engine["ttft_ms_mean_of_all"]
+        assert sum(known.values()) == pytest.approx(total, rel=0.02), (trial.trial_id, parts)
+        if trial.cell.connector == "aggregated":
+            assert set(known) == {"router", "prefill_queue", "prefill"}
+            continue
+        assert trial.engine["kv_source"].startswith("kvbench:kv_transfer_seconds of ")
+        unknown = {"decode_queue"} if trial.cell.connector == "mooncake" else set()
+        assert set(parts) - set(known) == unknown
+        rows = run.requests(trial.trial_id)
+        assert (rows.router_received_s >= rows.sent_s - 1e-3).all()
+        assert (rows.decode_first_byte_s <= rows.first_token_s + 1e-3).all()
+        assert (rows.prefill_answered_s > rows.prefill_sent_s).all()
+    assert "Where the time to the first token goes" in (run.path / "report.md").read_text()
+    assert (run.path / "figures" / "ttft_breakdown.png").is_file()
+
+
 def test_the_run_folder_is_whole(finished: tuple[int, str, Run]) -> None:
     _, _, run = finished
     for name in ("scenario.yaml", "plan.json", "environment.json", "report.md", "tables/summary.csv"):

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
 
-_NOT_CONNECTORS = {"base", "pull"}
+_NOT_CONNECTORS = {"base", "plain", "pull", "rooms", "ucx", "versions"}
 ENTRY_POINT_GROUP = "kvbench.connectors"
 
 

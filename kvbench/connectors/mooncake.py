@@ -1,18 +1,44 @@
-"""vLLM's MooncakeConnector (0.24 to 0.33): P pushes the KV to D with Mooncake's Transfer Engine.
+"""vLLM's MooncakeConnector: P pushes the KV to D with Mooncake's Transfer Engine.
 
-Dispatch is concurrent: P and D get the request at the same time, joined by a ``transfer_id``
-that the router invents; D asks P's side channel, whose address P's bootstrap server tells
-(mooncake_connector_proxy.py).
+Four profiles, as their sources and proxies want them:
+
+- 0.25 and newer: the newest. Concurrent dispatch: P and D get the request at the same time, joined
+  by a ``transfer_id`` that the router invents; D asks P's side channel, whose address P's HTTP
+  bootstrap server tells (mooncake_connector_proxy.py).
+- 0.16 to 0.24: the same, but without the key ``device_name``.
+- 0.13 to 0.15: P answers the address of its ZMQ side channel, one port for each rank. Sequential: if
+  D asks before P has the request, P loses it and D decodes from unwritten blocks.
+- up to 0.8 (V0): a file mooncake.json and a plain proxy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role, one_token_prefill
+from kvbench.connectors.base import (
+    KV_ROLE,
+    Connector,
+    ConnectorOptions,
+    PrefillPeer,
+    Role,
+    Seat,
+    one_token_prefill,
+)
+from kvbench.connectors.plain import PlainConnector
+from kvbench.connectors.pull import PullConnector
+from kvbench.connectors.rooms import RoomConnector
+from kvbench.connectors.versions import Releases
+from kvbench.errors import InputError
+
+IN_VLLM: Final = Path(__file__).parent / "in_vllm"
+"""Modules that vLLM loads; goes on its PYTHONPATH."""
+V0_PORTS: Final = 50
+"""V0's two port ranges must be this far apart; each takes 9 + 2 ports for each rank."""
+HISTORY: Final = "MooncakeConnector is in vLLM up to 0.8 (V0), and again from 0.13 on"
 
 
 class MooncakeOptions(ConnectorOptions):
@@ -23,39 +49,168 @@ class MooncakeOptions(ConnectorOptions):
     )
     device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
     num_workers: int = Field(2, ge=1, le=64, description="sender threads on P")
+    metadata_server: str = Field(
+        "", description="vLLM up to 0.8 only: etcd://, redis:// or http:// address that P and D share"
+    )
+    kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.8 only: bytes of the lookup buffer")
+
+    @field_validator("device_name")
+    @classmethod
+    def _no_spaces(cls, names: str) -> str:
+        if any(char.isspace() for char in names) or "" in names.split(",")[(0 if names else 1) :]:
+            raise ValueError("device names are separated by commas alone, as in mlx5_0,mlx5_1")
+        return names
 
 
-class Mooncake(Connector):
-    """P pushes to D; P serves a bootstrap address."""
+def _options(options: ConnectorOptions) -> MooncakeOptions:
+    assert isinstance(options, MooncakeOptions)
+    return options
+
+
+class _Settings(Connector):
+    """What all profiles have in common."""
 
     name = "mooncake"
     title = "Mooncake (Transfer Engine, P pushes)"
-    dispatch = "concurrent"
     kv_connector = "MooncakeConnector"
-    transfer_backend = "mooncake"
-    needs_bootstrap = True
-    side_port_roles = ("prefill",)
     options_model = MooncakeOptions
-
-    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        assert isinstance(options, MooncakeOptions)
-        config: dict[str, Any] = {"mooncake_protocol": options.protocol, "num_workers": options.num_workers}
-        if options.device_name:
-            config["device_name"] = options.device_name
-        return config
+    ignored_env: ClassVar[tuple[str, ...]] = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE")
+    """Names from Mooncake's store, which this connector never reads."""
+    history = HISTORY
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        assert isinstance(options, MooncakeOptions)
         # Mooncake's own protocol argument selects nothing; these two do, by their mere presence.
-        forced = "MC_FORCE_TCP" if options.protocol == "tcp" else "MC_FORCE_HCA"
-        env = {forced: "1"}
+        forced = "MC_FORCE_TCP" if _options(options).protocol == "tcp" else "MC_FORCE_HCA"
+        env = {forced: "1", "VLLM_HOST_IP": host}
         if side_port is not None:
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
 
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        found = [
+            f"{name} is set, but vLLM's MooncakeConnector never reads it: use the connector's options"
+            for name in self.ignored_env
+            if name in env
+        ]
+        unforced = {"tcp": "MC_FORCE_HCA", "rdma": "MC_FORCE_TCP"}[_options(options).protocol]
+        if unforced in env:
+            found.append(f"{unforced} is set, which counts whatever its value, against the option protocol")
+        return found
+
     def transport_asked(self, options: ConnectorOptions) -> str:
-        assert isinstance(options, MooncakeOptions)
-        return options.protocol
+        return _options(options).protocol
+
+
+class _Chosen(_Settings):
+    """Device lists for releases that know none: through a class of kvbench's that vLLM loads."""
+
+    def kv_transfer_config(
+        self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
+    ) -> dict[str, Any] | None:
+        config = super().kv_transfer_config(role, engine_id, options, seat)
+        assert config is not None
+        if _options(options).device_name:
+            config["kv_connector"] = "KvbenchMooncakeConnector"
+            config["kv_connector_module_path"] = "kvbench_vllm_mooncake"
+            config["kv_connector_extra_config"]["rdma_devices"] = _options(options).device_name
+        return config
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        env = super().env(role, options, side_port, host)
+        return {**env, "PYTHONPATH": str(IN_VLLM)} if _options(options).device_name else env
+
+
+class MooncakeV0(PlainConnector, _Settings):
+    """vLLM 0.6.4 to 0.8: one P and one D, KV through host memory, and a metadata server of the user's."""
+
+    releases = Releases((0, 6, 4), (0, 9))
+    side_port_roles: tuple[Role, ...] = ("prefill", "decode")
+    ignored_env = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
+
+    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
+        if tensor_parallel_size > (V0_PORTS - 9) // 2:
+            raise InputError(f"Mooncake in vLLM up to 0.8 takes at most {(V0_PORTS - 9) // 2} ranks")
+        return V0_PORTS if role in self.side_port_roles else 0
+
+    def kv_transfer_config(
+        self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
+    ) -> dict[str, Any] | None:
+        return {
+            "kv_connector": self.kv_connector,
+            "kv_role": KV_ROLE[role],
+            "kv_rank": 1 if role == "decode" else 0,
+            "kv_parallel_size": 2,
+            "kv_buffer_size": _options(options).kv_buffer_size,
+        }
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        # From 0.8 on the V1 engine is the default, which has no such connector.
+        return {"VLLM_USE_V1": "0", "VLLM_HOST_IP": host}
+
+    def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
+        return {"MOONCAKE_CONFIG_PATH": v0_config(_options(options), seat)}
+
+
+def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
+    """mooncake.json, the same for P and D. Raises InputError for what V0 cannot run."""
+    around = seat.neighbours
+    if len(around.prefill) != 1 or len(around.decode) != 1:
+        raise InputError("Mooncake in vLLM up to 0.8 joins one P and one D only")
+    if not options.metadata_server.startswith(("etcd://", "redis://", "http://", "https://")):
+        raise InputError(
+            "Mooncake in vLLM up to 0.8 needs a metadata server",
+            hint="set the option metadata_server to etcd://…, redis://… or http://…/metadata, and start it",
+        )
+    if options.protocol == "rdma" and not options.device_name:
+        raise InputError("Mooncake in vLLM up to 0.8 needs device_name with protocol rdma")
+    return {
+        "prefill_url": around.prefill[0],
+        "decode_url": around.decode[0],
+        "metadata_server": options.metadata_server,
+        "protocol": options.protocol,
+        "device_name": options.device_name,
+    }
+
+
+class MooncakeZmq(PullConnector, _Chosen):
+    """vLLM 0.13 to 0.15. P and D must get the same request id, which the router sees to."""
+
+    releases = Releases((0, 13), (0, 16))
+    side_port_roles: tuple[Role, ...] = ("prefill",)
+    side_port_per_rank = True
+    answer_fields = ("remote_host", "remote_port")
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        # 0.13 is hard-wired to "rdma" and leaves this key alone; the environment enforces the transport.
+        return {"num_workers": _options(options).num_workers, "mooncake_protocol": _options(options).protocol}
+
+    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        return one_token_prefill(body, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+class SglangMooncake(RoomConnector):
+    """Mooncake below SGLang's disaggregation."""
+
+    name = "mooncake"
+    title = "Mooncake (SGLang)"
+    options_model = MooncakeOptions
+
+    def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        chosen = _options(options)
+        backend = "mooncake_tcp" if chosen.protocol == "tcp" else "mooncake"
+        devices = {"disaggregation-ib-device": chosen.device_name} if chosen.device_name else {}
+        return {"disaggregation-transfer-backend": backend, **devices}
+
+
+class _Bootstrap(_Settings):
+    """Concurrent dispatch over P's HTTP bootstrap server."""
+
+    dispatch = "concurrent"
+    needs_bootstrap = True
+    side_port_roles: tuple[Role, ...] = ("prefill",)
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return {"mooncake_protocol": _options(options).protocol, "num_workers": _options(options).num_workers}
 
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
@@ -77,6 +232,27 @@ class Mooncake(Connector):
             "remote_engine_id": peer.engine_id,
         }
         return {**body, "kv_transfer_params": params}
+
+
+class MooncakeNoDevices(_Chosen, _Bootstrap):
+    """vLLM 0.16 to 0.24."""
+
+    releases = Releases((0, 16), (0, 25))
+
+
+class Mooncake(_Bootstrap):
+    """P pushes to D; P serves a bootstrap address."""
+
+    transfer_backend = "mooncake"
+    releases = Releases((0, 25))
+    older = (MooncakeNoDevices, MooncakeZmq, MooncakeV0)
+    sglang = SglangMooncake
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        config = super().extra_config(role, options)
+        if _options(options).device_name:
+            config["device_name"] = _options(options).device_name
+        return config
 
 
 CONNECTOR = Mooncake()

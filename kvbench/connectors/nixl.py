@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-
-from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role
 from kvbench.connectors.pull import PullConnector
+from kvbench.connectors.rooms import RoomConnector
+from kvbench.connectors.ucx import UcxOptions, side_channel_env, ucx_warnings
+from kvbench.connectors.versions import Releases
 
 
-class NixlOptions(ConnectorOptions):
+class NixlOptions(UcxOptions):
     """Options of the nixl connector."""
 
-    ucx_tls: str = Field(
-        "tcp", description="UCX_TLS: the transports UCX may use; explicit, never UCX's own choice"
-    )
-    num_threads: int = Field(0, ge=0, le=64, description="NIXL worker threads beside the progress thread")
+
+class SglangNixl(RoomConnector):
+    """NIXL below SGLang's disaggregation."""
+
+    name = "nixl"
+    title = "NIXL (SGLang)"
+    options_model = NixlOptions
+
+    def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return {"disaggregation-transfer-backend": "nixl"}
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        assert isinstance(options, NixlOptions)
+        return options.env()
 
 
 class Nixl(PullConnector):
-    """D pulls from P; both bind a side channel for the agents' metadata."""
+    """D pulls from P; both bind a side channel for the agents' metadata.
+
+    The same from 0.13 to 0.33, but for fields of P's answer, which go through untouched.
+    """
 
     name = "nixl"
     title = "NIXL (UCX, D pulls)"
     kv_connector = "NixlConnector"
     transfer_backend = "nixl"
     options_model = NixlOptions
+    releases = Releases((0, 10))
+    history = "kvbench knows NixlConnector from vLLM 0.10 on"
+    sglang = SglangNixl
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlOptions)
-        return {"backends": ["UCX"], "num_threads": options.num_threads}
+        return options.extra_config()
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
-        return {
-            "UCX_TLS": options.ucx_tls,
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-        }
+        return {**options.env(), **side_channel_env(side_port, host)}
+
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        return ucx_warnings(env)
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)

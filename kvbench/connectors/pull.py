@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from kvbench.connectors.base import Connector, PrefillPeer, one_token_prefill
+from kvbench.connectors.base import Connector, PrefillPeer, Role, one_token_prefill
 
 
 class PullConnector(Connector):
@@ -15,7 +15,14 @@ class PullConnector(Connector):
     """
 
     dispatch = "sequential"
-    side_port_roles = ("prefill", "decode")
+    side_port_roles: tuple[Role, ...] = ("prefill", "decode")
+    answer_fields: ClassVar[tuple[str, ...]] = (
+        "remote_block_ids",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+    )
+    """What P's ``kv_transfer_params`` must hold for D to find the blocks."""
 
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
@@ -43,5 +50,4 @@ class PullConnector(Connector):
         params = prefill_response.get("kv_transfer_params")
         if not isinstance(params, Mapping):
             return ("kv_transfer_params",)
-        needed = ("remote_block_ids", "remote_engine_id", "remote_host", "remote_port")
-        return tuple(f"kv_transfer_params.{key}" for key in needed if params.get(key) is None)
+        return tuple(f"kv_transfer_params.{key}" for key in self.answer_fields if params.get(key) is None)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role
 from kvbench.connectors.pull import PullConnector
+from kvbench.connectors.versions import Releases
 
 
 class TcpOptions(ConnectorOptions):
@@ -28,6 +29,8 @@ class Tcp(PullConnector):
     kv_connector = "KvbenchTcpConnector"
     transfer_backend = "tcp"
     options_model = TcpOptions
+    releases = Releases(until=(0,))
+    history = "plain TCP is kvbench's own and moves KV for the emulated engine only"
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, TcpOptions)

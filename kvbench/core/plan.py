@@ -8,7 +8,7 @@ reference deployment is added that only gives these outputs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -36,7 +36,8 @@ class ConnectorInfo(Protocol):
     @property
     def disaggregated(self) -> bool: ...
     @property
-    def side_port_roles(self) -> Sequence[str]: ...
+    def service_ports(self) -> int: ...
+    def side_ports(self, role: str, tensor_parallel_size: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class InstancePlan:
     rank: int
     port: int
     side_port: int | None
+    side_ports: int = 1
+    """How many ports from ``side_port`` on it takes, if it takes any."""
+
+    @property
+    def all_side_ports(self) -> tuple[int, ...]:
+        """Its side ports; 0 is to be chosen at launch."""
+        if self.side_port is None:
+            return ()
+        return tuple(self.side_port and self.side_port + rank for rank in range(self.side_ports))
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,16 @@ class DeploymentPlan:
     router_port: int | None
     reference_only: bool = False
     """Not measured: it only gives the greedy outputs that the others must equal."""
+    service_ports: tuple[int, ...] = ()
+    """Ports of the connector's own helper processes."""
 
     @property
     def ports(self) -> tuple[int, ...]:
         """All its ports, in the order in which they were given out."""
         found = [] if self.router_port is None else [self.router_port]
         for instance in self.instances:
-            found += [instance.port] if instance.side_port is None else [instance.port, instance.side_port]
-        return tuple(found)
+            found += [instance.port, *instance.all_side_ports]
+        return (*found, *self.service_ports)
 
 
 @dataclass(frozen=True)
@@ -122,25 +134,33 @@ def make_plan(
     connectors: Mapping[str, ConnectorInfo],
     base_port: int | None = None,
     launch_s: tuple[float, float] = LAUNCH_S,
+    profiles: Mapping[str, ConnectorInfo] | None = None,
 ) -> Plan:
     """The plan of a scenario. ``connectors`` holds at least those that the scenario names.
 
+    ``profiles`` holds what is special about a label's connector: its engine's version, its options.
     ``base_port`` replaces the scenario's; with 0 every port is 0, to be chosen at launch.
     ``launch_s`` is how long one deployment takes to get ready, at least and at most.
     Raises InputError if the ports do not fit.
     """
-    # Python's sort is stable: within the two groups the file's order stays.
-    chosen = sorted(scenario.connectors, key=lambda each: connectors[each.name].disaggregated)
+    # Python's sort is stable: within the groups the file's order stays.
+    chosen = sorted(
+        scenario.connectors,
+        key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated),
+    )
     wanted = [(each.label, each.name) for each in chosen]
-    reference = next((label for label, name in wanted if not connectors[name].disaggregated), "")
+    reference = next((label for label, name in wanted if name == AGGREGATED), "")
     reference_only = ""
     if not reference:
         reference = reference_only = _free_label({label for label, _ in wanted})
         wanted.insert(0, (reference, AGGREGATED))
     first = scenario.deployment.base_port if base_port is None else base_port
     ports = _PortCounter(first)
+    special = profiles or {}
     deployments = tuple(
-        _deployment(scenario, label, name, connectors.get(name), ports, label == reference_only)
+        _deployment(
+            scenario, (label, name), special.get(label, connectors.get(name)), ports, label == reference_only
+        )
         for label, name in wanted
     )
     require_fitting_ports(first, ports.given)
@@ -164,9 +184,10 @@ class _PortCounter:
         self._first = first
         self.given = 0
 
-    def take(self) -> int:
-        self.given += 1
-        return self._first + self.given - 1 if self._first else 0
+    def take(self, count: int = 1) -> int:
+        """The first of ``count`` consecutive ports."""
+        self.given += count
+        return self._first + self.given - count if self._first else 0
 
 
 def _free_label(taken: set[str]) -> str:
@@ -180,8 +201,7 @@ def _free_label(taken: set[str]) -> str:
 
 def _deployment(
     scenario: Scenario,
-    label: str,
-    name: str,
+    label_and_name: tuple[str, str],
     info: ConnectorInfo | None,
     ports: _PortCounter,
     reference_only: bool,
@@ -189,17 +209,23 @@ def _deployment(
     wanted = scenario.deployment
     counts: list[tuple[Role, int]] = [("aggregated", 1)]
     router_port = None
-    side_roles: Sequence[str] = ()
     if info is not None and info.disaggregated:
         counts = [("prefill", wanted.prefill), ("decode", wanted.decode)]
         router_port = ports.take()
-        side_roles = info.side_port_roles
-    instances = tuple(
-        InstancePlan(f"{role}-{rank}", role, rank, ports.take(), ports.take() if role in side_roles else None)
-        for role, count in counts
-        for rank in range(count)
+    instances = []
+    for role, count in counts:
+        side = 0 if info is None else info.side_ports(role, wanted.tensor_parallel_size)
+        for rank in range(count):
+            port, side_port = ports.take(), ports.take(side) if side else None
+            instances.append(InstancePlan(f"{role}-{rank}", role, rank, port, side_port, max(side, 1)))
+    services = 0 if info is None else info.service_ports
+    return DeploymentPlan(
+        *label_and_name,
+        instances=tuple(instances),
+        router_port=router_port,
+        reference_only=reference_only,
+        service_ports=tuple(ports.take() for _ in range(services)),
     )
-    return DeploymentPlan(label, name, instances, router_port, reference_only)
 
 
 def require_fitting_ports(base_port: int, count: int) -> None:

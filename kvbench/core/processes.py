@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 RUN_TAG_ENV = "KVBENCH_RUN_TAG"
 """Environment variable that marks every process a run has started, so that none is ever orphaned."""
+
+ONE_THREAD_ENV: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Keeps numerical libraries from starting a thread for each core."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,12 @@ class ProcessSpec:
     spec: Mapping[str, Any] | None = None
     ready_url: str = ""
     port: int = 0
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Environment variable → content of a JSON file whose path it gets."""
+    one_thread: bool = True
+    """Numerical libraries get one thread each; an engine that computes chooses for itself."""
+    host: str = ""
+    """Where it is meant to run; only said in printed commands."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -28,4 +39,43 @@ class ProcessSpec:
             "env": dict(self.env),
             "spec": dict(self.spec) if self.spec is not None else None,
             "ready_url": self.ready_url,
+            **(
+                {"files": {name: dict(content) for name, content in self.files.items()}} if self.files else {}
+            ),
         }
+
+
+def shell_script(spec: ProcessSpec) -> str:
+    """The shell commands that start a process by hand in the current folder: its files, and one command."""
+    where = f", on {spec.host}" if spec.host else ""
+    lines = [f"# {spec.name}{where}"]
+    env = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
+    argv = list(spec.argv)
+    for variable, content in spec.files.items():
+        name = f"{spec.name}-{variable.lower()}.json"
+        lines += _here_document(name, content)
+        env[variable] = name
+    if spec.spec is not None:
+        lines += _here_document(f"{spec.name}.json", spec.spec)
+        argv.append(f"{spec.name}.json")
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    lines.append(" \\\n  ".join([*assignments, *_rows(argv)]))
+    if spec.ready_url:
+        lines.append(f"# ready when {spec.ready_url} answers 200")
+    return "\n".join(lines)
+
+
+def _here_document(name: str, content: Mapping[str, Any]) -> Iterator[str]:
+    yield f"cat > {shlex.quote(name)} <<'EOF'"
+    yield json.dumps(content, indent=1)  # a line of JSON is never the word that ends it
+    yield "EOF"
+
+
+def _rows(argv: Sequence[str]) -> list[str]:
+    """The words of a command, quoted: a flag and its values on a line of their own."""
+    rows: list[list[str]] = [[]]
+    for word in argv:
+        if word.startswith("--") and rows[-1]:
+            rows.append([])
+        rows[-1].append(shlex.quote(word))
+    return [" ".join(row) for row in rows]

@@ -8,10 +8,12 @@ import pkgutil
 from kvbench.engines.base import Engine, EngineOptions
 from kvbench.errors import InputError
 
+_NOT_ENGINES = {"base", "commands"}
+
 
 def names() -> tuple[str, ...]:
     """All engines: the files of this folder."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+    return tuple(sorted({module.name for module in pkgutil.iter_modules(__path__)} - _NOT_ENGINES))
 
 
 def get(name: str) -> Engine:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvbench.connectors.base import Connector, ConnectorOptions, Role
+from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
 from kvbench.core.models import ModelShape
 from kvbench.core.processes import ProcessSpec
 from kvbench.transfer.base import Problem
+
+Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+"""Environment variables by their names."""
 
 
 class EngineOptions(BaseModel):
@@ -37,6 +40,19 @@ class Instance:
     tensor_parallel_size: int
     max_tokens_per_request: int
     """The longest input plus output of the workload."""
+    neighbours: Neighbours = field(default_factory=Neighbours)
+
+    @property
+    def side_address(self) -> str:
+        """``host:port`` of its side channel; empty without one."""
+        return f"{self.host}:{self.side_port}" if self.side_port else ""
+
+    @property
+    def seat(self) -> Seat:
+        """The instance as its connector sees it."""
+        return Seat(
+            self.role, self.rank, self.host, self.side_port, self.tensor_parallel_size, self.neighbours
+        )
 
     @property
     def url(self) -> str:
@@ -47,6 +63,17 @@ class Instance:
         return f"http://{self.host}:{self.side_port}" if self.side_port else ""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What an engine's options meet in a scenario, so that it can warn."""
+
+    connectors: Mapping[str, tuple[Connector, ConnectorOptions]] = field(default_factory=dict)
+    """Label → profile and options."""
+    hosts: frozenset[str] = frozenset()
+    max_concurrency: float | None = None
+    """Requests in flight at the first rate if each just meets its SLO; None if that is not known."""
+
+
 class Engine(ABC):
     """Turns an instance into a process, and says where to ask it what."""
 
@@ -54,10 +81,19 @@ class Engine(ABC):
     labels: ClassVar[tuple[str, ...]] = ()
     """Words that every table, plot and file of a result must carry, such as "emulated"."""
     options_model: ClassVar[type[EngineOptions]] = EngineOptions
+    launch_s: ClassVar[tuple[float, float]] = (0.5, 3.0)
+    """How long a deployment takes to get ready, at least and at most; for the plan's estimate."""
+
+    cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
+    """A POST there empties the prefix cache."""
 
     @abstractmethod
-    def check(self, connector: Connector) -> Problem | None:
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         """Why this engine cannot run with that connector here, or None."""
+
+    def version(self, options: EngineOptions) -> str:
+        """The version that chooses the connectors' profiles; empty takes the newest ones."""
+        return ""
 
     @abstractmethod
     def process(
@@ -73,6 +109,6 @@ class Engine(ABC):
         """Memory of one instance's KV pool, as far as kvbench decides it; 0 if it does not."""
         return 0
 
-    def warnings(self, options: EngineOptions) -> Sequence[str]:
+    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
         """Settings known to be ignored or harmful."""
         return ()

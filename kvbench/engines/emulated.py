@@ -42,11 +42,14 @@ class Emulated(Engine):
     labels = ("emulated",)
     options_model = EmulatedOptions
 
-    def check(self, connector: Connector) -> Problem | None:
-        if not connector.disaggregated:
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
+        if not connector.kv_connector:
             return None
         if not connector.transfer_backend:
-            return Problem(f"the emulated engine cannot move KV for the connector {connector.name}")
+            return Problem(
+                f"the emulated engine cannot move KV for the connector {connector.name}",
+                f"measure {connector.name} with a real engine: deployment.engine: vllm",
+            )
         return transfer.check(connector.transfer_backend)
 
     def process(

@@ -29,7 +29,7 @@ class External(Engine):
     name = "external"
     options_model = ExternalOptions
 
-    def check(self, connector: Connector) -> Problem | None:
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         return None
 
     def process(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from kvbench.core.processes import RUN_TAG_ENV, ProcessSpec
+from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import LaunchError
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
@@ -118,14 +118,20 @@ class LocalLauncher:
             path = self._spec_dir / f"{spec.name}.json"
             path.write_text(json.dumps(spec.spec, indent=1))
             argv.append(str(path))
+        env = dict(spec.env)
+        for variable, content in spec.files.items():
+            self._spec_dir.mkdir(parents=True, exist_ok=True)
+            path = self._spec_dir / f"{spec.name}-{variable.lower()}.json"
+            path.write_text(json.dumps(content, indent=1))
+            env[variable] = str(path)
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        log_path = self.log_dir / f"{spec.name}.log"
+        log_path = self.log_path(spec)
         command = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *argv]
         try:
             with log_path.open("ab") as log:
                 popen = subprocess.Popen(
                     command,
-                    env=child_environment(spec.env, self.run_tag),
+                    env=child_environment(env, self.run_tag, one_thread=spec.one_thread),
                     stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if piped else log,
                     stderr=log,
@@ -134,6 +140,10 @@ class LocalLauncher:
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name}: {error.strerror}", hint=" ".join(argv)) from error
         return LocalProcess(spec, popen, log_path)
+
+    def log_path(self, spec: ProcessSpec) -> Path:
+        """Where a process's output goes."""
+        return self.log_dir / f"{spec.name}.log"
 
     def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:
         """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
@@ -151,12 +161,11 @@ class LocalLauncher:
                 process.kill()
 
 
-def child_environment(extra: Mapping[str, str], run_tag: str) -> dict[str, str]:
-    """Our own environment with ``extra`` and the run tag; one thread each for numerical libraries."""
+def child_environment(extra: Mapping[str, str], run_tag: str, *, one_thread: bool = True) -> dict[str, str]:
+    """Our own environment with ``extra`` and the run tag; one thread for numerical libraries if wanted."""
     return {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
+        **(ONE_THREAD_ENV if one_thread else {}),
         "PYTHONUNBUFFERED": "1",
         **extra,
         RUN_TAG_ENV: run_tag,

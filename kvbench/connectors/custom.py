@@ -1,0 +1,89 @@
+"""Any connector class of vLLM or of one's own, by its name and module.
+
+What kvbench cannot know is told by options: whether it is P/D, how requests are handed over, and
+which environment variable carries a side channel's port.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from kvbench.connectors.base import Connector, ConnectorOptions, Role, Seat
+from kvbench.connectors.plain import LoneConnector, PlainConnector
+from kvbench.connectors.pull import PullConnector
+from kvbench.connectors.versions import Releases
+
+
+class CustomOptions(ConnectorOptions):
+    """Options of the custom connector."""
+
+    kv_connector: str = Field("ExampleConnector", min_length=1, description="name of the connector's class")
+    kv_connector_module_path: str = Field("", description="its Python module, if vLLM does not know it")
+    extra_config: dict[str, JsonValue] = Field(
+        default_factory=dict, description="kv_connector_extra_config, word for word"
+    )
+    handshake: Literal["plain", "answer", "none"] = Field(
+        "plain",
+        description="plain: P first, then D; answer: P's kv_transfer_params go to D; none: one server",
+    )
+    port_env: str = Field("", description="environment variable that gets a planned port in each instance")
+
+
+def _options(options: ConnectorOptions) -> CustomOptions:
+    assert isinstance(options, CustomOptions)
+    return options
+
+
+class _Settings(Connector):
+    """What the user says about the class."""
+
+    name = "custom"
+    title = "custom connector class"
+    kv_connector = "(custom)"
+    options_model = CustomOptions
+    side_port_roles: tuple[Role, ...] = ("prefill", "decode", "aggregated")
+    releases = Releases((0, 9))
+    history = "kvbench takes connector classes of vLLM's V1 engine, from 0.9 on"
+
+    def kv_transfer_config(
+        self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
+    ) -> dict[str, Any] | None:
+        chosen = _options(options)
+        config = super().kv_transfer_config(role, engine_id, options, seat)
+        assert config is not None
+        config["kv_connector"] = chosen.kv_connector
+        if chosen.kv_connector_module_path:
+            config["kv_connector_module_path"] = chosen.kv_connector_module_path
+        return config
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return dict(_options(options).extra_config)
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        name = _options(options).port_env
+        return {name: str(side_port), "VLLM_HOST_IP": host} if name and side_port else {"VLLM_HOST_IP": host}
+
+
+class CustomLone(LoneConnector, _Settings):
+    """One server."""
+
+
+class CustomAnswer(PullConnector, _Settings):
+    """P's answer goes to D."""
+
+    side_port_roles: tuple[Role, ...] = ("prefill", "decode")
+    answer_fields = ()
+
+
+class Custom(PlainConnector, _Settings):
+    """P first, then D, with unchanged bodies; other handshakes by the option."""
+
+    def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
+        super().profile(version)
+        kinds: dict[str, type[Connector]] = {"plain": Custom, "answer": CustomAnswer, "none": CustomLone}
+        return kinds[options.handshake if isinstance(options, CustomOptions) else "plain"]()
+
+
+CONNECTOR = Custom()

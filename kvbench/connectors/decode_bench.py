@@ -1,0 +1,41 @@
+"""vLLM's DecodeBenchConnector: a decode server alone, whose prompts' KV is invented. No P, no transfer.
+
+It shows the ceiling of D: no P/D pair with the same decode server can hold a higher rate. Its
+outputs mean nothing, so they are not compared with the aggregated server's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvbench.connectors.base import ConnectorOptions, Role
+from kvbench.connectors.plain import LoneConnector
+from kvbench.connectors.versions import Releases
+
+
+class DecodeBenchOptions(ConnectorOptions):
+    """Options of the decode_bench connector."""
+
+    fill_mean: float = Field(0.015, description="mean of the invented KV values")
+    fill_std: float = Field(0.0, ge=0, description="their standard deviation; 0 fills with a constant")
+
+
+class DecodeBench(LoneConnector):
+    """One server that never prefills."""
+
+    name = "decode_bench"
+    title = "decode alone (KV invented)"
+    kv_connector = "DecodeBenchConnector"
+    true_outputs = False
+    options_model = DecodeBenchOptions
+    releases = Releases((0, 12))
+    history = "kvbench knows DecodeBenchConnector from vLLM 0.12 on"
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        assert isinstance(options, DecodeBenchOptions)
+        return {"fill_mean": options.fill_mean, "fill_std": options.fill_std}
+
+
+CONNECTOR = DecodeBench()

@@ -1,0 +1,79 @@
+"""LMCacheConnectorV1: P puts KV chunks into an LMCache server, D gets them by their hashes.
+
+The server is a process that kvbench starts, or any store that LMCache has an address for. Chunks
+that are not there in time, and the last incomplete one, are computed by D. Not run here: LMCache
+needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from kvbench.connectors.base import ConnectorOptions, Role, Seat
+from kvbench.connectors.plain import PlainConnector
+from kvbench.connectors.versions import Releases
+from kvbench.core.processes import ProcessSpec
+
+
+class LmcacheOptions(ConnectorOptions):
+    """Options of the lmcache connector."""
+
+    remote_url: str = Field(
+        "", description="the store, such as redis://host:6379; by default an LMCache server is started"
+    )
+    chunk_size: int = Field(256, ge=16, description="tokens per chunk; a multiple of the block size")
+    server_command: tuple[str, ...] = Field(
+        ("lmcache_server",), min_length=1, description="how the LMCache server is started"
+    )
+    use_native: bool = Field(False, description="the adapter inside vLLM instead of LMCache's own")
+
+
+class Lmcache(PlainConnector):
+    """A store between P and D."""
+
+    name = "lmcache"
+    title = "LMCache (shared store)"
+    kv_connector = "LMCacheConnectorV1"
+    whole_prompt = False
+    gpu_only = True
+    service_ports = 1
+    options_model = LmcacheOptions
+    releases = Releases((0, 10))
+    history = "kvbench knows LMCacheConnectorV1 from vLLM 0.10 on"
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        assert isinstance(options, LmcacheOptions)
+        return {"use_native": True} if options.use_native else {}
+
+    def seat_env(self, options: ConnectorOptions, seat: Seat) -> dict[str, str]:
+        assert isinstance(options, LmcacheOptions)
+        services = seat.neighbours.services
+        url = options.remote_url or (f"lm://{services[0]}" if services else "")
+        return {
+            "LMCACHE_REMOTE_URL": url,
+            "LMCACHE_REMOTE_SERDE": "naive",
+            "LMCACHE_CHUNK_SIZE": str(options.chunk_size),
+            "LMCACHE_LOCAL_CPU": "False",
+            # Chunks are found by hashes, which Python salts anew in each process.
+            "PYTHONHASHSEED": "0",
+        }
+
+    def services(self, options: ConnectorOptions, host: str, ports: Sequence[int]) -> list[ProcessSpec]:
+        assert isinstance(options, LmcacheOptions)
+        if options.remote_url:
+            return []
+        return [
+            ProcessSpec(
+                name="lmcache-server",
+                argv=(*options.server_command, host, str(ports[0])),
+                port=ports[0],
+                one_thread=False,
+                host=host,
+            )
+        ]
+
+
+CONNECTOR = Lmcache()

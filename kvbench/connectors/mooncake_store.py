@@ -1,0 +1,93 @@
+"""vLLM's MooncakeStoreConnector: P puts KV blocks into a shared pool, D gets them by their hashes.
+
+The pool is memory that each engine lends; a `mooncake_master` process, which kvbench starts, knows
+where what is. A block that is not there in time is computed by D, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvbench.connectors.base import ConnectorOptions, Role, Seat
+from kvbench.connectors.plain import PlainConnector
+from kvbench.connectors.versions import Releases
+from kvbench.core.processes import ProcessSpec
+
+
+class MooncakeStoreOptions(ConnectorOptions):
+    """Options of the mooncake_store connector."""
+
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="transport of the pool")
+    device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
+    global_segment_size: str = Field(
+        "4GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory that each rank lends to the pool"
+    )
+    local_buffer_size: str = Field(
+        "1GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory of each rank for what is under way"
+    )
+    master_command: tuple[str, ...] = Field(
+        ("mooncake_master",), min_length=1, description="how the master is started; comes with Mooncake"
+    )
+
+
+class MooncakeStore(PlainConnector):
+    """A pool between P and D. Two ports: the master's and its metrics'."""
+
+    name = "mooncake_store"
+    title = "Mooncake Store (shared pool)"
+    kv_connector = "MooncakeStoreConnector"
+    whole_prompt = False
+    service_ports = 2
+    options_model = MooncakeStoreOptions
+    releases = Releases((0, 21))
+    history = "kvbench knows MooncakeStoreConnector from vLLM 0.21 on"
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        assert isinstance(options, MooncakeStoreOptions)
+        forced = "MC_FORCE_TCP" if options.protocol == "tcp" else "MC_FORCE_HCA"
+        # P and D find each other's blocks by hashes, which Python salts anew in each process.
+        return {forced: "1", "PYTHONHASHSEED": "0", "VLLM_HOST_IP": host}
+
+    def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
+        assert isinstance(options, MooncakeStoreOptions)
+        services = seat.neighbours.services
+        return {
+            "MOONCAKE_CONFIG_PATH": {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": services[0] if services else "",
+                "global_segment_size": options.global_segment_size,
+                "local_buffer_size": options.local_buffer_size,
+                "protocol": options.protocol,
+                "device_name": options.device_name,
+            }
+        }
+
+    def services(self, options: ConnectorOptions, host: str, ports: Sequence[int]) -> list[ProcessSpec]:
+        assert isinstance(options, MooncakeStoreOptions)
+        rpc, metrics = ports
+        listen = ("--rpc_address", host, "--rpc_port", str(rpc))
+        tell = ("--metrics_host", host, "--metrics_port", str(metrics))
+        return [
+            ProcessSpec(
+                name="mooncake-master",
+                argv=(*options.master_command, *listen, *tell),
+                ready_url=f"http://{host}:{metrics}/health",
+                port=rpc,
+                one_thread=False,
+                host=host,
+            )
+        ]
+
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        names = [name for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE") if name in env]
+        return [f"{name} is set, but the store's settings come from its file" for name in names]
+
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        assert isinstance(options, MooncakeStoreOptions)
+        return options.protocol
+
+
+CONNECTOR = MooncakeStore()

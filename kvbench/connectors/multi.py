@@ -1,0 +1,118 @@
+"""vLLM's MultiConnector: several connectors at once. The first one hands the KV from P to D.
+
+The others are tiers beside it, such as host memory; they are given as vLLM wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from kvbench import connectors
+from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role, Seat
+from kvbench.connectors.versions import Releases
+
+_TIER: dict[str, JsonValue] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30},
+}
+
+
+class MultiOptions(ConnectorOptions):
+    """Options of the multi connector."""
+
+    first: Literal["nixl", "nixl_push", "mooncake"] = Field(
+        "nixl", description="the connector that moves KV from P to D"
+    )
+    first_options: dict[str, JsonValue] = Field(default_factory=dict, description="its options")
+    then: tuple[dict[str, JsonValue], ...] = Field(
+        (_TIER,), min_length=1, max_length=8, description="the others, each as a kv_transfer_config"
+    )
+
+    @model_validator(mode="after")
+    def _right(self) -> MultiOptions:
+        try:
+            connectors.get(self.first).options_model.model_validate(self.first_options)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(str(part) for part in wrong["loc"])
+            raise ValueError(f"first_options of {self.first}: {place}: {wrong['msg']}") from error
+        if any("kv_connector" not in each for each in self.then):
+            raise ValueError("each mapping under `then` needs its kv_connector")
+        return self
+
+
+class Multi(Connector):
+    """The first connector's handshake, ports and environment around all of their configurations."""
+
+    name = "multi"
+    title = "several connectors (MultiConnector)"
+    kv_connector = "MultiConnector"
+    options_model = MultiOptions
+    releases = Releases((0, 10))
+    history = "kvbench knows MultiConnector from vLLM 0.10 on"
+
+    def __init__(self, first: Connector | None = None) -> None:
+        self._first = connectors.get("nixl") if first is None else first
+        self.dispatch = self._first.dispatch
+        self.needs_bootstrap = self._first.needs_bootstrap
+        self.side_port_roles = self._first.side_port_roles
+
+    def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
+        super().profile(version)
+        chosen = options.first if isinstance(options, MultiOptions) else "nixl"
+        return Multi(connectors.get(chosen).profile(version))
+
+    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
+        return self._first.side_ports(role, tensor_parallel_size)
+
+    def _own(self, options: ConnectorOptions) -> ConnectorOptions:
+        """The first connector's options."""
+        assert isinstance(options, MultiOptions)
+        return self._first.options_model.model_validate(options.first_options)
+
+    def kv_transfer_config(
+        self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
+    ) -> dict[str, Any] | None:
+        assert isinstance(options, MultiOptions)
+        config = super().kv_transfer_config(role, engine_id, options, seat)
+        first = self._first.kv_transfer_config(role, engine_id, self._own(options), seat)
+        assert config is not None
+        assert first is not None
+        # The engine id comes from the outer configuration; given twice it is an error.
+        members = [{key: value for key, value in first.items() if key != "engine_id"}]
+        members += [{"kv_role": "kv_both", **each} for each in options.then]
+        config["kv_connector_extra_config"] = {"connectors": members}
+        return config
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+        return self._first.env(role, self._own(options), side_port, host)
+
+    def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
+        return self._first.files(self._own(options), seat)
+
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        return self._first.warnings(self._own(options), env)
+
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        return self._first.transport_asked(self._own(options))
+
+    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        return self._first.prefill_request(body, request_id, peer)
+
+    def decode_request(
+        self,
+        body: Mapping[str, Any],
+        prefill_response: Mapping[str, Any] | None,
+        request_id: str,
+        peer: PrefillPeer,
+    ) -> dict[str, Any]:
+        return self._first.decode_request(body, prefill_response, request_id, peer)
+
+    def missing_in_prefill_response(self, prefill_response: Mapping[str, Any]) -> Sequence[str]:
+        return self._first.missing_in_prefill_response(prefill_response)
+
+
+CONNECTOR = Multi()

@@ -1,0 +1,53 @@
+"""vLLM's OffloadingConnector: one server whose KV blocks move to host memory and back. No P/D.
+
+It answers what a host-memory tier gives (or costs) beside the aggregated server of the same table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvbench.connectors.base import ConnectorOptions, Role
+from kvbench.connectors.plain import LoneConnector
+from kvbench.connectors.versions import Releases
+
+
+class OffloadingOptions(ConnectorOptions):
+    """Options of the offloading connector."""
+
+    cpu_bytes_to_use: int = Field(
+        2**30, ge=2**20, description="bytes of host memory of the whole server; vLLM 0.14 and newer"
+    )
+    num_cpu_blocks: int = Field(1024, ge=1, description="blocks in host memory; vLLM before 0.14 counts so")
+
+
+class OffloadingBlocks(LoneConnector):
+    """vLLM 0.11 to 0.13: the size is a number of blocks."""
+
+    name = "offloading"
+    title = "aggregated, KV offloaded to host memory"
+    kv_connector = "OffloadingConnector"
+    gpu_only = True
+    options_model = OffloadingOptions
+    releases = Releases((0, 11), (0, 14))
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        assert isinstance(options, OffloadingOptions)
+        return {"num_cpu_blocks": options.num_cpu_blocks}
+
+
+class Offloading(OffloadingBlocks):
+    """The size is in bytes."""
+
+    releases = Releases((0, 14))
+    older = (OffloadingBlocks,)
+    history = "kvbench knows OffloadingConnector from vLLM 0.11 on"
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        assert isinstance(options, OffloadingOptions)
+        return {"cpu_bytes_to_use": options.cpu_bytes_to_use}
+
+
+CONNECTOR = Offloading()

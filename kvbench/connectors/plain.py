@@ -1,0 +1,48 @@
+"""The hand-off without any parameters: P computes the whole prompt first, then D gets the request as it is.
+
+D finds the KV by the prompt's tokens or by the request id, so nothing has to be said in the request
+(proxy_server.py of vLLM 0.6, and connectors over a shared store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.connectors.base import Connector, PrefillPeer, one_token_prefill
+
+
+class PlainConnector(Connector):
+    """Sequential dispatch with unchanged bodies, except that P makes one token only."""
+
+    dispatch = "sequential"
+
+    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        return one_token_prefill(body)
+
+    def decode_request(
+        self,
+        body: Mapping[str, Any],
+        prefill_response: Mapping[str, Any] | None,
+        request_id: str,
+        peer: PrefillPeer,
+    ) -> dict[str, Any]:
+        return dict(body)
+
+
+class LoneConnector(Connector):
+    """One server with a connector of its own: no P/D, requests are passed on as they are."""
+
+    dispatch = "none"
+
+    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        raise NotImplementedError(f"{self.name} runs one server and has no prefill request")
+
+    def decode_request(
+        self,
+        body: Mapping[str, Any],
+        prefill_response: Mapping[str, Any] | None,
+        request_id: str,
+        peer: PrefillPeer,
+    ) -> dict[str, Any]:
+        return dict(body)

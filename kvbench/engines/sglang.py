@@ -1,0 +1,130 @@
+"""SGLang as a second real engine: commands and dispatch as its sources want them.
+
+Not run here: SGLang needs a GPU. `check` says so unless the user says that it has been tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic import Field, JsonValue, field_validator
+
+from kvbench.connectors.base import Connector, ConnectorOptions, Role
+from kvbench.core.processes import ProcessSpec
+from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
+from kvbench.engines.commands import argv_of, found_command, owned_flags
+from kvbench.errors import KvbenchError
+from kvbench.transfer.base import Problem
+
+_OURS: Final = (
+    "model-path",
+    "host",
+    "port",
+    "served-model-name",
+    "tp-size",
+    "tp",
+    "disaggregation-mode",
+    "disaggregation-transfer-backend",
+    "disaggregation-bootstrap-port",
+    "disaggregation-ib-device",
+)
+"""Arguments that follow from the scenario."""
+NOT_RUN: Final = "kvbench prints SGLang's commands but has not been run with it"
+
+
+class SglangOptions(EngineOptions):
+    """Options of SGLang servers. Arguments and environment of a role win over those for both."""
+
+    model: str = Field(..., min_length=1, description="path or id of the model that is served")
+    command: tuple[str, ...] = Field(
+        ("python3", "-m", "sglang.launch_server"), min_length=1, description="how SGLang is started"
+    )
+    untested: bool = Field(False, description="start it although kvbench has not been run with SGLang")
+    engine_args: dict[str, JsonValue] = Field(
+        default_factory=dict, description="arguments of sglang.launch_server for all roles, by their names"
+    )
+    prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
+    decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
+    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
+    prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
+    decode_env: Environment = Field(default_factory=dict, description="environment of D only")
+
+    @field_validator("engine_args", "prefill_args", "decode_args")
+    @classmethod
+    def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        taken = owned_flags(given, _OURS)
+        if taken:
+            raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
+        return given
+
+    def arguments(self, role: Role) -> dict[str, Any]:
+        """The user's arguments for one role, with underscores as hyphens."""
+        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
+        return {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+
+
+class Sglang(Engine):
+    """Starts `sglang.launch_server`, which answers /health, /metrics (asked for) and /flush_cache."""
+
+    name = "sglang"
+    options_model = SglangOptions
+    launch_s = (20.0, 300.0)
+    cache_reset_path = "/flush_cache"
+
+    def version(self, options: EngineOptions) -> str:
+        return "sglang"
+
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
+        assert isinstance(options, SglangOptions)
+        try:
+            connector.profile("sglang")
+        except KvbenchError as error:
+            return Problem(error.message, error.hint)
+        if not options.untested:
+            return Problem(NOT_RUN, "to try it nevertheless: --set deployment.engine_options.untested=true")
+        if found_command(options.command[0], options.env) is None:
+            return Problem(
+                f"there is no command {options.command[0]!r}",
+                "install SGLang, or name its command in deployment.engine_options.command",
+            )
+        return None
+
+    def process(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> ProcessSpec:
+        assert isinstance(options, SglangOptions)
+        role = instance.role
+        arguments: dict[str, Any] = {
+            "model-path": options.model,
+            "served-model-name": instance.served_model_name,
+            "host": instance.host,
+            "port": instance.port,
+            "tp-size": instance.tensor_parallel_size if instance.tensor_parallel_size > 1 else None,
+            "kv-cache-dtype": "fp8_e4m3" if instance.model.kv_dtype == "fp8" else None,
+            "enable-metrics": True,
+            "disaggregation-mode": role if connector.disaggregated else None,
+            **connector.engine_args(role, connector_options),
+            "disaggregation-bootstrap-port": instance.side_port,
+            **options.arguments(role),
+        }
+        own = {"prefill": options.prefill_env, "decode": options.decode_env}.get(role, {})
+        return ProcessSpec(
+            name=instance.name,
+            argv=(*options.command, *argv_of(arguments)),
+            env={**connector.seat_env(connector_options, instance.seat), **options.env, **own},
+            ready_url=f"{instance.url}/health",
+            port=instance.port,
+            one_thread=False,
+            host=instance.host,
+        )
+
+    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+        return [f"{NOT_RUN}: look at every figure twice"]
+
+
+ENGINE = Sglang()

@@ -1,0 +1,272 @@
+"""Real vLLM: a `vllm serve` process for each role. kvbench never imports vLLM; it may live elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import Field, JsonValue, field_validator
+
+from kvbench.connectors.base import Connector, ConnectorOptions, Role
+from kvbench.connectors.versions import NEWEST_KNOWN, dotted, is_newer_than_known, release
+from kvbench.core.processes import ProcessSpec
+from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
+from kvbench.engines.commands import argv_of, asked_version, found_command, owned_flags
+from kvbench.errors import InputError, KvbenchError
+from kvbench.transfer.base import Problem
+
+_OURS: Final = (
+    "host",
+    "port",
+    "served-model-name",
+    "tensor-parallel-size",
+    "kv-transfer-config",
+    "kv-buffer-device",
+)
+"""Arguments that follow from the scenario."""
+
+
+class VllmOptions(EngineOptions):
+    """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
+
+    model: str = Field(..., min_length=1, description="path or id of the model that is served")
+    command: tuple[str, ...] = Field(
+        ("vllm",), min_length=1, description="how vLLM is started, e.g. [/opt/vllm/bin/vllm]"
+    )
+    version: str = Field("", description="vLLM's version; by default it is asked with --version")
+    engine_args: dict[str, JsonValue] = Field(
+        default_factory=dict, description="arguments of `vllm serve` for all roles, by their names"
+    )
+    prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
+    decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
+    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
+    prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
+    decode_env: Environment = Field(default_factory=dict, description="environment of D only")
+    prefill_devices: tuple[str, ...] = Field(
+        (), description="CUDA_VISIBLE_DEVICES of each prefill instance; an aggregated server takes the first"
+    )
+    decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
+    max_model_len: int | None = Field(
+        None, ge=16, description="longest input plus output; by default the model's own limit"
+    )
+    max_num_seqs: int | None = Field(None, ge=1, description="sequences that run at the same time")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of the GPU's memory that vLLM takes"
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="tokens per KV block; by default vLLM's: 16 on GPUs, 128 on CPUs"
+    )
+    enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
+    kv_buffer_device: str = Field("", description="where connectors buffer KV: cuda or cpu")
+    kv_load_failure_policy: str = Field(
+        "fail", pattern="^(fail|recompute)$", description="what D does when KV does not arrive"
+    )
+
+    @field_validator("engine_args", "prefill_args", "decode_args")
+    @classmethod
+    def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        taken = owned_flags(given, _OURS)
+        if taken:
+            raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
+        return given
+
+    @field_validator("version")
+    @classmethod
+    def _readable(cls, version: str) -> str:
+        if version:
+            try:
+                release(version)
+            except InputError as error:
+                raise ValueError(error.message) from error
+        return version
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per KV block, for the plan's arithmetic."""
+        return self.block_size or (128 if self.env.get("VLLM_CPU_KVCACHE_SPACE") else 16)
+
+    def environment(self, role: Role, rank: int) -> dict[str, str]:
+        """The user's environment for one instance."""
+        own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
+        devices = self.decode_devices if role == "decode" else self.prefill_devices
+        chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
+        return {**self.env, **chosen, **own}
+
+    def arguments(self, role: Role) -> dict[str, Any]:
+        """The user's arguments for one role, with underscores as hyphens."""
+        typed: dict[str, Any] = {
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            "max-num-batched-tokens": self.max_num_batched_tokens,
+            "gpu-memory-utilization": self.gpu_memory_utilization,
+            "block-size": self.block_size,
+            "enable-prefix-caching": None if self.enable_prefix_caching else False,
+        }
+        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
+        given = {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+        return {**typed, **given}
+
+
+class Vllm(Engine):
+    """Starts `vllm serve`, which answers /health, /metrics and, in developer mode, cache resets."""
+
+    name = "vllm"
+    options_model = VllmOptions
+    launch_s = (15.0, 180.0)
+
+    def version(self, options: EngineOptions) -> str:
+        """The scenario's version, or the installed one's; the newest known one if it cannot be asked."""
+        assert isinstance(options, VllmOptions)
+        return _version_of(options) or dotted(NEWEST_KNOWN)
+
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
+        assert isinstance(options, VllmOptions)
+        if found_command(options.command[0], options.env) is None:
+            return Problem(
+                f"there is no command {options.command[0]!r}",
+                "install vLLM, or name its command in deployment.engine_options.command",
+            )
+        try:
+            version = options.version or asked_version(options.command, options.env)
+            profile = connector.profile(version)
+        except KvbenchError as error:
+            return Problem(error.message, error.hint)
+        if profile.gpu_only and "+cpu" in version:
+            return Problem(f"{profile.kv_connector} needs a GPU, and this vLLM ({version}) is built for CPUs")
+        return None
+
+    def process(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> ProcessSpec:
+        assert isinstance(options, VllmOptions)
+        role = instance.role
+        arguments: dict[str, Any] = {
+            "served-model-name": instance.served_model_name,
+            "host": instance.host,
+            "port": instance.port,
+            "tensor-parallel-size": instance.tensor_parallel_size
+            if instance.tensor_parallel_size > 1
+            else None,
+            "kv-cache-dtype": "fp8" if instance.model.known and instance.model.kv_dtype == "fp8" else None,
+            **connector.engine_args(role, connector_options),
+            **options.arguments(role),
+        }
+        config = self.kv_transfer_config(instance, connector, connector_options, options)
+        if config is not None:
+            arguments["kv-transfer-config"] = json.dumps(config)
+        return ProcessSpec(
+            name=instance.name,
+            argv=(*options.command, "serve", options.model, *argv_of(arguments)),
+            env=self._env(instance, connector, connector_options, options),
+            ready_url=f"{instance.url}/health",
+            port=instance.port,
+            files=connector.files(connector_options, instance.seat),
+            one_thread=False,
+            host=instance.host,
+        )
+
+    def kv_transfer_config(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: VllmOptions,
+    ) -> dict[str, Any] | None:
+        """The instance's ``--kv-transfer-config``: the connector's, and what is the engine's to say."""
+        config = connector.kv_transfer_config(
+            instance.role, instance.engine_id, connector_options, instance.seat
+        )
+        if config is None:
+            return None
+        if options.kv_buffer_device:
+            config["kv_buffer_device"] = options.kv_buffer_device
+        if release(self.version(options)) >= connector.load_failure_policy_since:
+            # Said even where it is the default: up to 0.13 vLLM computes lost KV anew and says nothing.
+            config["kv_load_failure_policy"] = options.kv_load_failure_policy
+        return config
+
+    @staticmethod
+    def _env(
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: VllmOptions,
+    ) -> dict[str, str]:
+        ours = {
+            "VLLM_SERVER_DEV_MODE": "1",  # only then is there a /reset_prefix_cache
+            "VLLM_NO_USAGE_STATS": "1",
+            **connector.seat_env(connector_options, instance.seat),
+        }
+        users = options.environment(instance.role, instance.rank)
+        paths = [env["PYTHONPATH"] for env in (users, ours) if env.get("PYTHONPATH")]
+        return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {})}
+
+    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+        assert isinstance(options, VllmOptions)
+        return list(dict.fromkeys(_warnings(options, setting or Setting(), _version_of(options))))
+
+
+def _version_of(options: VllmOptions) -> str:
+    """The scenario's version, or the installed one's; empty if it cannot be asked."""
+    if options.version:
+        return options.version
+    try:
+        return asked_version(options.command, options.env)
+    except KvbenchError:
+        return ""
+
+
+def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[str]:
+    newest = dotted(NEWEST_KNOWN)
+    if not version:
+        yield f"vLLM's version is not known; its profile for {newest} is taken"
+    elif is_newer_than_known(version):
+        yield f"vLLM {version} is newer than {newest}, the newest that kvbench knows; its profile is taken"
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    if any(options.arguments(role).get("enforce-eager") for role in roles) and not _on_cpu(options, version):
+        yield "enforce-eager turns CUDA graphs off: decoding gets several times slower"
+    if options.kv_load_failure_policy == "recompute":
+        yield "kv_load_failure_policy recompute: where KV is lost D computes the prompt, and no rate is P/D's"
+    yield from _slots(options, setting, roles)
+    for label, (connector, connector_options) in setting.connectors.items():
+        for role in roles:
+            environment = {**options.environment(role, 0)}
+            for text in connector.warnings(connector_options, environment):
+                yield f"{label}: {text}"
+            yield from _overridden(label, connector.env(role, connector_options, 1, "host"), environment)
+    local = {host for host in setting.hosts if host in ("localhost", "127.0.0.1")}
+    if local and len(setting.hosts) > 1:
+        yield (
+            f"{', '.join(sorted(local))} cannot be reached from other hosts: side channels there fail, "
+            "and older vLLM then computes prompts on D without a word"
+        )
+
+
+def _slots(options: VllmOptions, setting: Setting, roles: Sequence[Role]) -> Iterator[str]:
+    for role in roles:
+        slots = options.arguments(role).get("max-num-seqs")
+        offered = setting.max_concurrency
+        if role == "decode" and isinstance(slots, int) and offered is not None and offered > slots:
+            yield (
+                f"max-num-seqs {slots} is below the {offered:.0f} requests that are in flight at the first "
+                "rate: they queue, and TTFT measures the queue"
+            )
+
+
+def _overridden(label: str, ours: Mapping[str, str], users: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(set(ours) & set(users)):
+        if name != "PYTHONPATH" and ours[name] != users[name]:
+            yield f"{label}: env sets {name}, which then wins over the connector's option"
+
+
+def _on_cpu(options: VllmOptions, version: str) -> bool:
+    return "+cpu" in version or any(name.startswith("VLLM_CPU_") for name in options.env)
+
+
+ENGINE = Vllm()

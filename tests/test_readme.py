@@ -1,0 +1,48 @@
+"""The README speaks of what is there: every command with its help's words, files that exist, no strangers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from kvbench.cli import app
+from kvbench.scenario_files import bundled_names
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> dict[str, str]:
+    """Command → the first line of its help."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    return {name: (command.help or "").splitlines()[0] for name, command in group.commands.items()}
+
+
+@pytest.mark.parametrize(("name", "help_"), commands().items())
+def test_each_command_stands_in_the_table_with_its_own_words(name: str, help_: str) -> None:
+    assert f"| `kvbench {name}` | {help_} |" in README
+
+
+def test_links_and_pictures_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", README):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), target
+
+
+def test_scenarios_named_in_examples_exist() -> None:
+    for name in re.findall(r"kvbench (?:sweep|plan|launch) ([a-z0-9.-]+)(?: |$|`)", README):
+        assert name in bundled_names() or name == "my-scenario.yaml", name
+
+
+def test_no_file_names_this_machine_or_a_registry() -> None:
+    strangers = re.compile(r"pypi\.org|pythonhosted|deb\.debian|registry\.npmjs|/work/main|/tmp/c2")
+    for folder in ("kvbench", "scenarios", "tools", "."):
+        for path in (ROOT / folder).glob("*" if folder == "." else "**/*"):
+            if path.is_file() and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ""):
+                found = strangers.search(path.read_text(errors="replace"))
+                assert not found, f"{path}: {found}"
