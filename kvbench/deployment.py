@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-from kvbench import connectors, engines
-from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
-from kvbench.core.models import ModelShape
-from kvbench.core.plan import DeploymentPlan, InstancePlan
+from kvbench import engines
+from kvbench.connectors.base import Connector
+from kvbench.core.plan import DeploymentPlan
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.scenario import Scenario
 from kvbench.diagnose import Diagnosis
-from kvbench.engines.base import Instance, Setting
 from kvbench.engines.external import ExternalOptions
-from kvbench.errors import InputError, LaunchError, PortInUseError, ServerError
+from kvbench.errors import LaunchError, ServerError
 from kvbench.launchers.local import GRACE_S, LocalLauncher, LocalProcess
-from kvbench.observing import PROFILER_GRACE_S, has_prefix, observed
+from kvbench.observing import PROFILER_GRACE_S, has_prefix
+from kvbench.ports import require_free_port
+from kvbench.roster import instances, process_specs, profile_of, several_hosts_problem
 from kvbench.telemetry import Metrics, scrape
-from kvbench.transfer.base import Problem
 from kvbench.watching import ProcessWatch, beside
 
 POLL_S = 0.02
@@ -47,121 +43,6 @@ class Endpoints:
     def of_role(self, *roles: str) -> list[str]:
         """The metrics URLs of the instances of these roles."""
         return [url for name, url in self.metrics_urls.items() if name.split("-")[0] in roles]
-
-
-def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
-    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
-    engine = engines.get(scenario.deployment.engine)
-    version = engine.version(scenario.deployment.engine_options)
-    options = scenario.connector_options(label)
-    own = options if isinstance(options, ConnectorOptions) else None
-    return connectors.get(connector).profile(version, own)
-
-
-def engine_warnings(scenario: Scenario) -> list[str]:
-    """Settings of the scenario that its engine ignores or that harm."""
-    chosen = {}
-    for choice in scenario.connectors:
-        with suppress(InputError):  # one that the engine lacks is told by ``unusable``
-            chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
-    deployment, slo = scenario.deployment, scenario.slo
-    per_request_s = ((slo.ttft_ms or 0.0) + (slo.tpot_ms or 0.0) * (scenario.workload.output_len - 1)) / 1e3
-    rate = scenario.search.start_rate
-    setting = Setting(
-        connectors=chosen,
-        hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
-        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
-    )
-    return list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
-
-
-def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
-    def addresses(role: str) -> tuple[str, ...]:
-        host = scenario.deployment.host_of(role)
-        return tuple(
-            f"{host}:{each.side_port}" for each in plan.instances if each.role == role and each.side_port
-        )
-
-    services = tuple(f"{scenario.deployment.host}:{port}" for port in plan.service_ports)
-    return Neighbours(addresses("prefill"), addresses("decode"), services)
-
-
-def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
-    """The engine instances of one deployment, prefill first."""
-    shape: ModelShape = scenario.model.shape
-    neighbours = _neighbours(scenario, plan)
-    longest = max(scenario.workload.input_len) + scenario.workload.output_len
-    return [
-        Instance(
-            name=process.name,
-            role=process.role,
-            rank=process.rank,
-            host=scenario.deployment.host_of(process.role),
-            port=process.port,
-            side_port=process.side_port,
-            engine_id=f"{plan.label}-{process.name}",
-            model=shape,
-            served_model_name=scenario.model.served_model_name,
-            tensor_parallel_size=scenario.deployment.tensor_parallel_size,
-            max_tokens_per_request=longest,
-            neighbours=neighbours,
-        )
-        for process in plan.instances
-    ]
-
-
-def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None) -> list[ProcessSpec]:
-    """Every process of a deployment in the order of start: helpers, prefill, decode, router.
-
-    ``log_dir`` is where their logs will be; None while only a plan is made.
-    """
-    engine = engines.get(scenario.deployment.engine)
-    connector = profile_of(scenario, plan.connector, plan.label)
-    options = scenario.connector_options(plan.label)
-    engine_options = scenario.deployment.engine_options
-    members = instances(scenario, plan)
-    specs = connector.services(options, scenario.deployment.host, plan.service_ports)
-    specs += [engine.process(member, connector, options, engine_options) for member in members]
-    if plan.router_port is not None:
-        specs.append(_router_spec(scenario, plan, members))
-    roles = {member.name: member.role for member in members}
-    return [observed(spec, roles.get(spec.name, ""), scenario.deployment, log_dir) for spec in specs]
-
-
-def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Instance]) -> ProcessSpec:
-    host = scenario.deployment.host
-    connector = profile_of(scenario, plan.connector, plan.label)
-    prefill = [
-        {
-            "url": member.url,
-            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
-            "side_address": member.side_address,
-        }
-        for member in members
-        if member.role == "prefill"
-    ]
-    engine = engines.get(scenario.deployment.engine)
-    spec = {
-        "host": host,
-        "port": plan.router_port,
-        "connector": plan.connector,
-        "version": engine.version(scenario.deployment.engine_options),
-        "options": scenario.connector_options(plan.label).model_dump(mode="json"),
-        "request_timeout_s": scenario.workload.request_timeout_s,
-        "prefill": prefill,
-        "decode": [
-            {"url": member.url, "side_address": member.side_address}
-            for member in members
-            if member.role != "prefill"
-        ],
-    }
-    return ProcessSpec(
-        name="router",
-        argv=(sys.executable, "-m", "kvbench.router"),
-        spec=spec,
-        ready_url=f"http://{host}:{plan.router_port}/health",
-        port=plan.router_port or 0,
-    )
 
 
 class Deployment:
@@ -387,88 +268,3 @@ def _listens(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def require_free_port(host: str, port: int, name: str) -> None:
-    """Raise PortInUseError if nothing can be bound to ``host:port`` now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise port_in_use(host, port, name) from error
-
-
-def port_in_use(host: str, port: int, name: str) -> PortInUseError:
-    """The error for a taken port, with the way around it."""
-    return PortInUseError(
-        f"port {host}:{port}, planned for {name}, is in use",
-        hint="choose others with --set deployment.base_port=PORT (0: any free ones), or end what holds it",
-    )
-
-
-def several_hosts_problem() -> InputError:
-    """The error for a deployment whose processes are not all here."""
-    return InputError(
-        "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
-        hint="print the commands with `kvbench launch --print`, run them there, and measure with --base-url",
-    )
-
-
-def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
-    """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
-    deployment = scenario.deployment
-    if deployment.several_hosts and deployment.engine != "external":
-        error = several_hosts_problem()
-        return Problem(error.message, error.hint)
-    engine = engines.get(deployment.engine)
-    return engine.check(connectors.get(plan.connector), deployment.engine_options)
-
-
-def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
-    """The plan with a free port wherever it leaves the choice open (port 0)."""
-    with ExitStack() as held:
-
-        def chosen(port: int | None) -> int | None:
-            if port != 0:
-                return port
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
-
-        def chosen_range(each: InstancePlan) -> int | None:
-            if each.side_port != 0 or each.side_ports == 1:
-                return chosen(each.side_port)
-            return _free_range(host, each.side_ports, held)
-
-        instances = tuple(
-            replace(each, port=chosen(each.port) or 0, side_port=chosen_range(each))
-            for each in plan.instances
-        )
-        return replace(
-            plan,
-            instances=instances,
-            router_port=chosen(plan.router_port),
-            service_ports=tuple(chosen(port) or 0 for port in plan.service_ports),
-        )
-
-
-def _free_range(host: str, count: int, held: ExitStack) -> int:
-    """The first of ``count`` consecutive free ports, held until ``held`` closes. Raises PortInUseError."""
-    for _ in range(50):
-        with ExitStack() as attempt:
-            first = attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            first.bind((host, 0))
-            start = int(first.getsockname()[1])
-            try:
-                for port in range(start + 1, start + count):
-                    attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind(
-                        (host, port)
-                    )
-            except (OSError, OverflowError):
-                continue
-            held.push(attempt.pop_all())
-            return start
-    raise PortInUseError(
-        f"found no {count} consecutive free ports on {host}", hint="choose with deployment.base_port"
-    )

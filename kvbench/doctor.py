@@ -74,9 +74,7 @@ def connector_checks() -> list[Check]:
     backends = [connector.transfer_backend for connector in found]
     with ThreadPoolExecutor() as pool:  # each library is tried in a child process of its own
         problems = list(pool.map(_backend_problem, backends))
-    return [
-        _connector_check(connector, problem) for connector, problem in zip(found, problems, strict=True)
-    ]
+    return [_connector_check(connector, problem) for connector, problem in zip(found, problems, strict=True)]
 
 
 def _backend_problem(backend: str) -> Problem | None:

@@ -14,12 +14,14 @@ from rich.console import Console
 
 from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.processes import shell_script
-from kvbench.deployment import Deployment, engine_warnings, process_specs, unusable, with_ports
+from kvbench.deployment import Deployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.observing import nsys_override
 from kvbench.planning import plan_of
+from kvbench.ports import with_ports
 from kvbench.request import Wish, resolve
+from kvbench.roster import engine_warnings, process_specs, unusable
 
 WATCH_S = 0.2
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from kvbench import connectors, engines
 from kvbench.core.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.scenario import Scenario
-from kvbench.deployment import engine_warnings, process_specs, profile_of
 from kvbench.errors import InputError
 from kvbench.request import Wish, resolve
+from kvbench.roster import engine_warnings, process_specs, profile_of
 
 
 def plan_of(scenario: Scenario) -> Plan:

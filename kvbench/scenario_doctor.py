@@ -14,12 +14,12 @@ import psutil
 from kvbench import connectors, engines
 from kvbench.core.plan import Plan
 from kvbench.core.scenario import Scenario
-from kvbench.deployment import instances, unusable
 from kvbench.devices import gpus
 from kvbench.engine_checks import Check
 from kvbench.errors import KvbenchError
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
+from kvbench.roster import instances, unusable
 
 GIB: Final = 2**30
 DEFAULT_GPU_SHARE: Final = 0.92

@@ -17,13 +17,15 @@ from kvbench import connectors, engines, environment
 from kvbench.cell import CellRunner, Knowledge
 from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.scenario import Scenario
-from kvbench.deployment import Deployment, process_specs, unusable, with_ports
+from kvbench.deployment import Deployment
 from kvbench.equality import check_prompts, greedy_outputs
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, KvbenchError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning import plan_of
+from kvbench.ports import with_ports
 from kvbench.progress import Display, Watcher
 from kvbench.request import Wish, resolve
+from kvbench.roster import engine_warnings, process_specs, unusable
 from kvbench.runs import CellResult
 from kvbench.store import RunInfo, RunStore
 from kvbench.trial import TrialRunner
@@ -99,6 +101,8 @@ class Sweep:
 
     def run(self) -> list[CellResult]:
         """All cells, in the plan's order; each result is stored as soon as it is there."""
+        for note in engine_warnings(self._scenario):
+            self._watcher.note(note)
         external = self._scenario.deployment.engine == "external"
         for deployment in self._plan.deployments:
             if external and deployment.reference_only:

@@ -200,6 +200,7 @@ class TrialRunner:
             records=load.records,
             summary=summary,
             slo=self._slo,
+            whole_prompt=self.deployment.connector.whole_prompt,
             client=ClientFigures.from_json(load.client),
             engines=figures,
             host=host,

@@ -139,7 +139,12 @@ def _shared_memory() -> set[str]:
 
 
 def _is_nobodys(name: str) -> bool:
-    """Whether no other process holds it: then it was left over, and most likely by us."""
+    """Whether no other process holds it: then it was left over, and most likely by us.
+
+    Semaphores of multiprocessing live there for a moment in any Python program, and never in one of ours.
+    """
+    if name.startswith("sem.mp-"):
+        return False
     target = str(SHARED_MEMORY / name)
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and process.name != str(os.getpid()):

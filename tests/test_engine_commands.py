@@ -19,12 +19,12 @@ from kvbench import connectors, engines
 from kvbench.core.plan import DeploymentPlan
 from kvbench.core.processes import ProcessSpec, shell_script
 from kvbench.core.scenario import Scenario, parse_scenario
-from kvbench.deployment import engine_warnings, process_specs, unusable
 from kvbench.engines.commands import argv_of, asked_version
 from kvbench.engines.vllm import VllmOptions
 from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning import plan_of
+from kvbench.roster import engine_warnings, process_specs, unusable
 from kvbench.scenario_files import registry
 
 GIVEN: dict[str, Any] = {"model": "./m", "version": "0.32.0"}

@@ -148,6 +148,8 @@ class Evidence:
     transport_asked: str = ""
     transport_ran: str = ""
     reuse_expected: bool = False
+    whole_prompt: bool = True
+    """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
     stopped_as: Literal["", "met", "missed"] = ""
     logged: Sequence[Finding] = ()
     limits: GateLimits = field(default_factory=GateLimits)

@@ -58,7 +58,7 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
 def decode_recomputed(evidence: Evidence) -> Finding | None:
     """Decode computed prompts itself, or did not get their KV from prefill."""
     engine = evidence.engines.get("decode")
-    if engine is None or not engine.prompt_tokens_by_source:
+    if engine is None or not engine.prompt_tokens_by_source or not evidence.whole_prompt:
         return None
     allowed = _local_tokens_allowed(evidence, engine)
     local = engine.computed_tokens or 0.0

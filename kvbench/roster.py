@@ -1,0 +1,152 @@
+"""Which processes a deployment has: from a scenario and its plan to commands, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvbench import connectors, engines
+from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
+from kvbench.core.models import ModelShape
+from kvbench.core.plan import DeploymentPlan
+from kvbench.core.processes import ProcessSpec
+from kvbench.core.scenario import Scenario
+from kvbench.engines.base import Instance, Setting
+from kvbench.errors import InputError
+from kvbench.observing import observed
+from kvbench.transfer.base import Problem
+
+
+def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
+    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
+    engine = engines.get(scenario.deployment.engine)
+    version = engine.version(scenario.deployment.engine_options)
+    options = scenario.connector_options(label)
+    own = options if isinstance(options, ConnectorOptions) else None
+    return connectors.get(connector).profile(version, own)
+
+
+def engine_warnings(scenario: Scenario) -> list[str]:
+    """Settings of the scenario that its engine ignores or that harm."""
+    chosen = {}
+    for choice in scenario.connectors:
+        with suppress(InputError):  # one that the engine lacks is told by ``unusable``
+            chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
+    deployment, slo = scenario.deployment, scenario.slo
+    per_request_s = ((slo.ttft_ms or 0.0) + (slo.tpot_ms or 0.0) * (scenario.workload.output_len - 1)) / 1e3
+    rate = scenario.search.start_rate
+    setting = Setting(
+        connectors=chosen,
+        hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
+        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
+    )
+    return list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
+
+
+def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
+    def addresses(role: str) -> tuple[str, ...]:
+        host = scenario.deployment.host_of(role)
+        return tuple(
+            f"{host}:{each.side_port}" for each in plan.instances if each.role == role and each.side_port
+        )
+
+    services = tuple(f"{scenario.deployment.host}:{port}" for port in plan.service_ports)
+    return Neighbours(addresses("prefill"), addresses("decode"), services)
+
+
+def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
+    """The engine instances of one deployment, prefill first."""
+    shape: ModelShape = scenario.model.shape
+    neighbours = _neighbours(scenario, plan)
+    longest = max(scenario.workload.input_len) + scenario.workload.output_len
+    return [
+        Instance(
+            name=process.name,
+            role=process.role,
+            rank=process.rank,
+            host=scenario.deployment.host_of(process.role),
+            port=process.port,
+            side_port=process.side_port,
+            engine_id=f"{plan.label}-{process.name}",
+            model=shape,
+            served_model_name=scenario.model.served_model_name,
+            tensor_parallel_size=scenario.deployment.tensor_parallel_size,
+            max_tokens_per_request=longest,
+            neighbours=neighbours,
+        )
+        for process in plan.instances
+    ]
+
+
+def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None) -> list[ProcessSpec]:
+    """Every process of a deployment in the order of start: helpers, prefill, decode, router.
+
+    ``log_dir`` is where their logs will be; None while only a plan is made.
+    """
+    engine = engines.get(scenario.deployment.engine)
+    connector = profile_of(scenario, plan.connector, plan.label)
+    options = scenario.connector_options(plan.label)
+    engine_options = scenario.deployment.engine_options
+    members = instances(scenario, plan)
+    specs = connector.services(options, scenario.deployment.host, plan.service_ports)
+    specs += [engine.process(member, connector, options, engine_options) for member in members]
+    if plan.router_port is not None:
+        specs.append(_router_spec(scenario, plan, members))
+    roles = {member.name: member.role for member in members}
+    return [observed(spec, roles.get(spec.name, ""), scenario.deployment, log_dir) for spec in specs]
+
+
+def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Instance]) -> ProcessSpec:
+    host = scenario.deployment.host
+    connector = profile_of(scenario, plan.connector, plan.label)
+    prefill = [
+        {
+            "url": member.url,
+            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
+            "side_address": member.side_address,
+        }
+        for member in members
+        if member.role == "prefill"
+    ]
+    engine = engines.get(scenario.deployment.engine)
+    spec = {
+        "host": host,
+        "port": plan.router_port,
+        "connector": plan.connector,
+        "version": engine.version(scenario.deployment.engine_options),
+        "options": scenario.connector_options(plan.label).model_dump(mode="json"),
+        "request_timeout_s": scenario.workload.request_timeout_s,
+        "prefill": prefill,
+        "decode": [
+            {"url": member.url, "side_address": member.side_address}
+            for member in members
+            if member.role != "prefill"
+        ],
+    }
+    return ProcessSpec(
+        name="router",
+        argv=(sys.executable, "-m", "kvbench.router"),
+        spec=spec,
+        ready_url=f"http://{host}:{plan.router_port}/health",
+        port=plan.router_port or 0,
+    )
+
+
+def several_hosts_problem() -> InputError:
+    """The error for a deployment whose processes are not all here."""
+    return InputError(
+        "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
+        hint="print the commands with `kvbench launch --print`, run them there, and measure with --base-url",
+    )
+
+
+def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
+    """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
+    deployment = scenario.deployment
+    if deployment.several_hosts and deployment.engine != "external":
+        error = several_hosts_problem()
+        return Problem(error.message, error.hint)
+    engine = engines.get(deployment.engine)
+    return engine.check(connectors.get(plan.connector), deployment.engine_options)
