@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -45,21 +46,30 @@ def command(
     folder = Path(tempfile.mkdtemp(prefix="kvbench-launch-"))
     launcher = LocalLauncher(f"launch-{secrets.token_hex(4)}", folder / "logs", folder / "specs")
     with Deployment(scenario, planned, launcher) as deployment:
-        console.print(f"ready after {deployment.ready_s:.2f} s: {planned.label}", markup=False)
-        console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
-        for name, url in deployment.endpoints.metrics_urls.items():
-            console.print(f"  {name:<9} {url} (pid {deployment.pids()[name]})", markup=False)
-        console.print(f"  logs      {launcher.log_dir}", markup=False)
-        console.print("Ctrl-C stops it", markup=False)
         try:
+            _tell(deployment, launcher, console)
             while True:
                 deployment.check_alive()
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             console.print("stopping", markup=False)
-    for path in sorted(launcher.log_dir.glob("*.nsys-rep")):
+    profiles = sorted(launcher.log_dir.glob("*.nsys-rep"))
+    for path in profiles:
         console.print(f"profile: {path}", markup=False)
+    if not profiles:
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # after trouble the logs stay, with the error that names them
     return EXIT_OK
+
+
+def _tell(deployment: Deployment, launcher: LocalLauncher, console: Console) -> None:
+    console.print(f"ready after {deployment.ready_s:.2f} s: {deployment.plan.label}", markup=False)
+    console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
+    for name, url in deployment.endpoints.metrics_urls.items():
+        console.print(f"  {name:<9} {url} (pid {deployment.pids()[name]})", markup=False)
+    console.print(f"  logs      {launcher.log_dir}", markup=False)
+    console.print("Ctrl-C stops it", markup=False)
 
 
 def print_commands(

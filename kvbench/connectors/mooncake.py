@@ -81,8 +81,7 @@ class _Settings(Connector):
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
         # Mooncake's own protocol argument selects nothing; these two do, by their mere presence.
         forced = "MC_FORCE_TCP" if _options(options).protocol == "tcp" else "MC_FORCE_HCA"
-        # Before 0.33 vLLM tells of Mooncake's transfers in its log only, at this interval in seconds.
-        env = {forced: "1", "VLLM_HOST_IP": host, "VLLM_LOG_STATS_INTERVAL": "1"}
+        env = {forced: "1", "VLLM_HOST_IP": host}
         if side_port is not None:
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
