@@ -126,12 +126,18 @@ class LocalLauncher:
             env[variable] = str(path)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.log_path(spec)
+        self._spec_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *argv]
         try:
             with log_path.open("ab") as log:
                 popen = subprocess.Popen(
                     command,
-                    env=child_environment(env, self.run_tag, one_thread=spec.one_thread),
+                    env=child_environment(
+                        # What a process leaves in its temporary folder goes with our own.
+                        {"TMPDIR": str(self._spec_dir), **env},
+                        self.run_tag,
+                        one_thread=spec.one_thread,
+                    ),
                     stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if piped else log,
                     stderr=log,
