@@ -112,21 +112,19 @@ class LocalLauncher:
 
         Raises LaunchError if the command cannot be run at all.
         """
+        self._spec_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         argv = list(spec.argv)
         if spec.spec is not None:
-            self._spec_dir.mkdir(parents=True, exist_ok=True)
             path = self._spec_dir / f"{spec.name}.json"
             path.write_text(json.dumps(spec.spec, indent=1))
             argv.append(str(path))
         env = dict(spec.env)
         for variable, content in spec.files.items():
-            self._spec_dir.mkdir(parents=True, exist_ok=True)
             path = self._spec_dir / f"{spec.name}-{variable.lower()}.json"
             path.write_text(json.dumps(content, indent=1))
             env[variable] = str(path)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.log_path(spec)
-        self._spec_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *argv]
         try:
             with log_path.open("ab") as log:
