@@ -96,7 +96,8 @@ class LoadGenerator:
                 )
                 if on_progress(progress) and not stopping:
                     stopping = True
-                    self._deadline = min(self._deadline, time.monotonic() + STOP_DEADLINE_S)
+                    grace_s = float(self._spec.get("stop_grace_s", 0.0))
+                    self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
                     _say(process, "stop")
             elif kind == "end":
                 return LoadResult(

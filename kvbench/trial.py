@@ -24,6 +24,9 @@ from kvbench.store import RunStore
 from kvbench.telemetry import Metrics, Sampler, read_host
 
 DRAIN_DEADLINE_S = 30.0
+STOP_GRACE_S = 20.0
+"""A trial that is stopped early lets a real engine finish what it has: a request that is cancelled between
+P and D keeps P's KV blocked for its whole lease, and is counted as a failed transfer in the next trial."""
 DEADLINE_SLACK_S = 20.0
 LOG_WAIT_S = 2.5
 """A KV log line that comes more seldom than this is not waited for after each trial."""
@@ -135,6 +138,7 @@ class TrialRunner:
 
     def _load_spec(self, plan: TrialPlan, n: int) -> dict[str, Any]:
         scenario = self.scenario
+        emulated = scenario.deployment.engine == "emulated"
         return {
             "base_url": self.deployment.endpoints.base_url,
             "path": "/v1/completions",
@@ -147,6 +151,7 @@ class TrialRunner:
             "output_len": plan.cell.output_len,
             "vocab_size": scenario.model.vocab_size,
             "timeout_s": scenario.workload.request_timeout_s,
+            "stop_grace_s": 0.0 if emulated else min(STOP_GRACE_S, scenario.workload.request_timeout_s),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": scenario.slo.ttft_ms, "tpot_ms": scenario.slo.tpot_ms},
             # Only our own router knows that header.

@@ -403,6 +403,20 @@ def test_waiting_past_the_ttft_limit_counts_as_missed_while_it_goes_on() -> None
     assert all(line["met"] == 0 for line in progress)
 
 
+@pytest.mark.parametrize(("grace_s", "ended"), [(0.0, "cancelled"), (10.0, "")])
+def test_a_stopped_trial_may_let_its_requests_end(grace_s: float, ended: str) -> None:
+    async def main() -> list[str]:
+        server, url = await hostile([0.8, *GOOD])
+        records, end, _ = await run_trial(url, stop_after_s=0.3, timeout_s=15.0, stop_grace_s=grace_s)
+        server.close()
+        assert end["reason"] == "stopped"
+        return [record.error for record in records]
+
+    errors = on_loop(main)
+    assert errors
+    assert set(errors) == {ended}
+
+
 def test_limits_are_applied_to_finished_requests() -> None:
     async def main() -> list[int]:
         server, url = await hostile([0.05, *GOOD])

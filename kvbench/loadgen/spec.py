@@ -25,7 +25,10 @@ class Slo:
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """One trial's load. Lengths in tokens; ``timeout_s`` counts from a request's scheduled send."""
+    """One trial's load. Lengths in tokens; ``timeout_s`` counts from a request's scheduled send.
+
+    ``stop_grace_s``: how long a stopped trial lets its requests in flight go on before it cancels them.
+    """
 
     base_url: str
     model: str
@@ -39,6 +42,7 @@ class LoadSpec:
     path: str = "/v1/completions"
     burstiness: float = 1.0
     timeout_s: float = 30.0
+    stop_grace_s: float = 0.0
     shared_prefix_len: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     extra_body: dict[str, Any] = field(default_factory=dict)

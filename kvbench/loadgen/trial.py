@@ -70,7 +70,7 @@ class Trial:
         over = asyncio.ensure_future(self._over.wait())
         await asyncio.wait({stopping, over}, return_when=asyncio.FIRST_COMPLETED)
         if not self._over.is_set():
-            self._stop()
+            await self._stop(over)
         stopping.cancel()
         over.cancel()
         duration = time.monotonic() - self._start
@@ -199,9 +199,13 @@ class Trial:
         if self._next >= len(self._plan) and not self._in_flight:
             self._over.set()
 
-    def _stop(self) -> None:
+    async def _stop(self, over: asyncio.Future[Any]) -> None:
+        """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
         self._stopped = True
         self._next = len(self._plan)
+        if self._spec.stop_grace_s > 0:
+            self._check_over()
+            await asyncio.wait({over}, timeout=self._spec.stop_grace_s)
         for exchange in list(self._in_flight):
             exchange.fail("cancelled", "the trial was stopped")
 
