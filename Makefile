@@ -16,7 +16,9 @@ help:
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
-	@echo "make clean   remove .venv and caches; results/ stays"
+	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
+	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about six minutes)"
+	@echo "make clean   remove .venv, .venv-vllm and caches; results/ stays"
 
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
@@ -38,5 +40,13 @@ perf: setup
 	@$(BIN)/python -m tools.perf
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.
+.PHONY: vllm-cpu test-vllm
+vllm-cpu: setup
+	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
+
+test-vllm: vllm-cpu
+	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest tests/test_vllm_lab.py $(PYTEST_ARGS)

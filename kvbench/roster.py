@@ -118,6 +118,7 @@ def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Ins
         "version": engine.version(scenario.deployment.engine_options),
         "options": scenario.connector_options(plan.label).model_dump(mode="json"),
         "request_timeout_s": scenario.workload.request_timeout_s,
+        "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
         "prefill": prefill,
         "decode": [
             {"url": member.url, "side_address": member.side_address}

@@ -21,6 +21,31 @@ GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
 
 
+TRACKER_GRACE_S = 2.0
+"""Seconds that a Python resource tracker has to clean up after the killed. It needs a tenth of one."""
+
+
+def _members(group: int) -> set[int]:
+    """The processes of a process group that still run."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(its_group) == group and state != "Z":
+                    found.add(int(path.name))
+    return found
+
+
+def _trackers(group: int) -> set[int]:
+    found = set()
+    for pid in _members(group):
+        with contextlib.suppress(OSError):
+            if b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
 class LocalProcess:
     """A started process and its group. Only ever signals what it started itself."""
 
@@ -52,7 +77,6 @@ class LocalProcess:
     def kill(self) -> None:
         """End it and its whole group at once."""
         if self._returncode is None:
-            self._signal_group(signal.SIGKILL)
             self._reap()
 
     @property
@@ -81,12 +105,24 @@ class LocalProcess:
         return status is not None
 
     def _reap(self) -> None:
-        self._signal_group(signal.SIGKILL)
+        self._end_group()
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._returncode = self._popen.wait()
+
+    def _end_group(self) -> None:
+        """Kill all of the group, Python's resource trackers last: these unlink what the others leave in
+        /dev/shm, then end by themselves; killed together with the others they would not.
+        """
+        for pid in _members(self.pid) - _trackers(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + TRACKER_GRACE_S
+        while _trackers(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._signal_group(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

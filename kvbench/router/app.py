@@ -24,7 +24,6 @@ from kvbench.spans import SpanLog
 
 log = logging.getLogger(__name__)
 
-BOOTSTRAP_DEADLINE_S: Final = 30.0
 BOOTSTRAP_RETRY_S: Final = 0.1
 CONTROL_DEADLINE_S: Final = 5.0
 
@@ -52,9 +51,10 @@ class Router:
         return [*(self._prefills if self._connector.disaggregated else []), *self._decodes]
 
     async def bootstrap(self) -> None:
-        """Asks each prefill's bootstrap address for its engine id. Raises ServerError past 30 s."""
+        """Asks each prefill's bootstrap address for its engine id. Raises ServerError past the deadline."""
         if self._asks_bootstrap:
-            await asyncio.gather(*(_ask_engine_id(backend) for backend in self._prefills))
+            timeout_s = self._spec.bootstrap_timeout_s
+            await asyncio.gather(*(_ask_engine_id(backend, timeout_s) for backend in self._prefills))
         self._not_ready = ""
 
     async def close(self) -> None:
@@ -213,9 +213,9 @@ async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
         return str(error) or type(error).__name__
 
 
-async def _ask_engine_id(backend: Backend) -> None:
+async def _ask_engine_id(backend: Backend, timeout_s: float) -> None:
     pool = Pool(backend.bootstrap_url)
-    deadline = time.monotonic() + BOOTSTRAP_DEADLINE_S
+    deadline = time.monotonic() + timeout_s
     try:
         while True:
             answer = await _ask(pool, "GET", "/query")
@@ -228,7 +228,7 @@ async def _ask_engine_id(backend: Backend) -> None:
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"{backend.name}: its bootstrap address {backend.bootstrap_url} told no engine id"
-                    f" within {BOOTSTRAP_DEADLINE_S:g} s: {problem}",
+                    f" within {timeout_s:g} s: {problem}",
                     hint="is it a prefill server with this connector, and is the bootstrap port right?",
                 )
             await asyncio.sleep(BOOTSTRAP_RETRY_S)

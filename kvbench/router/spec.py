@@ -34,6 +34,8 @@ class RouterSpec:
     prefill: list[Any] = field(default_factory=list)
     host: str = "127.0.0.1"
     request_timeout_s: float = 60.0
+    bootstrap_timeout_s: float = 30.0
+    """How long the prefill servers may take to tell their engine ids: as long as they take to start."""
     version: str = ""
     """The engine's version, which chooses the connector's dialect; empty takes the newest."""
     options: dict[str, Any] = field(default_factory=dict)
