@@ -34,7 +34,7 @@ def test_links_and_pictures_lead_somewhere() -> None:
 
 
 def test_scenarios_named_in_examples_exist() -> None:
-    for name in re.findall(r"kvbench (?:sweep|plan|launch) ([a-z0-9.-]+)(?: |$|`)", README):
+    for name in re.findall(r"kvbench (?:sweep|plan|launch) ([a-z0-9][a-z0-9.-]*)(?: |$|`)", README):
         assert name in bundled_names() or name == "my-scenario.yaml", name
 
 
