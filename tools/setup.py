@@ -141,7 +141,12 @@ def connectors() -> Connectors:
 
 def report(found: Connectors, causes: dict[str, str | None]) -> None:
     """One line for what works, two for each connector that will be skipped."""
-    works = [name for name, check in found.items() if check["status"] == "ok"]
+    # Those for vLLM alone need an engine that set-up does not install.
+    works = [
+        name
+        for name, check in found.items()
+        if check["status"] == "ok" and not check["detail"].endswith("not emulated")
+    ]
     say(f"connectors that work here: {', '.join(works) or 'none'}")
     for name, check in found.items():
         if check["status"] != "ok":
