@@ -80,10 +80,15 @@ def main() -> None:
 
 def usable_connectors() -> list[str]:
     """The P/D connectors that work on this machine."""
+    from kvbench import connectors
     from kvbench.doctor import connector_checks
 
     checks = {check.name.removeprefix("connector "): check for check in connector_checks()}
-    return [name for name, check in checks.items() if check.status == "ok" and name != "aggregated"]
+    return [
+        name
+        for name, check in checks.items()
+        if check.status == "ok" and connectors.get(name).transfer_backend
+    ]
 
 
 def help_row() -> Row:
