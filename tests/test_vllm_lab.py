@@ -1,6 +1,6 @@
 """The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake, run and judged by kvbench itself.
 
-Skipped unless `make test-vllm` runs it: it needs the lab's environment of 3 GB, and some six minutes.
+Skipped unless `make test-vllm` runs it: it needs the lab's environment of 3 GB, and some eight minutes.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ Connectors = dict[str, dict[str, str]]
 def stamp_key() -> str:
     """A hash of everything that decides what set-up installs."""
     digest = hashlib.sha256()
-    for path in [ROOT / "pyproject.toml", ROOT / "constraints.txt", *sorted(ROOT.glob("tools/setup*.py"))]:
+    # Not setup_vllm.py: the CPU lab has an environment and a stamp of its own.
+    scripts = [ROOT / "tools" / name for name in ("setup.py", "setup_base.py", "setup_native.py")]
+    for path in [ROOT / "pyproject.toml", ROOT / "constraints.txt", *scripts]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # The folder, because an editable installation points to it.
     digest.update(f"{venv_version()} {ROOT} {wanted_mooncake()}".encode())
