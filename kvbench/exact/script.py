@@ -1,0 +1,94 @@
+"""What one request is going to get: bytes at given times, decided when it arrives. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kvbench.exact import wire
+from kvbench.exact.spec import ExactSpec, Trouble
+
+CUT_SHORT: Final = ("early_close", "half_event", "reset", "error_event")
+INSTEAD: Final = ("error_body_200", "status", "redirect")
+
+
+@dataclass(frozen=True)
+class Script:
+    """``head`` goes before the first bytes; ``plain`` tokens all alike, then ``last`` and what follows it.
+
+    The last bytes are due ``later_gaps`` gaps and ``late_s`` seconds after a first token would be, if they
+    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent.
+    """
+
+    head: bytes
+    plain: int
+    last: bytes
+    then: Literal["keep", "close", "reset"] = "keep"
+    later_gaps: int = 0
+    late_s: float = 0.0
+    never: bool = False
+    outcome: str = "complete"
+    last_tokens: int = 1
+
+
+class Playwright:
+    """Writes scripts from bytes that are made once."""
+
+    def __init__(self, spec: ExactSpec) -> None:
+        self._spec = spec
+        self._trouble = spec.troubles()
+        self.token = wire.event(spec.model, [wire.choice(spec.text)])
+        self._last_token = wire.event(spec.model, [wire.choice(spec.text, "length")])
+
+    def script(self, index: int, wanted: wire.Wanted, output_len: int, *, close: bool) -> Script:
+        """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
+        trouble = self._trouble if self._trouble is not None and self._trouble.hits(index) else None
+        usage_off = trouble.usage_off if trouble is not None and trouble.kind == "wrong_usage" else 0
+        usage = wire.usage_of(wanted.prompt_tokens, output_len + usage_off)
+        if wanted.stream:
+            script = self._streamed(output_len, usage if wanted.usage else None)
+        else:
+            body = wire.whole_completion(
+                self._spec.model, self._spec.text * output_len, usage, produces_kv=wanted.produces_kv
+            )
+            script = Script(b"", 0, wire.plain(200, body), later_gaps=output_len - 1, last_tokens=output_len)
+        if close:
+            script = replace(script, then="close")
+        return script if trouble is None else self._troubled(script, trouble)
+
+    def _streamed(self, output_len: int, usage: dict[str, int] | None) -> Script:
+        told = b"" if usage is None else wire.event(self._spec.model, [], usage)
+        last = b"".join((self._last_token, told, wire.DONE, wire.LAST_CHUNK))
+        return Script(wire.STREAM_HEAD, output_len - 1, last)
+
+    def _troubled(self, script: Script, trouble: Trouble) -> Script:
+        kind = trouble.kind
+        script = replace(script, outcome=kind)
+        if kind == "never_answer":
+            return replace(script, never=True)
+        if kind == "late":
+            return replace(script, late_s=trouble.late_s)
+        if kind in INSTEAD:
+            return replace(
+                script, head=b"", plain=0, last=self._instead(trouble), later_gaps=0, last_tokens=0
+            )
+        if kind in CUT_SHORT:
+            return self._cut_short(script, trouble)
+        return script
+
+    def _instead(self, trouble: Trouble) -> bytes:
+        if trouble.kind == "redirect":
+            return wire.plain(307, b"", headers="location: /elsewhere\r\n")
+        status = 200 if trouble.kind == "error_body_200" else trouble.status
+        return wire.plain(status, wire.error_body(trouble.status, "trouble was asked for"))
+
+    def _cut_short(self, script: Script, trouble: Trouble) -> Script:
+        kind = trouble.kind
+        script = replace(script, plain=min(script.plain, trouble.after_tokens), last_tokens=0)
+        if kind in ("early_close", "reset"):
+            return replace(script, last=b"", then="close" if kind == "early_close" else "reset")
+        if kind == "half_event":
+            event = self.token.split(b"\r\n", 1)[1][:-2]
+            return replace(script, last=wire.chunk(event[: len(event) // 2]) + wire.LAST_CHUNK)
+        told = b"data: " + wire.error_body(500, "trouble was asked for") + b"\n\n"
+        return replace(script, last=wire.chunk(told) + wire.DONE + wire.LAST_CHUNK)

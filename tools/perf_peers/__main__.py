@@ -1,0 +1,234 @@
+"""``python -m tools.perf_peers``: sets up, measures, writes results/peers/peers.json and peers.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kvbench.environment import cpu
+from kvbench.errors import KvbenchError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.yardstick import exact_server
+
+from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
+from .environments import make_tokenizer, set_up
+from .report import ClientRow, Report, RouterRow, errors_of, percentile
+from .routers import ROUTERS, Passage, Router, direct, through
+from .work import FIRST_TOKEN_S, GAP_S, ROOT, START_UP, Cost, Outcome, PeerError, Work, run_command, work_for
+
+START_DEADLINE_S = 180.0
+"""What a client may take besides its load: the slowest need about 60 s to start and 30 s to end."""
+
+
+def say(text: str) -> None:
+    print(f"perf-peers: {text}", flush=True)
+
+
+def main() -> None:
+    names = [*(each.name for each in CLIENTS), *(f"router:{each.name}" for each in ROUTERS)]
+    parser = argparse.ArgumentParser(prog="python -m tools.perf_peers", description=__doc__)
+    parser.add_argument("--only", default="", metavar="NAME[,NAME…]", help="of " + ", ".join(names))
+    parser.add_argument("--streams", default="50,100,300", metavar="N[,N…]", help="open streams on average")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long each load lasts")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "results" / "peers", help="folder of the tables"
+    )
+    parser.add_argument("--set-up-only", action="store_true", help="make the environments, measure nothing")
+    options = parser.parse_args()
+    chosen = [name.strip() for name in options.only.split(",") if name.strip()] or names
+    unknown = set(chosen) - set(names)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    levels = [work_for(int(number), options.seconds) for number in options.streams.split(",")]
+    clients = [each for each in CLIENTS if each.name in chosen]
+    routers = [each for each in ROUTERS if f"router:{each.name}" in chosen]
+    report = Report(machine_facts(), options.seconds)
+    clients, routers = prepared(clients, routers, report)
+    if options.set_up_only:
+        for name, reason in report.not_run:
+            say(f"not usable: {name}: {reason}")
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbench-peers-") as folder:
+        measure(clients, routers, levels, report, Path(folder), options.output)
+    report.machine["load_after"] = load_average()
+    report.write(options.output)
+    print(report.markdown())
+    say(f"written to {options.output}")
+
+
+def machine_facts() -> dict[str, Any]:
+    return {
+        "cpu": cpu(Path("/")).get("model"),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "at": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "load_before": load_average(),
+    }
+
+
+def load_average() -> str:
+    return " ".join(f"{value:.2f}" for value in os.getloadavg())
+
+
+def prepared(
+    clients: Sequence[Client], routers: Sequence[Router], report: Report
+) -> tuple[list[Client], list[Router]]:
+    """Sets the environments up; those whose environment cannot be had go to the report with the reason."""
+    problems: dict[str, str] = {}
+    peers: list[Client | Router] = [*clients, *routers]
+    for name in dict.fromkeys(each.environment for each in peers if each.environment):
+        try:
+            set_up(name, say)
+            if name in NEEDS_TOKENIZER:
+                make_tokenizer(name)
+        except PeerError as error:
+            problems[name] = f"set-up: {error}"
+    for each in peers:
+        label = each.name if isinstance(each, Client) else f"router {each.name}"
+        if each.environment in problems:
+            report.not_run.append((label, problems[each.environment]))
+        else:
+            report.versions[label] = each.version()
+    usable = [each for each in clients if each.environment not in problems]
+    return usable, [each for each in routers if each.environment not in problems]
+
+
+def measure(
+    clients: Sequence[Client],
+    routers: Sequence[Router],
+    levels: Sequence[Work],
+    report: Report,
+    folder: Path,
+    output: Path,
+) -> None:
+    """Level by level, each client and router in turn; the report is written after each."""
+    started: dict[str, Cost] = {}
+    for client in clients:
+        with _listed(client.name, report):
+            require(client)
+            _, started[client.name], _ = _run(client, START_UP, folder / f"{client.name}-start")
+            say(f"{client.name}: start {started[client.name].cpu_s:.2f} CPU-s")
+    for work in levels:
+        for client in clients:
+            if client.name in started:
+                with _listed(f"{client.name}, {work.streams} streams", report):
+                    row = client_row(client, work, started[client.name], folder)
+                    report.clients.append(row)
+                    say(f"{client.name}, {work.streams} streams: TTFT error p50 {row.errors.ttft_p50_ms} ms")
+            report.write(output)
+        if routers:
+            _measure_routers(routers, work, report, folder, output)
+
+
+def _measure_routers(
+    routers: Sequence[Router], work: Work, report: Report, folder: Path, output: Path
+) -> None:
+    base_ms = 0.0
+    with _listed(f"no router, {work.streams} streams", report):
+        load = os.getloadavg()[0]
+        passage = direct(work, folder / f"direct-{work.streams}", _deadline_s(work))
+        base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
+        report.routers.append(router_row("none", work, passage, base_ms, load))
+    for router in routers:
+        with _listed(f"router {router.name}, {work.streams} streams", report):
+            load = os.getloadavg()[0]
+            passage = through(
+                router, work, folder / f"router-{router.name}-{work.streams}", _deadline_s(work)
+            )
+            row = router_row(router.name, work, passage, base_ms, load)
+            report.routers.append(row)
+            say(f"router {router.name}, {work.streams} streams: adds p50 {row.added_p50_ms} ms to TTFT")
+        report.write(output)
+
+
+class _listed:  # noqa: N801 - reads as a statement
+    """A peer that fails is listed with the reason, and the run goes on."""
+
+    def __init__(self, label: str, report: Report) -> None:
+        self._label = label
+        self._report = report
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, (PeerError, KvbenchError, OSError, ValueError, KeyError)):
+            return False
+        self._report.not_run.append((self._label, f"{type(error).__name__}: {error}"[:300]))
+        say(f"{self._label}: {error}")
+        return True
+
+
+def _deadline_s(work: Work) -> float:
+    return START_DEADLINE_S + 6.0 * work.requests / work.rate
+
+
+def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[str, Any]]:
+    """One client against an exact server of its own: what it reported, its cost, the server's figures."""
+    launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
+    with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}) as server:
+        argv, env = client.command(work, server.url, folder)
+        cost = run_command(argv, folder, _deadline_s(work), env)
+        return client.outcome(work, folder), cost, server.log("?summary=1")
+
+
+def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientRow:
+    load = os.getloadavg()[0]
+    outcome, cost, server = _run(client, work, folder / f"{client.name}-{work.streams}")
+    load_cpu_s = cost.cpu_s - start.cpu_s
+    return ClientRow(
+        client=client.name,
+        streams=work.streams,
+        rate=work.rate,
+        streams_peak=server["streams_peak"],
+        completed=outcome.completed,
+        failed=outcome.failed,
+        errors=errors_of(outcome),
+        gaps_are=outcome.gaps_are,
+        hidden_p99_ms=percentile(outcome.hidden_ms, 99),
+        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s),
+        cpu_s=round(cost.cpu_s, 2),
+        start_up_cpu_s=round(start.cpu_s, 2),
+        wall_s=round(cost.wall_s, 1),
+        server_late_first_p99_ms=server["lateness"]["first"]["p99_ms"],
+        server_late_further_p99_ms=server["lateness"]["further"]["p99_ms"],
+        load_average=round(load, 2),
+    )
+
+
+def router_row(name: str, work: Work, passage: Passage, base_ms: float, load: float) -> RouterRow:
+    outcome, errors = passage.outcome, errors_of(passage.outcome)
+    cpu_s, memory_mb = passage.cpu_s, passage.memory_mb
+    return RouterRow(
+        router=name,
+        streams=work.streams,
+        rate=work.rate,
+        completed=outcome.completed,
+        failed=outcome.failed,
+        errors=errors,
+        added_p50_ms=None if errors.ttft_p50_ms is None else round(errors.ttft_p50_ms - base_ms, 3),
+        added_p99_ms=None if errors.ttft_p99_ms is None else round(errors.ttft_p99_ms - base_ms, 3),
+        chunks_per_core_s=None if cpu_s is None else _per_core_s(outcome, work, cpu_s),
+        cpu_s=None if cpu_s is None else round(cpu_s, 2),
+        memory_mb=None if memory_mb is None else round(memory_mb, 1),
+        prefill_late_p99_ms=passage.late_p99_ms[0],
+        decode_late_p99_ms=passage.late_p99_ms[1],
+        load_average=round(load, 2),
+    )
+
+
+def _per_core_s(outcome: Outcome, work: Work, cpu_s: float) -> int | None:
+    """Tokens of finished requests per CPU second; None if the CPU time is within the noise of the start."""
+    tokens = work.tokens * outcome.completed // work.requests
+    return round(tokens / cpu_s) if cpu_s > 0.02 else None
+
+
+if __name__ == "__main__":
+    main()

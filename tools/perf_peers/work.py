@@ -1,0 +1,149 @@
+"""The work that every peer gets, what came of it, and commands with a deadline whose CPU time is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FIRST_TOKEN_S = 0.05
+GAP_S = 0.01
+OUTPUT_LEN = 128
+INPUT_LEN = 32
+DURATION_S = FIRST_TOKEN_S + (OUTPUT_LEN - 1) * GAP_S
+MODEL = "exact"
+SEED = 1
+GRACE_S = 3.0
+POLL_S = 0.05
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class PeerError(Exception):
+    """A peer cannot be had or run here: the reason, as it is listed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Open-loop Poisson load: ``rate`` requests a second keep ``streams`` of them open on average."""
+
+    streams: int
+    rate: float
+    requests: int
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * OUTPUT_LEN
+
+
+def work_for(streams: int, seconds: float) -> Work:
+    rate = streams / DURATION_S
+    return Work(streams, round(rate, 3), max(1, round(rate * seconds)))
+
+
+START_UP = Work(1, 10.0, 2)
+"""Next to nothing: what it costs is the start."""
+
+
+@dataclass
+class Outcome:
+    """What a client reported, in ms. ``gaps_are``: gaps between tokens, or each request's mean of them.
+
+    ``hidden_ms``: by how much it sent later than it meant to, where it tells that and leaves it out of TTFT.
+    """
+
+    ttft_ms: list[float]
+    itl_ms: list[float]
+    completed: int
+    failed: int
+    gaps_are: str = "gaps"
+    hidden_ms: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Wall-clock and CPU seconds of a command with all its descendants."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def run_command(
+    argv: Sequence[object], folder: Path, deadline_s: float, env: Mapping[str, str] | None = None
+) -> Cost:
+    """Runs a command in ``folder``, in its own session. Raises PeerError if it fails or takes too long."""
+    # Descendants that outlive their parents come to us, so that their CPU time is counted, too.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path = folder / "output.log"
+    began = time.monotonic()
+    with log_path.open("ab") as log:
+        try:
+            process = subprocess.Popen(
+                [str(word) for word in argv],
+                cwd=folder,
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise PeerError(f"{argv[0]}: {error.strerror}") from error
+    try:
+        status, cpu_s = _wait(process, began + deadline_s)
+    finally:
+        leftover_s = _end_group(process)
+    wall_s = time.monotonic() - began
+    if status is None:
+        raise PeerError(f"not done after {deadline_s:.0f} s: {last_words(log_path)}")
+    if status != 0:
+        raise PeerError(f"it failed (status {status}): {last_words(log_path)}")
+    return Cost(wall_s, cpu_s + leftover_s)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None, float]:
+    """The exit status, None past the deadline, and CPU seconds."""
+    while time.monotonic() < deadline:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime
+        time.sleep(POLL_S)
+    return None, 0.0
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> float:
+    """Ends what is left of the command's own process group; the CPU seconds of those."""
+    cpu_s = 0.0
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            try:
+                pid, status, usage = os.wait4(-process.pid, os.WNOHANG)
+            except ChildProcessError:
+                return cpu_s
+            if pid == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+            if pid:
+                cpu_s += usage.ru_utime + usage.ru_stime
+            else:
+                time.sleep(POLL_S)
+    return cpu_s
+
+
+def last_words(path: Path) -> str:
+    """The end of a log: its last line that names an error, or its last line at all."""
+    with contextlib.suppress(OSError):
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()]
+        return (errors or lines or ["it said nothing"])[-1][:200]
+    return "it left no output"
