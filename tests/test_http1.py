@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -54,6 +55,8 @@ async def talk(port: int, data: bytes, *, eof: bool = True) -> bytes:
     except asyncio.TimeoutError:
         pass
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
     return received
 
 
@@ -335,17 +338,22 @@ class Events:
 async def answer_with(pieces: list[bytes], close: bool = True) -> tuple[Events, Pool]:
     """What a client makes of a server that sends exactly these pieces."""
 
+    over = asyncio.Event()
+
     async def server_side(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0.01)
-        if close:
-            writer.close()
-        else:
-            await reader.read()
-            writer.close()
+        # The client may drop the connection before it has been told everything.
+        with contextlib.suppress(OSError):
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            if not close:
+                await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        over.set()
 
     server = await asyncio.start_server(server_side, HOST, 0)
     pool = Pool(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
@@ -354,8 +362,8 @@ async def answer_with(pieces: list[bytes], close: bool = True) -> tuple[Events, 
     connection.send(pool.request("GET", "/"), events)
     await events.over.wait()
     server.close()
+    await over.wait()
     await pool.close()
-    await asyncio.sleep(0.02)
     return events, pool
 
 
@@ -366,6 +374,11 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     ("pieces", "expected"),
     [
         ([CHUNKED, b"3\r\nabc\r\n", b"0\r\n\r\n"], [("head", 200), ("body", b"abc"), "end"]),
+        (
+            [b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + b"3\r\nabc\r\n0\r\n\r\n"],
+            [("head", 200), ("body", b"abc"), "end"],
+        ),
+        ([CHUNKED[:-3], CHUNKED[-3:] + b"0\r\n\r\n"], [("head", 200), "end"]),
         (
             [CHUNKED + b"3\r\na", b"bc\r\n0\r", b"\n\r\n"],
             [("head", 200), ("body", b"a"), ("body", b"bc"), "end"],
@@ -430,6 +443,61 @@ def test_idle_connections_that_the_server_closes_leave_the_pool(run: Any) -> Non
             await asyncio.sleep(0.01)
         assert pool.idle == 0
         assert pool.take() is None
+
+    run(main)
+
+
+def test_a_connection_that_is_dropped_at_once_is_an_error_and_is_not_kept(run: Any) -> None:
+    async def main() -> None:
+        def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.transport.abort()
+
+        server = await asyncio.start_server(drop, HOST, 0)
+        pool = Pool(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
+        for _ in range(20):
+            with pytest.raises(OSError, match=r".*"):
+                await fetch(pool, pool.request("GET", "/"))
+        await pool.close()
+        assert pool.size == 0
+        server.close()
+        await server.wait_closed()
+
+    run(main)
+
+
+def test_a_lost_connection_refuses_a_request(run: Any) -> None:
+    async def main() -> None:
+        server = await serve(echo, HOST, 0)
+        pool = Pool(f"http://{HOST}:{server.port}")
+        connection = await pool.acquire()
+        connection.abort()
+        with pytest.raises(ConnectionResetError, match="before the request was sent"):
+            connection.send(pool.request("GET", "/"), Events())
+        await pool.close()
+        await server.close()
+
+    run(main)
+
+
+def test_bytes_that_carry_their_framing_keep_their_place_among_the_others(run: Any) -> None:
+    big = b"y" * 400_000  # more than the socket takes at once
+
+    async def main() -> None:
+        def handler(request: Request, response: Response) -> None:
+            response.start_stream(first=b"1\r\na\r\n")
+            for data in (b"b", big, b"c"):
+                response.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
+            response.write(b"d")
+            response.pass_on(b"1\r\ne\r\n")
+            response.end()
+
+        server = await serve(handler, HOST, 0)
+        pool = Pool(f"http://{HOST}:{server.port}")
+        for _ in range(3):
+            assert (await fetch(pool, pool.request("GET", "/"))).body == b"ab" + big + b"cde"
+        assert pool.size == 1
+        await pool.close()
+        await server.close()
 
     run(main)
 

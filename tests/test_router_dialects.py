@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvbench import connectors
+from kvbench.connectors.base import PrefillPeer
 from kvbench.errors import InputError
 from kvbench.http1 import Pool, Reply, Request, Response, Server, fetch, serve
 from kvbench.router.app import Router
@@ -35,10 +37,12 @@ class Engine:
 
 async def one_request(p: Engine, d: Engine, **spec: Any) -> Reply:
     prefill, decode = await p.start(), await d.start()
+    connector = connectors.get(spec["connector"]).profile(spec.get("version", ""))
+    bootstrap = prefill if connector.needs_bootstrap else ""
     router = Router(
         RouterSpec(
             port=0,
-            prefill=[{"url": prefill, "side_address": "10.0.0.1:8998"}],
+            prefill=[{"url": prefill, "side_address": "10.0.0.1:8998", "bootstrap_url": bootstrap}],
             decode=[{"url": decode, "side_address": "10.0.0.2:22001"}],
             **spec,
         )
@@ -124,3 +128,65 @@ def test_options_choose_a_handshake_where_the_connector_has_several() -> None:
 def test_what_a_router_cannot_speak(spec: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         Router(RouterSpec(port=0, decode=[{"url": "http://127.0.0.1:1"}], **spec))
+
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "engine",
+    "remote_request_id": "theirs",
+    "remote_host": HOST,
+    "remote_port": 1,
+    "tp_size": 1,
+}
+MODES = {
+    "aggregated": "none",
+    "custom": "sequential",
+    "decode_bench": "none",
+    "example": "sequential",
+    "lmcache": "sequential",
+    "mooncake": "concurrent",
+    "mooncake_store": "sequential",
+    "multi": "sequential",
+    "nccl": "sequential",
+    "nixl": "sequential",
+    "nixl_push": "sequential",
+    "offloading": "none",
+    "tcp": "sequential",
+}
+"""How each connector's newest profile is dispatched, as vLLM's own proxies do it."""
+
+
+class Answering(Engine):
+    """Tells its bootstrap's engine id too."""
+
+    def handle(self, request: Request, response: Response) -> None:
+        if request.path == "/query":
+            response.send(200, b'{"0":{"engine_id":"id-of-p"}}')
+        else:
+            super().handle(request, response)
+
+
+def test_no_connector_is_forgotten_here() -> None:
+    assert {name: connectors.get(name).dispatch for name in connectors.names()} == MODES
+
+
+@pytest.mark.parametrize("name", sorted(MODES))
+def test_p_and_d_get_over_the_wire_what_the_connector_s_functions_say(name: str) -> None:
+    version = "0.13.0" if name == "nccl" else ""
+    connector = connectors.get(name).profile(version)
+    p, d = Answering(PARAMS), Engine()
+    assert ask(p, d, connector=name, version=version).status == 200
+    assert p.server is not None
+    url = f"http://{HOST}:{p.server.port}"
+    engine_id = "id-of-p" if connector.needs_bootstrap else ""
+    peer = PrefillPeer(url, url if connector.needs_bootstrap else "", engine_id, "10.0.0.1:8998")
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
+    peer_id = connector.backend_request_id("mine", peer, "10.0.0.2:22001")
+    if MODES[name] == "none":
+        assert p.seen == []
+        assert d.seen == [("mine", body)]
+        return
+    answer = {"choices": [], "kv_transfer_params": PARAMS} if MODES[name] == "sequential" else None
+    assert p.seen == [(peer_id, connector.prefill_request(body, "mine", peer))]
+    assert d.seen == [(peer_id, connector.decode_request(body, answer, "mine", peer))]

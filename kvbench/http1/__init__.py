@@ -7,13 +7,16 @@ bytes; JSON is the caller's affair.
 from __future__ import annotations
 
 from kvbench.http1.client import ClientConnection, ReplySink, request_bytes
-from kvbench.http1.pool import Pool, Reply, ReplyCollector, fetch
+from kvbench.http1.framing import ChunkWatch
+from kvbench.http1.pool import MalformedAnswerError, Pool, Reply, ReplyCollector, fetch
 from kvbench.http1.response import Request, Response, error_body
 from kvbench.http1.server import Handler, Server, serve
 
 __all__ = [
+    "ChunkWatch",
     "ClientConnection",
     "Handler",
+    "MalformedAnswerError",
     "Pool",
     "Reply",
     "ReplyCollector",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import httptools
 
 from kvbench.errors import InputError
+from kvbench.http1.framing import ChunkWatch, FramingError
 
 
 class ReplySink(Protocol):
@@ -39,16 +40,21 @@ def request_bytes(
     """A whole request. ``host`` is the Host header's value."""
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
     for name, value in (headers or {}).items():
-        if any(mark in name + value for mark in "\r\n"):
-            raise InputError(f"header {name!r} holds a line break")
         lines.append(f"{name}: {value}")
     if body or method not in ("GET", "HEAD"):
         lines.append(f"content-length: {len(body)}")
-    return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
+    head = "\r\n".join(lines)
+    breaks = len(lines) - 1
+    if head.count("\r") != breaks or head.count("\n") != breaks:
+        culprit = next((line for line in lines if "\r" in line or "\n" in line), "")
+        raise InputError(f"header {culprit.partition(':')[0]!r} holds a line break")
+    return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
 
 
 class Owner(Protocol):
     """Who takes a connection back."""
+
+    def made(self, connection: ClientConnection) -> None: ...
 
     def release(self, connection: ClientConnection) -> None: ...
 
@@ -67,6 +73,9 @@ class ClientConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._head_complete = self._head_told = self._complete = self._until_close = False
         self._keep_alive = False
+        self._head_tail = b""
+        self._watch: ChunkWatch | None = None
+        self._pass_on: Callable[[bytes], None] = _nowhere
         self.last_used: float | None = None
         """When its last answer ended (monotonic); None if it was never used."""
 
@@ -75,19 +84,45 @@ class ClientConnection(asyncio.Protocol):
         return self._transport is not None and self._sink is None and not self._transport.is_closing()
 
     def send(self, data: bytes, sink: ReplySink) -> None:
-        """Sends a prepared request; the connection must be usable."""
+        """Sends a prepared request; no other may be under way. Raises ConnectionError if it was lost."""
         assert self._sink is None
-        assert self._transport is not None
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the connection was lost before the request was sent")
         self._sink = sink
         self._parser = httptools.HttpResponseParser(self)
         self._headers = {}
         self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._head_tail = b""
         self._transport.write(data)
+
+    def pass_on(self, write: Callable[[bytes], None]) -> ChunkWatch:
+        """Gives the body's bytes to ``write`` as they come, with their framing but for the last chunk.
+
+        To be called in ``on_head`` of a chunked answer (``chunked`` says whether it is one), and from
+        then on whenever another ``write`` is to get them. ``on_body`` is not called. ``on_end`` and
+        ``on_failure`` are: bytes that are no chunks are a failure. Returns what counts the bytes.
+        """
+        if self._watch is None:
+            assert self.chunked
+            self._watch = ChunkWatch()
+        self._pass_on = write
+        return self._watch
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the answer whose head has come is framed in chunks and coded in no other way."""
+        return self._headers.get("transfer-encoding", "").strip().lower() == "chunked"
+
+    @property
+    def until_close(self) -> bool:
+        """Whether the answer whose head has come ends with its connection."""
+        return self._until_close
 
     def abort(self) -> None:
         """Drops the connection; the request under way ends without a further event."""
         self._sink = None
         self._body.clear()
+        self._stop_passing_on()
         if self._transport is not None:
             self._transport.abort()
 
@@ -106,14 +141,56 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._pool is not None:
+            self._pool.made(self)
 
     def data_received(self, data: bytes) -> None:
+        watch = self._watch
+        if watch is not None:  # a stream that is passed on: the one path that must be cheap
+            try:
+                passed = watch.feed(data)
+            except FramingError as error:
+                self._fail(f"the answer is no chunked body: {error}", malformed=True)
+                return
+            if passed:
+                self._pass_on(passed)
+                watch.reads += 1
+                watch.passed_bytes += len(passed)
+            if watch.complete and watch is self._watch:
+                self._finish(time.monotonic())
+            return
         stamp = time.monotonic()
-        sink = self._sink
-        if sink is None:
+        if self._sink is None:
             # Bytes that nobody asked for: the connection is out of step and of no further use.
             self.abort()
             return
+        sink, rest = self._sink, b""
+        if not self._head_complete:
+            data, rest = self._split_head(data)
+        self._parse(data, stamp)
+        if not rest:
+            return
+        if sink is not self._sink:
+            self._fail("bytes came after the end of an answer", malformed=True)
+        elif self._head_complete and self._watch is None:
+            self._parse(rest, stamp)
+        else:
+            self.data_received(rest)
+
+    def _split_head(self, data: bytes) -> tuple[bytes, bytes]:
+        """A read of the head, and what comes after the head's end: who passes it on wants it untouched."""
+        seen = self._head_tail + data
+        end = seen.find(b"\r\n\r\n")
+        if end < 0:
+            self._head_tail = seen[-3:]
+            return data, b""
+        end += 4 - len(self._head_tail)
+        self._head_tail = b""  # after an interim answer another head comes
+        return data[:end], data[end:]
+
+    def _parse(self, data: bytes, stamp: float) -> None:
+        sink = self._sink
+        assert sink is not None
         malformed = ""
         try:
             self._parser.feed_data(data)
@@ -135,13 +212,23 @@ class ClientConnection(asyncio.Protocol):
             body.clear()
             sink.on_body(data, stamp)
         if self._complete and sink is self._sink:
-            self._sink = None
-            self.last_used = stamp
-            if self._until_close or not self._keep_alive:
-                self.close()
-            elif self._pool is not None:
-                self._pool.release(self)
-            sink.on_end()
+            self._finish(stamp)
+
+    def _finish(self, stamp: float) -> None:
+        """The answer is complete."""
+        sink, self._sink = self._sink, None
+        assert sink is not None
+        self._stop_passing_on()
+        self.last_used = stamp
+        if self._until_close or not self._keep_alive:
+            self.close()
+        elif self._pool is not None:
+            self._pool.release(self)
+        sink.on_end()
+
+    def _stop_passing_on(self) -> None:
+        self._watch = None
+        self._pass_on = _nowhere
 
     def connection_lost(self, exc: Exception | None) -> None:
         sink = self._sink
@@ -176,8 +263,10 @@ class ClientConnection(asyncio.Protocol):
             self._headers = {}
             return
         self._head_complete = True
-        framed = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "")
+        coding = self._headers.get("transfer-encoding", "").lower()
+        framed = "content-length" in self._headers or coding.rpartition(",")[2].strip() == "chunked"
         self._until_close = not framed and self._parser.get_status_code() not in (204, 304)
+        self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -185,4 +274,7 @@ class ClientConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._head_complete:
             self._complete = True
-            self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here
+
+
+def _nowhere(data: bytes) -> None:
+    """Where the bytes of a stream go that nobody passes on."""

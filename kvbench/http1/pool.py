@@ -21,6 +21,7 @@ MAX_IDLE_S: Final = 2.0
 """A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
 5 s, and a request that meets the closing would look like a server's failure."""
 CONNECT_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 1.0
 CONNECTING_AT_ONCE: Final = 64
 MAX_REPLY_BYTES: Final = 64 * 1024 * 1024
 
@@ -108,8 +109,9 @@ class Pool:
                 except OSError as failure:
                     error = failure
                 else:
-                    self._all.add(connection)
-                    return connection
+                    if connection.usable:
+                        return connection
+                    error = ConnectionResetError("the connection was dropped as soon as it was made")
         raise error
 
     async def warm(self, count: int) -> None:
@@ -128,6 +130,10 @@ class Pool:
         if connection.usable:
             self._idle.append(connection)
 
+    def made(self, connection: ClientConnection) -> None:
+        """The connection is open: it may be lost before ``connect`` hears of it."""
+        self._all.add(connection)
+
     def lost(self, connection: ClientConnection) -> None:
         """The connection is gone."""
         self._all.discard(connection)
@@ -139,7 +145,8 @@ class Pool:
         self._idle.clear()
         for connection in list(self._all):
             connection.abort()
-        while self._all:
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._all and time.monotonic() < deadline:
             await asyncio.sleep(0)
 
 
@@ -153,6 +160,10 @@ class Reply:
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+class MalformedAnswerError(ConnectionError):
+    """The server sent something that is no answer in HTTP/1.1."""
 
 
 class ReplyCollector:
@@ -183,7 +194,7 @@ class ReplyCollector:
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         if not self.result.done():
-            self.result.set_exception(ConnectionError(cause))
+            self.result.set_exception(MalformedAnswerError(cause) if malformed else ConnectionError(cause))
 
 
 async def fetch(pool: Pool, data: bytes) -> Reply:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, Protocol
 
+from kvbench.http1.framing import LAST_CHUNK
+
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
@@ -19,9 +21,11 @@ class Wire(Protocol):
 
     def write(self, data: bytes, bounded: bool = True) -> None: ...
 
+    def write_now(self, data: bytes) -> None: ...
+
     def finished(self, keep_alive: bool) -> None: ...
 
-    def abort(self) -> None: ...
+    def abort(self, reset: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,16 @@ class Response:
     When the client is gone, ``closed`` is true and everything written is dropped silently.
     """
 
-    __slots__ = ("_chunked", "_connection", "_disconnect", "_flow", "_request", "closed", "ended", "started")
+    __slots__ = (
+        *("_chunked", "_connection", "_disconnect", "_flow", "_keep_alive", "_request"),
+        *("closed", "ended", "started"),
+    )
 
     def __init__(self, connection: Wire, request: Request) -> None:
         self._connection = connection
         self._request = request
         self._chunked = not request.http_1_0
+        self._keep_alive = request.keep_alive
         self._disconnect: list[Callable[[], None]] = []
         self._flow: tuple[Callable[[], None], Callable[[], None]] | None = None
         self.closed = False
@@ -66,9 +74,7 @@ class Response:
         self._begin()
         if self.closed:
             return
-        head = head_bytes(
-            status, content_type, headers, self._request.keep_alive, f"content-length: {len(body)}"
-        )
+        head = head_bytes(status, content_type, headers, self._keep_alive, f"content-length: {len(body)}")
         if self._request.method == "HEAD" or status in _NO_BODY:
             body = b""
         self._connection.write(head + body, bounded=False)
@@ -79,13 +85,37 @@ class Response:
         status: int = 200,
         content_type: str = "text/event-stream",
         headers: Mapping[str, str] | None = None,
+        *,
+        until_close: bool = False,
+        first: bytes = b"",
     ) -> None:
-        """The head of an answer of unknown length; ``write`` and ``end`` follow."""
+        """The head of an answer of unknown length; ``write`` and ``end`` follow.
+
+        ``until_close``: it ends with its connection, as for an HTTP/1.0 client. ``first``: bytes that
+        carry their framing and go out with the head.
+        """
         self._begin()
+        if until_close:
+            self._chunked = self._keep_alive = False
         if self.closed:
             return
         framing = "transfer-encoding: chunked" if self._chunked else ""
-        self._connection.write(head_bytes(status, content_type, headers, self._request.keep_alive, framing))
+        head = head_bytes(status, content_type, headers, self._keep_alive, framing)
+        self._connection.write_now(head + first)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the client takes a stream in chunks."""
+        return self._chunked
+
+    @property
+    def pass_on(self) -> Callable[[bytes], None]:
+        """Writes bytes of the begun stream that carry their framing, at once if the client keeps up.
+
+        Without any check and past everything that could delay them: for a stream that comes in chunks
+        already. It may be called after the client has left.
+        """
+        return self._connection.write_now
 
     def write(self, data: bytes) -> None:
         """Adds bytes to the stream; each call is one chunk."""
@@ -100,12 +130,13 @@ class Response:
         if self.closed or self.ended:
             return
         if self._chunked:
-            self._connection.write(b"0\r\n\r\n")
+            self._connection.write_now(LAST_CHUNK)
         self._finish()
 
     def abort(self) -> None:
         """Drops the connection in the middle: the client sees that the answer is not whole."""
-        self._connection.abort()
+        # Where the end of the connection is the end of the answer, only a reset tells the difference.
+        self._connection.abort(reset=self.started and not self._chunked)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Calls back once if the client goes away before the answer is complete."""
@@ -138,7 +169,7 @@ class Response:
         self.ended = True
         self._disconnect.clear()
         self._flow = None
-        self._connection.finished(self._request.keep_alive)
+        self._connection.finished(self._keep_alive)
 
 
 def head_bytes(

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
+import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import httptools
 
@@ -36,6 +38,7 @@ STALLED_CLIENT_S: Final = 30.0
 HALF_REQUEST_S: Final = 60.0
 """A request must have arrived whole this long after its first byte."""
 MAX_PIPELINED: Final = 16
+BACKLOG: Final = 4096
 LINGER_S: Final = 1.0
 """After refusing a request, its remaining bytes are read for this long, so that the answer is not
 lost to a reset."""
@@ -75,15 +78,19 @@ class _Connection(asyncio.Protocol):
         self._stall: asyncio.TimerHandle | None = None
         self._half: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
+        self._socket: Any = None
+        self._descriptor = -1
+        self._queued = False
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = transport.get_extra_info("socket")
+        if self._socket is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._descriptor = self._socket.fileno()
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -114,7 +121,8 @@ class _Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         response, self._response = self._response, None
-        self._transport = None
+        self._transport = self._socket = None
+        self._descriptor = -1
         if response is not None:
             response.disconnected()
 
@@ -202,7 +210,30 @@ class _Connection(asyncio.Protocol):
             log.warning("a client left %d bytes unread: dropped", transport.get_write_buffer_size())
             self.abort()
             return
+        self._queued = True
         transport.write(data)
+
+    def write_now(self, data: bytes) -> None:
+        """Writes with one system call if nothing waits to be sent before; what is left waits as always.
+
+        A transport would gather what is written in one turn of the loop: the stream served last would
+        wait for all the others.
+        """
+        if self._queued:
+            transport = self._transport
+            if transport is None or transport.get_write_buffer_size():
+                self.write(data)
+                return
+            self._queued = False
+        try:
+            sent = os.write(self._descriptor, data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # it is closed or lost, which the transport notices (or has told) by itself
+            self.abort()
+            return
+        if sent < len(data):
+            self.write(data[sent:])
 
     def finished(self, keep_alive: bool) -> None:
         self._response = None
@@ -216,8 +247,11 @@ class _Connection(asyncio.Protocol):
         elif self._queue or self._refusal or self._continue:
             self._loop.call_soon(self._next)
 
-    def abort(self) -> None:
+    def abort(self, reset: bool = False) -> None:
+        """Drops the connection. ``reset``: the client learns that it did not end in the ordinary way."""
         if self._transport is not None:
+            if reset and self._socket is not None:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()
 
     @property
@@ -288,14 +322,17 @@ class _Connection(asyncio.Protocol):
 class Server:
     """A listening server; ``port`` is the real one when 0 was asked for."""
 
-    def __init__(self, server: asyncio.AbstractServer, port: int, connections: set[_Connection]) -> None:
-        self._server = server
+    def __init__(
+        self, servers: Sequence[asyncio.AbstractServer], port: int, connections: set[_Connection]
+    ) -> None:
+        self._servers = servers
         self._connections = connections
         self.port = port
 
     async def close(self, grace_s: float = 0.5) -> None:
         """Stops listening, lets answers under way finish for ``grace_s``, then drops the rest."""
-        self._server.close()
+        for server in self._servers:
+            server.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         for connection in list(self._connections):
@@ -309,18 +346,23 @@ class Server:
             await asyncio.sleep(0.001)
 
 
-async def serve(handler: Handler, host: str, port: int) -> Server:
-    """Listens on ``host:port`` (0 takes any free port). Raises PortInUseError."""
+async def serve(handler: Handler, host: str, port: int, *, listening: Sequence[socket.socket] = ()) -> Server:
+    """Listens on ``host:port`` (0 takes any free port), or on bound sockets. Raises PortInUseError."""
     connections: set[_Connection] = set()
     loop = asyncio.get_running_loop()
+
+    def accept() -> _Connection:
+        return _Connection(handler, connections)
+
+    if listening:
+        servers = [await loop.create_server(accept, sock=each, backlog=BACKLOG) for each in listening]
+        return Server(servers, listening[0].getsockname()[1], connections)
     try:
-        server = await loop.create_server(
-            lambda: _Connection(handler, connections), host, port, backlog=4096, reuse_address=True
-        )
+        server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 f"port {host}:{port} is in use", hint="choose another port, or stop what listens there"
             ) from error
         raise
-    return Server(server, server.sockets[0].getsockname()[1], connections)
+    return Server([server], server.sockets[0].getsockname()[1], connections)

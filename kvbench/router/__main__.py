@@ -5,47 +5,84 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
+import socket
 import sys
 from collections.abc import Sequence
 
-from kvbench.errors import KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.http1 import serve
 from kvbench.router.app import Router
+from kvbench.router.metrics import RouterMetrics
+from kvbench.router.processes import fork, listening_sockets, watch
 from kvbench.router.spec import RouterSpec
+from kvbench.spans import SpanLog
 from kvbench.spawned import read_spec, run, tell
 
 log = logging.getLogger(__name__)
 
+NAME = "kvbench.router"
 
-async def route(spec: RouterSpec, stop: asyncio.Event) -> int:
+
+async def route(
+    router: Router, spec: RouterSpec, listening: Sequence[socket.socket], stop: asyncio.Event
+) -> int:
     """Serves until ``stop``. /health answers 503 while the engine ids are asked for."""
-    router = Router(spec)
-    server = await serve(router.handle, spec.host, spec.port)
+    server = await serve(router.handle, spec.host, spec.port, listening=listening)
     log.info("listening on http://%s:%d, connector %s", spec.host, server.port, spec.connector)
     gc.collect()
     gc.freeze()
     stopping = asyncio.ensure_future(stop.wait())
     bootstrap = asyncio.ensure_future(router.bootstrap())
+    beat = asyncio.ensure_future(router.metrics.beat())
     try:
         await asyncio.wait({stopping, bootstrap}, return_when=asyncio.FIRST_COMPLETED)
         if bootstrap.done():
             bootstrap.result()
             await stopping
     finally:
-        bootstrap.cancel()
-        stopping.cancel()
-        await asyncio.gather(bootstrap, stopping, return_exceptions=True)
+        for task in (bootstrap, stopping, beat):
+            task.cancel()
+        await asyncio.gather(bootstrap, stopping, beat, return_exceptions=True)
         await server.close()
         await router.close()
     return 0
 
 
+def one_process(spec: RouterSpec) -> int:
+    """The router in this process alone."""
+    return run(NAME, lambda stop: route(Router(spec), spec, (), stop))
+
+
+def several_processes(spec: RouterSpec) -> int:
+    """The router in ``spec.processes`` processes on one port, and this one that watches over them."""
+    spec.backends("decode", spec.profile())  # a mistake is told here, once
+    metrics = RouterMetrics(spec.processes)
+    spans = SpanLog(spec.trace_path) if spec.trace_path else None
+    sockets = listening_sockets(spec.host, spec.port, spec.processes)
+
+    def work(number: int) -> int:
+        metrics.write_as(number)
+        for other in sockets[:number] + sockets[number + 1 :]:
+            other.close()
+        return run(NAME, lambda stop: route(Router(spec, metrics, spans), spec, [sockets[number]], stop))
+
+    workers = fork(spec.processes, work)
+    for each in sockets:
+        each.close()
+    return run(NAME, lambda stop: watch(workers, stop))
+
+
 def main(argv: Sequence[str]) -> int:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream takes a descriptor on each side
     try:
         spec = read_spec(RouterSpec, argv)
+        if spec.processes < 1:
+            raise InputError("the spec: 'processes' must be 1 or more")
+        return one_process(spec) if spec.processes == 1 else several_processes(spec)
     except KvbenchError as error:
-        return tell("kvbench.router", error)
-    return run("kvbench.router", lambda stop: route(spec, stop))
+        return tell(NAME, error)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Final
 
 from kvbench.core.records import TIMING_REQUEST_HEADER
@@ -17,6 +18,7 @@ from kvbench.http1 import Pool, Reply, Request, Response, error_body, fetch
 from kvbench.router.body import ClientBody
 from kvbench.router.dispatch import Dispatch
 from kvbench.router.legs import LegError, Timing
+from kvbench.router.lies import Liar
 from kvbench.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvbench.router.spec import Backend, RouterSpec
 from kvbench.router.tracing import request_spans
@@ -31,16 +33,21 @@ CONTROL_DEADLINE_S: Final = 5.0
 class Router:
     """Everything but the listening socket. ``handle`` is the server's handler."""
 
-    def __init__(self, spec: RouterSpec) -> None:
+    def __init__(
+        self, spec: RouterSpec, metrics: RouterMetrics | None = None, spans: SpanLog | None = None
+    ) -> None:
+        """``metrics`` and ``spans`` are given where several processes share them."""
         self._spec = spec
         self._connector = spec.profile()
         self._prefills = spec.backends("prefill", self._connector)
         self._decodes = spec.backends("decode", self._connector)
-        self._next_prefill = itertools.cycle(self._prefills)
-        self._next_decode = itertools.cycle(self._decodes)
+        self.metrics = metrics or RouterMetrics()
+        # Each process goes round by itself; they begin at different servers.
+        self._next_prefill = _round(self._prefills, self.metrics.process)
+        self._next_decode = _round(self._decodes, self.metrics.process)
         self._not_ready = "the prefill servers' engine ids are not known yet" if self._asks_bootstrap else ""
-        self.metrics = RouterMetrics()
-        self._spans = SpanLog(spec.trace_path) if spec.trace_path else None
+        self._liar = Liar(spec.lie, self._connector)
+        self._spans = spans or (SpanLog(spec.trace_path) if spec.trace_path else None)
 
     @property
     def _asks_bootstrap(self) -> bool:
@@ -56,6 +63,7 @@ class Router:
             timeout_s = self._spec.bootstrap_timeout_s
             await asyncio.gather(*(_ask_engine_id(backend, timeout_s) for backend in self._prefills))
         self._not_ready = ""
+        self.metrics.ready()
 
     async def close(self) -> None:
         """Drops all connections to the backends."""
@@ -87,24 +95,31 @@ class Router:
         began = time.monotonic()
         timing = Timing(received=began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         error = ""
-        self.metrics.requests.inc()
-        self.metrics.in_flight.inc()
+        answer: Callable[[], None] = _nothing
+        self.metrics.add("requests")
+        self.metrics.add("in_flight")
         try:
-            await self._until_deadline(request, response, timing)
+            answer = await self._until_deadline(request, response, timing)
         except LegError as failure:
             error = failure.error
-            _answer_failure(response, failure)
+            answer = partial(_answer_failure, response, failure)
         except asyncio.CancelledError:
             if not response.closed:
                 raise
             error = "client_disconnect"  # the client is gone, and with this the requests on P and D are too
+        except BaseException:
+            error = "internal"
+            raise
         finally:
-            self.metrics.in_flight.dec()
+            self.metrics.add("in_flight", -1)
             self._observe(timing, began, error)
             self._trace(timing, began, error)
+        answer()  # after the counting: who has the answer finds it counted, whichever process is asked
 
-    async def _until_deadline(self, request: Request, response: Response, timing: Timing) -> None:
-        """The request, cancelled when the client leaves or the time is up."""
+    async def _until_deadline(
+        self, request: Request, response: Response, timing: Timing
+    ) -> Callable[[], None]:
+        """The request, cancelled when the client leaves or the time is up. Returns how to end the answer."""
         task = asyncio.current_task()
         assert task is not None
         late = False
@@ -120,7 +135,7 @@ class Router:
         response.on_disconnect(leave)
         timer = asyncio.get_running_loop().call_later(self._spec.request_timeout_s, expire)
         try:
-            await self._dispatch(request, response, timing)
+            return await self._dispatch(request, response, timing)
         except asyncio.CancelledError:
             if not late or response.closed:
                 raise
@@ -129,7 +144,7 @@ class Router:
         finally:
             timer.cancel()
 
-    async def _dispatch(self, request: Request, response: Response, timing: Timing) -> None:
+    async def _dispatch(self, request: Request, response: Response, timing: Timing) -> Callable[[], None]:
         if self._not_ready:
             raise LegError("not_ready", 503, error_body(503, self._not_ready, "not_ready"))
         try:
@@ -139,21 +154,26 @@ class Router:
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         timing.request_id = request_id
         exchange = Dispatch(self._connector, request, response, body, request_id, timing)
-        await exchange.run(
-            next(self._next_prefill) if self._connector.disaggregated else None, next(self._next_decode)
-        )
+        chosen = next(self._next_prefill) if self._connector.disaggregated else None
+        p = await self._liar.before(request, body, request_id, chosen)
+        return (await exchange.run(p, next(self._next_decode))).finish
 
     def _observe(self, timing: Timing, began: float, error: str) -> None:
+        metrics = self.metrics
         if error:
-            self.metrics.errors.labels(error).inc()
+            metrics.error(error)
         else:
-            self.metrics.request.observe(time.monotonic() - began)
+            metrics.observe("request_seconds", time.monotonic() - began)
         if timing.prefill_sent is not None and timing.prefill_answered is not None:
-            self.metrics.prefill.observe(timing.prefill_answered - timing.prefill_sent)
+            metrics.observe("prefill_seconds", timing.prefill_answered - timing.prefill_sent)
             if timing.decode_sent is not None and self._connector.dispatch == "sequential":
-                self.metrics.handoff.observe(timing.decode_sent - timing.prefill_answered)
+                metrics.observe("handoff_seconds", timing.decode_sent - timing.prefill_answered)
         if timing.decode_sent is not None and timing.decode_first_byte is not None:
-            self.metrics.first_byte.observe(timing.decode_first_byte - timing.decode_sent)
+            metrics.observe("decode_first_byte_seconds", timing.decode_first_byte - timing.decode_sent)
+        if timing.stream is not None:
+            metrics.add("streams")
+            metrics.add("stream_reads", timing.stream.reads)
+            metrics.add("stream_bytes", timing.stream.passed_bytes)
 
     def _trace(self, timing: Timing, began: float, error: str) -> None:
         if self._spans is not None and self._spans.wants(timing.request_id):
@@ -174,8 +194,8 @@ class Router:
 
     async def _health(self, response: Response) -> None:
         problems = await self._ask_all("GET", "/health")
-        if self._not_ready:
-            problems["router"] = self._not_ready
+        if not self.metrics.all_ready:
+            problems["router"] = self._not_ready or "another process of the router is not ready yet"
         response.send(503 if problems else 200, json.dumps({"problems": problems}).encode())
 
     async def _reset(self, request: Request, response: Response) -> None:
@@ -190,6 +210,16 @@ class Router:
             response.send(502, error_body(502, f"{backend.name}: {answer}", "decode_connect"))
         else:
             response.send(answer.status, answer.body, answer.headers.get("content-type", "application/json"))
+
+
+def _round(backends: list[Backend], first: int) -> Iterator[Backend]:
+    """All of them in turn for ever, beginning with the ``first``."""
+    begin = first % len(backends) if backends else 0
+    return itertools.cycle(backends[begin:] + backends[:begin])
+
+
+def _nothing() -> None:
+    """There is nobody to answer."""
 
 
 def _answer_failure(response: Response, failure: LegError) -> None:

@@ -16,23 +16,28 @@ from kvbench.errors import InputError
 
 _PROMPT_LIST: Final = re.compile(rb'"prompt"\s*:\s*\[')
 """Cannot match inside a JSON string: there a quote is always preceded by a backslash."""
+_ENCODE: Final = json.JSONEncoder(separators=(",", ":")).encode
 _NUMBERS_ONLY: Final = re.compile(rb'["\[{\\]')
 
 
+_PLACEHOLDER: Final = f"prompt-{secrets.token_hex(16)}"
+"""Stands for the list while a body is changed. It never leaves this process, so nobody can send it."""
+_PLACEHOLDER_JSON: Final = f'"{_PLACEHOLDER}"'.encode()
+
+
 class ClientBody:
-    """``fields`` is the decoded body; a prompt of token ids is a placeholder string in it."""
+    """``fields`` is the decoded body, to be left as it is; a prompt of token ids is a placeholder in it."""
 
     def __init__(self, raw: bytes) -> None:
         """Raises InputError if the body is no JSON object."""
+        self._raw = raw
         self._prompt = b""
-        self._placeholder = ""
         match = _PROMPT_LIST.search(raw)
         if match is not None:
             start, end = match.end() - 1, raw.find(b"]", match.end()) + 1
             if end and not _NUMBERS_ONLY.search(raw, start + 1, end):
                 self._prompt = raw[start:end]
-                self._placeholder = f"prompt-{secrets.token_hex(16)}"
-                raw = b'%b"%b"%b' % (raw[:start], self._placeholder.encode(), raw[end:])
+                raw = b"%b%b%b" % (raw[:start], _PLACEHOLDER_JSON, raw[end:])
         try:
             fields = json.loads(raw)
         except ValueError as error:
@@ -43,7 +48,7 @@ class ClientBody:
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
         """JSON of a body made from ``fields`` by a connector, with the prompt's bytes back in place."""
-        data = json.dumps(fields, separators=(",", ":")).encode()
-        if not self._placeholder:
-            return data
-        return data.replace(b'"%b"' % self._placeholder.encode(), self._prompt)
+        if fields is self.fields:
+            return self._raw  # nothing was changed
+        data = _ENCODE(fields).encode()
+        return data.replace(_PLACEHOLDER_JSON, self._prompt) if self._prompt else data

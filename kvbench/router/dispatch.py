@@ -38,35 +38,31 @@ class Dispatch:
             **{name: request.headers[name] for name in _PASSED_ON if name in request.headers},
         }
 
-    async def run(self, p: Backend | None, d: Backend) -> None:
-        """Sends to P and D as the connector wants it. The client's stream ends only if both succeeded."""
+    async def run(self, p: Backend | None, d: Backend) -> Splice:
+        """Sends to P and D as the connector wants it.
+
+        The client's stream may end (``Splice.finish``) only after this: when both have succeeded.
+        """
         peer_id = self._request_id
         if p is not None:
             peer_id = self._connector.backend_request_id(self._request_id, p.peer(), d.side_address)
         self._headers["x-request-id"] = peer_id
         if p is None:
-            splice = await self._decode(d, None, None)
-        elif self._connector.dispatch == "sequential":
+            return await self._decode(d, None, None)
+        if self._connector.dispatch == "sequential":
             answer = await self._prefill(p)
             missing = self._connector.missing_in_prefill_response(answer)
             if missing:
                 raise LegError.of(p, "bad_answer", 502, f"the answer lacks {', '.join(missing)}")
-            splice = await self._decode(d, p, answer)
-        else:
-            legs = (asyncio.ensure_future(self._prefill(p)), asyncio.ensure_future(self._decode(d, p, None)))
-            try:
-                _, splice = await asyncio.gather(*legs)
-            finally:
-                for leg in legs:
-                    leg.cancel()
-                await asyncio.gather(*legs, return_exceptions=True)
-        if splice.streaming:
-            splice.start()  # an answer without a body has not begun it
-            self._response.end()
-        else:
-            content_type = splice.reply.headers.get("content-type", "application/json")
-            headers = {"x-request-id": self._request_id, **self._timing.headers()}
-            self._response.send(splice.reply.status, splice.reply.body, content_type, headers)
+            return await self._decode(d, p, answer)
+        legs = (asyncio.ensure_future(self._prefill(p)), asyncio.ensure_future(self._decode(d, p, None)))
+        try:
+            await asyncio.gather(*legs)
+        finally:
+            for leg in legs:
+                leg.cancel()
+            await asyncio.gather(*legs, return_exceptions=True)
+        return legs[1].result()
 
     async def _prefill(self, p: Backend) -> dict[str, Any]:
         fields = self._connector.prefill_request(self._body.fields, self._request_id, p.peer())

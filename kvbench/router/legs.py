@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.core.records import ROUTER_TIMES, timing_header
-from kvbench.http1 import ClientConnection, Reply, ReplyCollector, Response, error_body
+from kvbench.http1 import (
+    ChunkWatch,
+    ClientConnection,
+    MalformedAnswerError,
+    Reply,
+    ReplyCollector,
+    Response,
+    error_body,
+)
 from kvbench.router.spec import Backend
 
 
@@ -25,6 +33,12 @@ class LegError(Exception):
     def of(cls, backend: Backend, kind: str, status: int, message: str) -> LegError:
         error = f"{backend.role}_{kind}"
         return cls(error, status, error_body(status, f"{backend.name}: {message}", error))
+
+    @classmethod
+    def broken(cls, backend: Backend, error: ConnectionError) -> LegError:
+        """The backend's answer is not whole, or is none."""
+        kind = "malformed" if isinstance(error, MalformedAnswerError) else "early_close"
+        return cls.of(backend, kind, 502, f"gave no whole answer: {error}")
 
     @classmethod
     def answered(cls, backend: Backend, reply: Reply) -> LegError:
@@ -45,6 +59,8 @@ class Timing:
     received: float | None = None
     asked: bool = False
     """The client wants these times in its answer's headers."""
+    stream: ChunkWatch | None = None
+    """D's stream, if it was passed on as it came."""
 
     def headers(self) -> dict[str, str]:
         """What has happened so far, for the client that asked for it."""
@@ -67,11 +83,11 @@ async def prefill(backend: Backend, data: bytes, timing: Timing) -> dict[str, An
     connection = await _connect(backend)
     collector = ReplyCollector()
     timing.prefill_sent = time.monotonic()
-    connection.send(data, collector)
     try:
+        connection.send(data, collector)
         reply = await collector.result
     except ConnectionError as error:
-        raise LegError.of(backend, "early_close", 502, f"gave no whole answer: {error}") from error
+        raise LegError.broken(backend, error) from error
     finally:
         if not collector.result.done() or collector.result.cancelled():
             connection.abort()
@@ -88,10 +104,19 @@ async def prefill(backend: Backend, data: bytes, timing: Timing) -> dict[str, An
 
 
 class Splice(ReplyCollector):
-    """Passes a stream on as it comes; an answer of known length (JSON, an error) is gathered instead."""
+    """Passes a stream on as it comes; an answer of known length (JSON, an error) is gathered instead.
 
-    def __init__(self, response: Response, headers: dict[str, str], timing: Timing) -> None:
+    A stream in chunks is passed on with its framing, as bytes, and only its last chunk is kept back:
+    whether the client's stream may end is not D's to say alone. For a client of HTTP/1.0 the framing
+    is taken off. A stream that ends with D's connection ends so for the client too: whether it is
+    whole is no more known here than there.
+    """
+
+    def __init__(
+        self, connection: ClientConnection, response: Response, headers: dict[str, str], timing: Timing
+    ) -> None:
         super().__init__()
+        self._connection = connection
         self._response = response
         self._headers = headers
         self._timing = timing
@@ -100,18 +125,42 @@ class Splice(ReplyCollector):
 
     def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
         super().on_head(status, headers, stamp)
-        if status == 200 and "content-length" not in headers:
-            self.streaming = True
-            self._content_type = headers.get("content-type", "text/event-stream")
-            # The time of the first byte can only go into the head if the head waits for it.
-            if not self._timing.asked:
-                self.start()
+        if status != 200 or "content-length" in headers:
+            return
+        self.streaming = True
+        self._content_type = headers.get("content-type", "text/event-stream")
+        # The time of the first byte can only go into the head if the head waits for it.
+        if not self._timing.asked:
+            self.start()
+        if self._connection.chunked and self._response.chunked:
+            self._timing.stream = self._connection.pass_on(self._first)
 
-    def start(self) -> None:
+    def start(self, first: bytes = b"") -> None:
         """Begin the client's stream, unless that is done."""
         if not self._response.started:
             headers = {**self._headers, **self._timing.headers()}
-            self._response.start_stream(200, self._content_type, headers)
+            until_close = self._connection.until_close
+            self._response.start_stream(
+                200, self._content_type, headers, until_close=until_close, first=first
+            )
+        elif first:
+            self._response.pass_on(first)
+
+    def finish(self) -> None:
+        """End the client's answer, or give the one that was gathered."""
+        if self.streaming:
+            self.start()  # an answer without a body has not begun it
+            self._response.end()
+        else:
+            content_type = self.reply.headers.get("content-type", "application/json")
+            headers = {**self._headers, **self._timing.headers()}
+            self._response.send(self.reply.status, self.reply.body, content_type, headers)
+
+    def _first(self, data: bytes) -> None:
+        """The first bytes of a stream in chunks; the others go past this object."""
+        self._timing.decode_first_byte = time.monotonic()
+        self.start(data)
+        self._connection.pass_on(self._response.pass_on)
 
     def on_body(self, data: bytes, stamp: float) -> None:
         if self._timing.decode_first_byte is None:
@@ -131,14 +180,14 @@ async def decode(
     Raises LegError; cancelling it drops the connection, and so D's request.
     """
     connection = await _connect(backend)
-    splice = Splice(response, headers, timing)
+    splice = Splice(connection, response, headers, timing)
     response.on_congestion(connection.pause_reading, connection.resume_reading)
     timing.decode_sent = time.monotonic()
-    connection.send(data, splice)
     try:
+        connection.send(data, splice)
         reply = await splice.result
     except ConnectionError as error:
-        raise LegError.of(backend, "early_close", 502, f"gave no whole answer: {error}") from error
+        raise LegError.broken(backend, error) from error
     finally:
         if not splice.result.done() or splice.result.cancelled():
             connection.abort()

@@ -40,6 +40,10 @@ class RouterSpec:
     """The engine's version, which chooses the connector's dialect; empty takes the newest."""
     options: dict[str, Any] = field(default_factory=dict)
     """The connector's options, for those whose dialect depends on them."""
+    processes: int = 1
+    """Processes that share the port; each uses one core at most."""
+    lie: str = ""
+    """What to lie about, on purpose, to see it caught (core/lies.py); empty: nothing."""
     trace_path: str = ""
     """Where the spans of the first requests of each trial are written; empty: nowhere."""
 

@@ -1,0 +1,130 @@
+"""Several processes on one port: each listens for itself, and the kernel deals out the connections.
+
+The workers are forked before any event loop exists, so that they share the figures' memory and start at
+once. They live and die together: the first that ends ends all, and so does the end of their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvbench.errors import EXIT_FAILED, InputError, PortInUseError
+
+STOP_GRACE_S: Final = 3.0
+
+
+def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
+    """Sockets that share a port (0: any free one). Raises PortInUseError, InputError for a bad host."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(f"the spec: host {host!r} has no address: {error}") from error
+    found: list[socket.socket] = []
+    try:
+        # SO_REUSEPORT lets another router of this user join in silently: one socket asks without it first.
+        with _socket(family) as probe:
+            probe.bind(address)
+            address = probe.getsockname()
+        for _ in range(count):
+            each = _socket(family)
+            found.append(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            each.bind(address)
+    except OSError as error:
+        for each in found:
+            each.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"port {host}:{port} is in use", hint="choose another port, or stop what listens there"
+            ) from error
+        raise InputError(f"the spec: cannot listen on {host}:{port}: {error}") from error
+    return found
+
+
+def _socket(family: int) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+
+
+def fork(count: int, work: Callable[[int], int]) -> dict[int, int]:
+    """Forks ``count`` processes that end with the exit code of ``work(number)``; process id → number."""
+    workers: dict[int, int] = {}
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            code = EXIT_FAILED
+            try:
+                code = work(number)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        workers[pid] = number
+    return workers
+
+
+async def watch(workers: Mapping[int, int], stop: asyncio.Event) -> int:
+    """Waits for ``stop`` or for the first worker to end, then ends them all.
+
+    Returns 0 if it was asked to stop and all ended well, else the first exit code that is not 0.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    handles = {pid: os.pidfd_open(pid) for pid in workers}
+    try:
+        for handle in handles.values():
+            loop.add_reader(handle, ended.set)
+        waits = {asyncio.ensure_future(event.wait()) for event in (stop, ended)}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        asked = stop.is_set()
+    finally:
+        for handle in handles.values():
+            loop.remove_reader(handle)
+            os.close(handle)
+    codes = await _end(workers)
+    bad = [code for code in codes if code != 0]
+    return bad[0] if bad else 0 if asked else EXIT_FAILED
+
+
+async def _end(workers: Mapping[int, int]) -> list[int]:
+    """Ends all workers, by force after a grace; their exit codes in the order in which they ended."""
+    left, codes = set(workers), []
+    force_at = time.monotonic() + STOP_GRACE_S
+    for pid in left:
+        _signal(pid, signal.SIGTERM)
+    while left:
+        for pid in sorted(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.discard(pid)
+                codes.append(_exit_code(status))
+        if left and time.monotonic() > force_at:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+    return codes
+
+
+def _exit_code(status: int) -> int:
+    """A process's exit code as a shell tells it; SIGTERM before it could listen to it is a good end."""
+    code = os.waitstatus_to_exitcode(status)
+    return 0 if code == -signal.SIGTERM else code if code >= 0 else 128 - code
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

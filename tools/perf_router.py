@@ -1,0 +1,241 @@
+"""What the router costs: ``make perf-router``. A benchmark, not a test: it judges nothing.
+
+The same open-loop load goes to the exact server past the router and through it, in turn. What is added to
+the time to the first token is told from the server's log, request by request, so that the server's own
+lateness does not count; what the client is off by itself is taken off as the figure of the direct way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.core.processes import ProcessSpec
+from kvbench.errors import ProcessDiedError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.load import LoadGenerator
+from kvbench.telemetry import Metrics, difference, parse_metrics, quantile
+from kvbench.yardstick import Yardstick, errors_of, exact_server
+
+FIRST_TOKEN_S = 0.05
+GAP_S = 0.01
+OUTPUT_LEN = 128
+INPUT_LEN = 256
+DURATION_S = FIRST_TOKEN_S + (OUTPUT_LEN - 1) * GAP_S
+SERVER = {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}
+READY_DEADLINE_S = 30.0
+
+P50_LIMIT_MS = 0.3
+P99_LIMIT_MS = 1.0
+CHUNKS_LIMIT = 80_000
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One pass past the router and one through it. TTFT errors in ms, with what the client is off by."""
+
+    direct_p50_ms: float
+    direct_p99_ms: float
+    router_p50_ms: float
+    router_p99_ms: float
+    failed: float
+    chunks_per_core_s: float
+    reads_per_chunk: float
+    cpu_share: float
+    loop_lag_p99_ms: float
+    load: float
+
+    @property
+    def added_p50_ms(self) -> float:
+        return self.router_p50_ms - self.direct_p50_ms
+
+    @property
+    def added_p99_ms(self) -> float:
+        return self.router_p99_ms - self.direct_p99_ms
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much is sent, and where logs and specs go."""
+
+    streams: int
+    seconds: float
+    processes: int
+    launcher: LocalLauncher
+    folder: Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="perf_router", description=__doc__)
+    parser.add_argument("--streams", type=int, default=300, help="requests under way on average")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each pass, after a ramp")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=1, help="processes of the router")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="kvbench-perf-router-") as name:
+        folder = Path(name)
+        launcher = LocalLauncher("perf-router", folder / "logs", folder / "specs")
+        work = Work(options.streams, options.seconds, options.processes, launcher, folder)
+        found = []
+        for number in range(options.repeats):
+            console.print(f"repeat {number + 1} of {options.repeats} …")
+            found.append(repeat(work, number))
+    console.print(table(found))
+    for line in summary(found):
+        console.print(line)
+
+
+def repeat(work: Work, number: int) -> Repeat:
+    """The load past the router and through it, in an order that changes from one repeat to the next."""
+    load = os.getloadavg()[0]
+    if number % 2:
+        figures, router = through(work, f"router-{number}")
+        direct = past(work, f"direct-{number}")
+    else:
+        direct = past(work, f"direct-{number}")
+        figures, router = through(work, f"router-{number}")
+    p50, p99 = np.percentile(direct, (50, 99))
+    through_p50, through_p99 = np.percentile(router, (50, 99))
+    return Repeat(float(p50), float(p99), float(through_p50), float(through_p99), **figures, load=load)
+
+
+def past(work: Work, name: str) -> Any:
+    """TTFT errors in ms of what goes to the server itself."""
+    with exact_server(work.launcher, SERVER, f"exact-{name}") as server:
+        return send(work, server, server.url, name)[0]
+
+
+def through(work: Work, name: str) -> tuple[dict[str, float], Any]:
+    """The router's own figures, and the TTFT errors of what goes through it."""
+    with (
+        exact_server(work.launcher, SERVER, f"exact-{name}") as server,
+        router_before(work, server.url, name) as url,
+    ):
+        before = page(url)
+        errors, took_s = send(work, server, url, f"load-{name}")
+        after, chunks = page(url), server.log("?summary")["chunks"]
+    cpu_s = difference(before, after, "kvbench:router_cpu_seconds_total") or float("nan")
+    lag_s = quantile(before, after, "kvbench:router_loop_lag_seconds", 0.99)
+    return {
+        "failed": difference(before, after, "kvbench:router_errors_total") or 0.0,
+        "chunks_per_core_s": chunks / cpu_s,
+        "reads_per_chunk": (difference(before, after, "kvbench:router_stream_reads_total") or 0.0) / chunks,
+        "cpu_share": cpu_s / took_s,
+        "loop_lag_p99_ms": float("nan") if lag_s is None else 1e3 * lag_s,
+    }, errors
+
+
+@contextlib.contextmanager
+def router_before(work: Work, url: str, name: str) -> Iterator[str]:
+    """A router in front of one server; its URL."""
+    port = free_port()
+    spec = {
+        "port": port,
+        "connector": "aggregated",
+        "decode": [{"url": url}],
+        "processes": work.processes,
+    }
+    address = f"http://127.0.0.1:{port}"
+    process = work.launcher.start(
+        ProcessSpec(name=name, argv=(sys.executable, "-m", "kvbench.router"), spec=spec)
+    )
+    try:
+        deadline = time.monotonic() + READY_DEADLINE_S
+        while not answers(f"{address}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = "; ".join(process.tail(3))
+                raise ProcessDiedError(
+                    f"the router did not get ready: {said}", hint=f"see {process.log_path}"
+                )
+            time.sleep(0.05)
+        yield address
+    finally:
+        work.launcher.stop([process])
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def send(work: Work, server: Yardstick, url: str, name: str) -> tuple[Any, float]:
+    """TTFT errors in ms of the requests sent after the ramp, and how long the pass took."""
+    rate = work.streams / DURATION_S
+    spec = {
+        "base_url": url,
+        "model": "exact",
+        "request_rate": rate,
+        "num_requests": max(1, round(rate * (work.seconds + DURATION_S))),
+        "seed": 1,
+        "input_len": INPUT_LEN,
+        "output_len": OUTPUT_LEN,
+        "vocab_size": 32_000,
+        "records_path": str(work.folder / name),
+        "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
+        "headers": {"x-kvbench-timing": "1"},
+    }
+
+    def alive() -> None:
+        if server.process.poll() is not None:
+            raise ProcessDiedError("the exact server died", hint=f"see {server.process.log_path}")
+
+    generator = LoadGenerator(work.launcher, spec, name)
+    result = generator.run(lambda progress: False, alive, 4 * (work.seconds + 2 * DURATION_S) + 60.0)
+    return errors_of(
+        result.records, server.log()["requests"], (DURATION_S, np.inf)
+    ).ttft_ms, result.duration_s
+
+
+def page(url: str) -> Metrics:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return parse_metrics(answer.read().decode())
+
+
+def table(found: list[Repeat]) -> Table:
+    made = Table(title="what is reported − what the server did: TTFT in ms", box=None, pad_edge=False)
+    for each in fields(Repeat):
+        made.add_column(each.name.replace("_", " "), justify="right")
+    for one in found:
+        made.add_row(*(f"{getattr(one, each.name):,.4g}" for each in fields(Repeat)))
+    return made
+
+
+def summary(found: list[Repeat]) -> Iterator[str]:
+    """Medians over the repeats, beside what they should be."""
+    p50 = statistics.median(each.added_p50_ms for each in found)
+    p99 = statistics.median(each.added_p99_ms for each in found)
+    chunks = statistics.median(each.chunks_per_core_s for each in found)
+    yield f"added to TTFT, p50: {p50:.2f} ms (at most {P50_LIMIT_MS:g})"
+    yield f"added to TTFT, p99: {p99:.2f} ms (at most {P99_LIMIT_MS:g})"
+    yield f"chunks per core-second of the router: {chunks:,.0f} (at least {CHUNKS_LIMIT:,})"
+    load = os.getloadavg()[0]
+    yield f"medians of {len(found)}; load average {load:.2f} on {os.cpu_count()} cores at the end"
+
+
+if __name__ == "__main__":
+    main()
