@@ -1,4 +1,4 @@
-"""NICs, RDMA devices and GPUs of a machine, from sysfs and nvidia-smi. What cannot be read is null."""
+"""NICs, RDMA devices and GPUs of a machine, and their counters. What cannot be read is null."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 SMI_DEADLINE_S: Final = 5.0
 
@@ -149,3 +150,81 @@ def gpus(command: str = "nvidia-smi", deadline_s: float = SMI_DEADLINE_S) -> lis
             gpu["pci_address"] = gpu.pop("pci.bus_id").lower()
             found.append(gpu)
     return found
+
+
+# Counters that grow while a trial runs
+
+_LOOPBACK_TYPE: Final = 772
+"""ARPHRD_LOOPBACK of Linux."""
+_RATE: Final = re.compile(r"([\d.]+)\s*([GM])b/sec")
+_RDMA_WORD_BYTES: Final = 4
+"""``port_xmit_data`` and ``port_rcv_data`` count words of four bytes (octets over four lanes)."""
+
+
+@dataclass(frozen=True)
+class NicReading:
+    """Byte counters of one network interface ("ip") or RDMA device ("rdma") at one moment."""
+
+    kind: Literal["ip", "rdma"]
+    sent_bytes: float
+    received_bytes: float
+    bytes_per_s: float | None = None
+    """Line rate one way; null where the driver does not tell or the link is down."""
+    loopback: bool = False
+
+
+def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
+    """All interfaces and RDMA devices that count their bytes. An RDMA device's ports are added."""
+    found: dict[str, NicReading] = {}
+    for folder in children(root / "sys/class/net"):
+        sent, received = (read_int(folder / f"statistics/{way}_bytes") for way in ("tx", "rx"))
+        if sent is None or received is None:
+            continue
+        speed = read_int(folder / "speed")
+        rate = speed * 1e6 / 8 if speed and speed > 0 else None
+        loopback = folder.name == "lo" or read_int(folder / "type") == _LOOPBACK_TYPE
+        found[folder.name] = NicReading("ip", sent, received, rate, loopback)
+    for device in children(root / "sys/class/infiniband"):
+        ports = children(device / "ports")
+        words = [[read_int(port / f"counters/port_{way}_data") for port in ports] for way in ("xmit", "rcv")]
+        if not ports or None in words[0] + words[1]:
+            continue
+        sent, received = (sum(_RDMA_WORD_BYTES * (word or 0) for word in way) for way in words)
+        rates = [rate for port in ports if (rate := link_rate(read(port / "rate"))) is not None]
+        found[device.name] = NicReading("rdma", sent, received, sum(rates) if rates else None)
+    return found
+
+
+def link_rate(text: str | None) -> float | None:
+    """Bytes per second from an RDMA port's ``400 Gb/sec (4X NDR)``."""
+    match = _RATE.search(text or "")
+    return None if match is None else float(match[1]) * {"G": 1e9, "M": 1e6}[match[2]] / 8
+
+
+def thermal_events(root: Path = Path("/")) -> int | None:
+    """How often any core, or a CPU's package, has slowed down for heat since the start of the machine."""
+    folders = children(root / "sys/devices/system/cpu")
+    counts = [
+        count
+        for folder in folders
+        for name in ("core_throttle_count", "package_throttle_count")
+        if (count := read_int(folder / "thermal_throttle" / name)) is not None
+    ]
+    return sum(counts) if counts else None
+
+
+def cgroup_throttled_s(root: Path = Path("/")) -> float | None:
+    """Seconds for which a CPU limit has held this process's cgroup, or one above it, back."""
+    own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
+    base = root / "sys/fs/cgroup"
+    folder = base / (own.group(1) if own else "")
+    seconds: list[float] = []
+    for place in (folder, *folder.parents):
+        if place != base and base not in place.parents:
+            break
+        if found := re.search(r"^throttled_usec (\d+)$", read(place / "cpu.stat") or "", re.MULTILINE):
+            seconds.append(int(found[1]) / 1e6)
+    first_version = read(base / "cpu/cpu.stat") or read(base / "cpu,cpuacct/cpu.stat") or ""
+    if found := re.search(r"^throttled_time (\d+)$", first_version, re.MULTILINE):
+        seconds.append(int(found[1]) / 1e9)
+    return max(seconds, default=None)

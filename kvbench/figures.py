@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
 from kvbench.core.breakdown import Legs, Phases, hand_off_parts, ttft_breakdown
-from kvbench.core.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures, HostFigures
+from kvbench.core.evidence import (
+    EXTERNAL,
+    LOCAL_CACHE_HIT,
+    LOCAL_COMPUTE,
+    EngineFigures,
+    HostFigures,
+    NicFigures,
+    RouterFigures,
+)
 from kvbench.core.records import RequestRecord
+from kvbench.devices import NicReading
 from kvbench.kvmetrics import Pages, RoleKv, grown, kv_columns, role_kv, served_requests
 from kvbench.load import LoadResult
-from kvbench.telemetry import HostReading, Metrics, quantile
+from kvbench.telemetry import HostReading, Metrics, Sampler, difference, quantile
 
 _LAG: Final = "kvbench:emulator_step_lag_seconds"
 _SOURCES: Final = (LOCAL_COMPUTE, LOCAL_CACHE_HIT, EXTERNAL)
 _GAPS: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 """The gap between two tokens: today's name, and that of vLLM before 0.11."""
+_STARTED: Final = "process_start_time_seconds"
+_ROUTER_CPU: Final = "kvbench:router_cpu_seconds_total"
+SLOWED_SHARE: Final = 0.01
+RUNNING, WAITING = Sampler.GAUGES[:2]
 
 Reading = Mapping[str, Metrics | None]
 
@@ -56,6 +69,7 @@ def _with_kv(figures: EngineFigures, kv: RoleKv, logged: RoleKv | None) -> Engin
         figures,
         kv_transfers=kv.transfers,
         kv_bytes=kv.nbytes,
+        kv_seconds=kv.seconds,
         kv_failures=kv.failures,
         kv_expired=kv.expired,
     )
@@ -78,6 +92,59 @@ def _figures_of(pages: Pages) -> EngineFigures:
         step_lag_p99_s=max(lags, default=None),
         busy_s=grown(pages, "kvbench:emulator_busy_seconds_total"),
         block_tokens=int(blocks.pop()) if len(blocks) == 1 and min(blocks).isdigit() else None,
+        generation_tokens=grown(pages, "vllm:generation_tokens_total"),
+        restarts=_restarts(pages),
+        instances=len(pages),
+    )
+
+
+def _restarts(pages: Pages) -> float | None:
+    """Instances whose process started between the readings, by the time that Prometheus clients tell."""
+    starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
+    known = [before != after for before, after in starts if None not in (before, after)]
+    return float(sum(known)) if known else None
+
+
+def with_slots(
+    figures: Mapping[str, EngineFigures], rows: Iterable[Mapping[str, Any]], slots: int | None = None
+) -> dict[str, EngineFigures]:
+    """The figures with what the sampler saw of running and waiting sequences.
+
+    ``rows``: a Sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
+    """
+    seen: dict[str, dict[float, dict[str, float]]] = {}
+    for row in rows:
+        if row["metric"] in (RUNNING, WAITING):
+            moment = seen.setdefault(row["source"], {}).setdefault(row["t_s"], {})
+            moment[row["metric"]] = row["value"]
+    found = {}
+    for role, known in figures.items():
+        peak = queued = full = 0.0
+        for name, moments in seen.items():
+            if name.split("-")[0] != role:
+                continue
+            own = max((each.get(RUNNING, 0.0) for each in moments.values()), default=0.0)
+            waiting = [each for each in moments.values() if each.get(WAITING, 0.0) >= 1]
+            queued += len(waiting)
+            full += sum(each.get(RUNNING, 0.0) == own for each in waiting)
+            peak = max(peak, own)
+        found[role] = replace(
+            known, running_peak=peak or None, queued_samples=queued, full_samples=full, slots=slots
+        )
+    return found
+
+
+def router_figures(before: Reading, after: Reading) -> RouterFigures:
+    """What kvbench's router counted between two readings; of another router, nothing."""
+    start, end = before.get("router"), after.get("router")
+    if start is None or end is None:
+        return RouterFigures()
+    processes = int(end.total("kvbench:router_processes") or 1)
+    used = (difference(start, end, _ROUTER_CPU, process=str(index)) for index in range(processes))
+    return RouterFigures(
+        cpu_s=max((cpu_s for cpu_s in used if cpu_s is not None), default=None),
+        processes=processes,
+        loop_lag_p99_s=quantile(start, end, "kvbench:router_loop_lag_seconds", 0.99),
     )
 
 
@@ -201,13 +268,43 @@ def transport_of(pages: Reading) -> str:
 
 
 def host_figures(before: HostReading, after: HostReading) -> HostFigures:
-    """Load average before the trial; shares of all CPU time stolen, or used by others, during it."""
+    """Load average before the trial; what the machine did for others, and what it withheld, during it."""
     cores = os.cpu_count() or 1
-    seconds = max(1e-9, (after.time_s - before.time_s) * cores)
+    elapsed_s = max(1e-9, after.time_s - before.time_s)
     others = (after.cpu_s - before.cpu_s) - (after.own_cpu_s - before.own_cpu_s)
+    throttled = _growth(before.throttled_s, after.throttled_s)
     return HostFigures(
-        before.load_average,
-        cores,
-        max(0.0, after.steal_s - before.steal_s) / seconds,
-        max(0.0, others) / seconds,
+        load_average=before.load_average,
+        cpu_count=cores,
+        steal_share=max(0.0, after.steal_s - before.steal_s) / (elapsed_s * cores),
+        other_cpu_share=max(0.0, others) / (elapsed_s * cores),
+        throttled_share=None if throttled is None else throttled / elapsed_s,
+        thermal_events=_growth(before.thermal_events, after.thermal_events),
+        gpu_slowdowns=tuple(_slowdowns(before.gpu_slowed_s, after.gpu_slowed_s, elapsed_s)),
+        nics={
+            name: _nic_figures(start, end)
+            for name, end in after.nics.items()
+            if (start := before.nics.get(name)) is not None
+        },
+    )
+
+
+def _growth(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else max(0.0, after - before)
+
+
+def _slowdowns(before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float) -> Iterator[str]:
+    for name, seconds in after.items():
+        share = (seconds - before.get(name, seconds)) / elapsed_s
+        if share > SLOWED_SHARE:
+            yield f"{name} for {share:.0%} of the time"
+
+
+def _nic_figures(before: NicReading, after: NicReading) -> NicFigures:
+    return NicFigures(
+        after.kind,
+        max(0.0, after.sent_bytes - before.sent_bytes),
+        max(0.0, after.received_bytes - before.received_bytes),
+        after.bytes_per_s,
+        after.loopback,
     )

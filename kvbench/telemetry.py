@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 import psutil
 
+from kvbench.devices import NicReading, cgroup_throttled_s, nic_counters, thermal_events
 from kvbench.errors import ServerError
+from kvbench.nvml import slowed_s
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE_INTERVAL_S = 0.5
@@ -102,17 +104,21 @@ def difference(before: Metrics | None, after: Metrics | None, name: str, **label
 
 @dataclass(frozen=True)
 class HostReading:
-    """The machine at one moment."""
+    """The machine at one moment. Counters since its start; what it does not tell is None or empty."""
 
     load_average: float
     steal_s: float
     cpu_s: float
     own_cpu_s: float
     time_s: float
+    nics: Mapping[str, NicReading] = field(default_factory=dict)
+    throttled_s: float | None = None
+    thermal_events: int | None = None
+    gpu_slowed_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_host() -> HostReading:
-    """Load average (1 min), and CPU seconds over all cores: stolen, used by all, used by this run.
+def read_host(*, slowdowns: bool = True) -> HostReading:
+    """Load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns.
 
     This run is this process with all its descendants, those that have ended and been waited for included.
     """
@@ -120,7 +126,17 @@ def read_host() -> HostReading:
     used = times.user + times.system + times.nice
     own = sum(_cpu_with_ended_children(process) for process in _family())
     steal = float(getattr(times, "steal", 0.0))
-    return HostReading(os.getloadavg()[0], steal, float(used), own, time.monotonic())
+    return HostReading(
+        os.getloadavg()[0],
+        steal,
+        float(used),
+        own,
+        time.monotonic(),
+        nic_counters(),
+        cgroup_throttled_s(),
+        thermal_events() if slowdowns else None,
+        slowed_s() if slowdowns else {},
+    )
 
 
 def _family() -> list[psutil.Process]:
@@ -174,13 +190,13 @@ class Sampler:
                         self._add(now, source, gauge, metrics.total(gauge))
 
     def _sample_host(self, now: float) -> None:
-        reading = read_host()
+        reading = read_host(slowdowns=False)  # hundreds of files on a machine with many cores
         self._add(now, "host", "load_average", reading.load_average)
         self._add(now, "host", "cpu_s", reading.cpu_s)
         self._add(now, "host", "steal_s", reading.steal_s)
-        for nic, counters in psutil.net_io_counters(pernic=True).items():
-            self._add(now, f"nic:{nic}", "tx_bytes", counters.bytes_sent)
-            self._add(now, f"nic:{nic}", "rx_bytes", counters.bytes_recv)
+        for name, nic in reading.nics.items():
+            self._add(now, f"nic:{name}", "tx_bytes", nic.sent_bytes)
+            self._add(now, f"nic:{name}", "rx_bytes", nic.received_bytes)
         for name, process in self._processes.items():
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()

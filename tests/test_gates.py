@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, HostFigures
-from kvbench.core.gates import GATES, early_verdict, judge
+from kvbench.core.evidence import (
+    ClientFigures,
+    EngineFigures,
+    Evidence,
+    HostFigures,
+    NicFigures,
+    RouterFigures,
+)
+from kvbench.core.gates import GATES, early_verdict, gate_table, judge
+from kvbench.core.gates_transfer import plain_transport
+from kvbench.core.hardware import Hardware, PrefillWork, hardware_of, peak_flops, prefill_work
 from kvbench.core.metrics import Slo, summarise
 from kvbench.core.records import RequestRecord
 
@@ -21,12 +30,14 @@ SLO = Slo(ttft_ms=200, tpot_ms=20, attainment=0.95)
 N, INPUT, KV_BYTES = 100, 1000, 4096.0
 
 
-def request(i: int, ttft_s: float = 0.1, rate: float = 25.0, **changes: Any) -> RequestRecord:
+def request(
+    i: int, ttft_s: float = 0.1, rate: float = 25.0, gap_s: float = 0.01, **changes: Any
+) -> RequestRecord:
     at, first = i / rate, i / rate + ttft_s
     record = RequestRecord(
-        f"r{i}", at, INPUT, 5, sent_s=at, first_token_s=first, last_token_s=first + 0.04, output_len=5
+        f"r{i}", at, INPUT, 5, sent_s=at, first_token_s=first, last_token_s=first + 4 * gap_s, output_len=5
     )
-    return replace(record, itl_s=[0.01] * 4, status=200, **changes)
+    return replace(record, itl_s=[gap_s] * 4, status=200, **changes)
 
 
 def failed(i: int, error: str = "http_error") -> RequestRecord:
@@ -57,6 +68,8 @@ DECODE = EngineFigures(
     prefix_hits=0,
     requests=N,
     preemptions=0,
+    generation_tokens=N * 5,
+    slots=64,
     step_lag_s=0.01,
     steps=1000,
     step_lag_p99_s=0.001,
@@ -72,6 +85,7 @@ def evidence(records: list[RequestRecord], slo: Slo = SLO, **changes: Any) -> Ev
         client=ClientFigures(0.1, 1.0, 0.5, 0.1),
         engines={"prefill": PREFILL, "decode": DECODE},
         host=HostFigures(0.5, 2, 0.0),
+        router=RouterFigures(cpu_s=1.0, seconds=4.2, loop_lag_p99_s=0.001),
         kv_bytes_per_request=KV_BYTES,
         transport_asked="tcp",
         transport_ran="tcp",
@@ -100,6 +114,28 @@ def test_unknown_figures_trip_no_gate() -> None:
     bare = Evidence(GOOD, summarise(GOOD, SLO, 25.0, 4.2), SLO)
     assert judge(bare)[2] == []
     assert judge(replace(bare, engines={"prefill": EngineFigures(), "decode": EngineFigures()}))[2] == []
+
+
+def shed(i: int) -> RequestRecord:
+    return replace(failed(i), status=503)
+
+
+IDLE_RDMA = NicFigures("rdma", 1e3, 1e3, 5e10)
+BUSY_RDMA = NicFigures("rdma", 5e6, 5e6, 5e10)
+
+
+def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
+    """A trial that moved 5 MB of KV, with what the NICs counted of it."""
+    return evidence(
+        GOOD,
+        engines=engines({"kv_bytes": 5e6}),
+        kv_bytes_per_request=5e6 / N,
+        host=HostFigures(nics=nics),
+        transport_asked=asked,
+        transport_ran=asked.partition(",")[0],
+        nics_asked=names,
+        engines_here=True,
+    )
 
 
 LIES: list[tuple[str, str, Evidence]] = [
@@ -150,6 +186,44 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("client_limited", "warning", evidence(GOOD, client=ClientFigures(send_lag_p99_ms=8))),
     ("client_limited", "invalid", evidence(GOOD, client=ClientFigures(loop_lag_p99_ms=80))),
     ("client_limited", "warning", evidence(BAD, client=ClientFigures(send_lag_p99_ms=8))),
+    ("client_limited", "warning", evidence(GOOD, client=ClientFigures(chunk_lag_p99_ms=8, stamps="read"))),
+    ("router_limited", "warning", evidence(GOOD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
+    ("router_limited", "invalid", evidence(BAD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
+    ("router_limited", "invalid", evidence(GOOD, router=RouterFigures(loop_lag_p99_s=0.1))),
+    ("output_miscounted", "invalid", evidence(GOOD, engines=engines(decode={"generation_tokens": 3 * N}))),
+    ("server_restarted", "invalid", evidence(GOOD, engines=engines({"restarts": 1}))),
+    ("shedding", "invalid", evidence([shed(i) if i % 25 == 0 else r for i, r in enumerate(GOOD)])),
+    ("shedding", "warning", evidence([shed(i) if i % 5 == 0 else r for i, r in enumerate(GOOD)])),
+    (
+        "slot_capped",
+        "warning",
+        evidence(
+            [request(i, gap_s=0.1) for i in range(N)],
+            engines=engines(decode={"running_peak": 4, "queued_samples": 9, "full_samples": 9}),
+        ),
+    ),
+    ("wrong_transport", "invalid", over({"lo": NicFigures("ip", 5e6, 5e6, None, True)}, "rdma")),
+    ("wrong_transport", "invalid", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 5e6, 0)}, "rc,cuda")),
+    ("wrong_transport", "warning", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 0, 0)}, "rdma")),
+    ("wrong_nics", "invalid", over({"mlx5_0": BUSY_RDMA, "mlx5_1": IDLE_RDMA}, "rdma", "mlx5_0", "mlx5_1")),
+    ("wrong_nics", "invalid", over({"mlx5_0": IDLE_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
+    ("wrong_nics", "warning", over({"mlx5_0": IDLE_RDMA, "mlx5_1": IDLE_RDMA}, "", "mlx5_0", "mlx5_1")),
+    ("impossible_prefill", "invalid", evidence(GOOD, prefill_work=PrefillWork(1e9), prefill_flops=1e13)),
+    (
+        "impossible_transfer",
+        "invalid",
+        evidence(GOOD, kv_line_rate=1e9, engines=engines({"kv_seconds": N * KV_BYTES / 2e9})),
+    ),
+    ("one_batch", "invalid", evidence([request(i, 0.1, 1000.0, gap_s=0.01) for i in range(N)])),
+    ("not_steady", "invalid", evidence([request(i, gap_s=0.005 + 1.3e-4 * i) for i in range(N)])),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(throttled_share=0.3))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(thermal_events=2))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(gpu_slowdowns=("GPU 0 (heat)",)))),
+    (
+        "machine_disturbed",
+        "warning",
+        over({"mlx5_0": replace(BUSY_RDMA, sent_bytes=2e8)}, "rdma", "mlx5_0"),
+    ),
 ]
 
 
@@ -173,6 +247,209 @@ def test_a_late_client_refuses_a_miss_that_it_may_have_caused() -> None:
     assert judge(evidence(barely))[0] == "missed"
     assert judge(evidence(barely, client=ClientFigures(send_lag_p99_ms=8)))[0] == "invalid"
     assert judge(evidence(BAD, client=ClientFigures(send_lag_p99_ms=8)))[0] == "missed"
+
+
+def test_with_the_kernel_s_stamps_a_late_look_harms_nothing() -> None:
+    late = ClientFigures(send_lag_p99_ms=1, chunk_lag_p99_ms=500, loop_lag_p99_ms=500, stamps="kernel")
+    assert fired(evidence(GOOD, client=late)) == {}
+    assert "client_limited" in fired(evidence(GOOD, client=replace(late, stamps="mixed")))
+    assert "client_limited" in fired(evidence(GOOD, client=replace(late, send_lag_p99_ms=6)))
+
+
+def test_a_miss_stands_only_if_the_worst_lag_could_not_have_made_it() -> None:
+    # 300 ms are missed by 100 ms: a P99 of 8 ms cannot have done that, a largest lag of 120 ms can.
+    late = ClientFigures(send_lag_p99_ms=8, send_lag_max_ms=120)
+    assert judge(evidence(BAD, client=late))[0] == "invalid"
+    assert judge(evidence(BAD, client=replace(late, send_lag_max_ms=20)))[0] == "missed"
+
+
+def test_a_queue_that_a_late_client_may_have_made_is_no_miss() -> None:
+    slow = Slo(ttft_ms=5000, attainment=0.95)
+    growing = [request(i, ttft_s=0.1 + i * 0.02) for i in range(N)]
+    late = ClientFigures(send_lag_p99_ms=150)
+    assert judge(evidence(growing, slow, engines={}))[0] == "missed"
+    assert judge(evidence(growing, slow, engines={}, client=late))[0] == "invalid"
+
+
+def test_failures_that_no_server_has_seen_are_no_miss_of_the_server() -> None:
+    dropped = [failed(i) if i % 5 == 0 else record for i, record in enumerate(GOOD)]
+    seen = {
+        "requests": 80,
+        "prompt_tokens": 80 * INPUT,
+        "prefix_queries": 80 * INPUT,
+        "kv_bytes": 80 * KV_BYTES,
+    }
+    source = {"prompt_tokens_by_source": {"external_kv_transfer": 80 * INPUT}, "generation_tokens": 400}
+    told = evidence(dropped, engines=engines(seen, {**seen, **source}))
+    assert fired(told)["failed_elsewhere"] == "invalid"
+    both = evidence(dropped, engines=engines())  # the servers counted them all: their own failures
+    assert fired(both) == {"failed_requests": "warning"}
+    assert judge(both)[0] == "missed"
+
+
+def test_failed_transfers_of_cancelled_requests_are_excused() -> None:
+    three = engines({"kv_expired": 1}, {"kv_failures": 2})
+    assert fired(evidence(GOOD, engines=three, kv_may_expire=3)) == {
+        "kv_failures": "note",
+        "kv_expired": "note",
+    }
+    assert fired(evidence(GOOD, engines=three, kv_may_expire=2))["kv_failures"] == "invalid"
+
+
+def test_slots_bound_what_a_trial_can_say() -> None:
+    long = [request(i, gap_s=0.1) for i in range(N)]  # 0.4 s in a slot each, 25 requests a second: 10 slots
+    slo = Slo(ttft_ms=200, attainment=0.95)
+    assert fired(evidence(long, slo, engines=engines(decode={"slots": 10}))) == {}
+    verdict, reason, _ = judge(evidence(long, slo, engines=engines(decode={"slots": 9})))
+    assert verdict == "missed"
+    assert reason.startswith("decode runs 9 sequences at once; at 0.40 s each that holds 22.50 requests")
+    assert fired(evidence(long, slo, engines=engines(decode={"slots": 5, "instances": 2}))) == {}
+    free = {"running_peak": 4, "queued_samples": 9, "full_samples": 3}  # it wanders below its peak
+    assert fired(evidence(long, slo, engines=engines(decode={**free, "slots": 64}))) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        ("rc", "ucx:rc_mlx5/mlx5_0:1"),
+        ("rc_x,cuda_copy", "ucx:rc_mlx5/mlx5_0:1"),
+        ("ib", "ucx:dc_mlx5/mlx5_3:1"),
+        ("tcp", "ucx:tcp/lo"),
+        ("sm,tcp", "ucx:posix/memory"),
+        ("rdma", "rdma (configured)"),
+        ("all", "ucx:cma/memory"),
+    ],
+)
+def test_names_that_mean_the_same_transport(asked: str, ran: str) -> None:
+    assert fired(evidence(GOOD, transport_asked=asked, transport_ran=ran)) == {}
+    assert fired(evidence(GOOD, transport_asked="nvlink", transport_ran=ran)) == {
+        "wrong_transport": "invalid"
+    }
+    assert "/" not in plain_transport(ran)
+
+
+def test_rdma_that_its_counters_confirm_is_no_lie() -> None:
+    assert fired(over({"mlx5_0": BUSY_RDMA, "lo": NicFigures("ip", 9e6, 9e6, None, True)}, "rdma")) == {}
+    two = {"mlx5_0": BUSY_RDMA, "mlx5_1": replace(BUSY_RDMA, sent_bytes=2e6)}
+    assert fired(over(two, "rdma", "mlx5_0", "mlx5_1")) == {}
+
+
+def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
+    # 225 prompts of 32 k tokens with a first token within 5.5 s (29 PFLOP/s on eight H100s).
+    records = [
+        RequestRecord(
+            str(i), i / 45, 32_768, 2, sent_s=i / 45, first_token_s=5.5, last_token_s=6.0, output_len=2
+        )
+        for i in range(225)
+    ]
+    work, peak = prefill_work("qwen3-30b-a3b"), Hardware("H200", 8).peak_flops
+    found = Evidence(
+        records,
+        summarise(records, SLO, 45, 6),
+        SLO,
+        prefill_work=work,
+        prefill_flops=peak,
+        hardware="8 × H200",
+    )
+    finding = next(each for each in judge(found)[2] if each.gate == "impossible_prefill")
+    assert finding.evidence["flop_per_s"] > 16e15
+    # The same prompts, first tokens as far apart as 40 % of the peak allows.
+    assert work is not None
+    assert peak is not None
+    each_s = work.flop(32_768) / (0.4 * peak)
+    slow = [replace(r, first_token_s=i * each_s + r.scheduled_s + each_s) for i, r in enumerate(records)]
+    assert "impossible_prefill" not in fired(replace(found, records=slow))
+
+
+def test_gpus_by_the_names_that_drivers_give() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 1979e12
+    assert peak_flops("NVIDIA H100 PCIe") == 1513e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 624e12
+    assert peak_flops("NVIDIA L4") == 242e12
+    assert peak_flops("NVIDIA L40S") == 733e12
+    assert peak_flops("Radeon 9700") is None
+    assert hardware_of("8xH200") == Hardware("H200", 8)
+    assert hardware_of("L40S") == Hardware("L40S", 1)
+    for wrong in ("8x", "0xH200", "8xABACUS"):
+        with pytest.raises(ValueError, match="no known GPU"):
+            hardware_of(wrong)
+
+
+def test_every_gate_says_what_it_proves_and_how() -> None:
+    table = gate_table()
+    assert len(table) == len(GATES) + 1
+    assert all(each.proves and each.evidence and each.limits for each in table)
+
+
+@st.composite
+def honest_trials(draw: st.DrawFn) -> Evidence:
+    """An honest system: M/D/1 prefill at up to 95 % of its capacity, decode with room, counters that fit."""
+    n = draw(st.integers(60, 160))
+    service_s = draw(st.floats(0.002, 0.05))
+    load = draw(st.floats(0.05, 0.95))
+    tokens, gap_s = draw(st.integers(2, 40)), draw(st.floats(0.002, 0.03))
+    gap_s = min(gap_s, n * service_s / load / tokens / 4)  # several latencies long
+    random = np.random.default_rng(draw(st.integers(0, 10_000)))
+    arrivals = np.cumsum(random.exponential(service_s / load, n))
+    free, records = 0.0, []
+    for i, at in enumerate(arrivals.tolist()):
+        free = max(free, at) + service_s
+        records.append(
+            RequestRecord(
+                f"h{i}",
+                at,
+                INPUT,
+                tokens,
+                sent_s=at + 1e-4,
+                first_token_s=free + 1e-3,
+                last_token_s=free + 1e-3 + gap_s * (tokens - 1) * float(random.uniform(1.0, 1.2)),
+                output_len=tokens,
+            )
+        )
+    slo = Slo(draw(st.floats(1.5, 40.0)) * service_s * 1e3, gap_s * 1e3 * draw(st.floats(0.9, 5.0)), 0.9)
+    work = PrefillWork(1e9, 1e5)
+    lost = draw(st.integers(0, 3))  # requests that were cancelled in earlier trials, on their way to D
+    prefill = {
+        "prompt_tokens": n * INPUT,
+        "prefix_queries": n * INPUT,
+        "requests": n,
+        "kv_bytes": n * KV_BYTES,
+        "kv_seconds": n * KV_BYTES / 1e9,
+        "kv_expired": lost,
+    }
+    decode = {
+        "prompt_tokens": n * INPUT,
+        "prefix_queries": n * INPUT,
+        "requests": n,
+        "prompt_tokens_by_source": {"external_kv_transfer": n * INPUT},
+        "generation_tokens": n * tokens,
+        "slots": 4 * n,
+    }
+    return Evidence(
+        records,
+        summarise(records, slo, load / service_s, free + 1.0),
+        slo,
+        client=ClientFigures(0.1, draw(st.floats(0, 5)), send_lag_max_ms=20, stamps="kernel"),
+        router=RouterFigures(draw(st.floats(0, 0.8)), 1.0, loop_lag_p99_s=draw(st.floats(0, 0.005))),
+        engines=engines(prefill, decode),
+        host=HostFigures(nics={"mlx5_0": replace(BUSY_RDMA, sent_bytes=n * KV_BYTES)}),
+        kv_bytes_per_request=KV_BYTES,
+        kv_may_expire=lost,
+        kv_line_rate=1.1e9,
+        transport_asked="rdma",
+        transport_ran="rdma",
+        nics_asked=("mlx5_0",),
+        engines_here=True,
+        prefill_work=work,
+        prefill_flops=work.flop(INPUT) / service_s * draw(st.floats(1.0, 5.0)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(honest_trials())
+def test_no_gate_refuses_an_honest_trial(trial: Evidence) -> None:
+    refused = [finding for finding in judge(trial)[2] if finding.level == "invalid"]
+    assert not refused
 
 
 def test_the_transport_may_be_one_of_several() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
-from kvbench.core.metrics import Slo, Summary
-from kvbench.core.records import Finding, RequestRecord
+from kvbench.core.criteria import judge_criteria
+from kvbench.core.hardware import PrefillWork
+from kvbench.core.metrics import Slo, Summary, ended_at, judged_records
+from kvbench.core.records import Finding, Method, RequestRecord
 
 LOCAL_COMPUTE: Final = "local_compute"
 LOCAL_CACHE_HIT: Final = "local_cache_hit"
@@ -17,17 +19,84 @@ EXTERNAL: Final = "external_kv_transfer"
 
 @dataclass(frozen=True)
 class ClientFigures:
-    """What the load generator says of itself. ``cpu_share`` is CPU seconds per second (1 is one core)."""
+    """What the load generator says of itself; of several processes the worst.
+
+    ``cpu_share`` and ``run_queue_wait_share`` are seconds per second of one process (1 is a whole core).
+    ``send_lag``: planned to real send. ``chunk_lag``: the kernel had the bytes, to when they were read.
+    ``stamps``: where receive times come from: "kernel", "read" (when the program got to it) or "mixed".
+    """
 
     send_lag_p50_ms: float | None = None
     send_lag_p99_ms: float | None = None
     loop_lag_p99_ms: float | None = None
     cpu_share: float | None = None
+    send_lag_max_ms: float | None = None
+    chunk_lag_p99_ms: float | None = None
+    chunk_lag_max_ms: float | None = None
+    loop_lag_max_ms: float | None = None
+    loop_stalls: float | None = None
+    run_queue_wait_share: float | None = None
+    stamps: str = ""
+    gc_collections: float | None = None
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ClientFigures:
         """Takes the figures it knows and leaves the others."""
         return cls(**{item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None})
+
+    @property
+    def send_ms(self) -> float:
+        """How late sends were: 99 of 100 no more than this."""
+        return self.send_lag_p99_ms or 0.0
+
+    @property
+    def look_ms(self) -> float:
+        """By how much receive times may be late. With the kernel's stamps a late look harms none of them."""
+        if self.stamps == "kernel":
+            return 0.0
+        return max(self.loop_lag_p99_ms or 0.0, self.chunk_lag_p99_ms or 0.0)
+
+    @property
+    def worst_send_ms(self) -> float:
+        return max(self.send_lag_max_ms or 0.0, self.send_ms)
+
+    @property
+    def worst_look_ms(self) -> float:
+        if self.stamps == "kernel":
+            return 0.0
+        return max(self.loop_lag_max_ms or 0.0, self.chunk_lag_max_ms or 0.0, self.look_ms)
+
+
+@dataclass(frozen=True)
+class RouterFigures:
+    """What kvbench's router says of itself: CPU seconds of its busiest process, lag over all of them."""
+
+    cpu_s: float | None = None
+    seconds: float | None = None
+    processes: int = 1
+    loop_lag_p99_s: float | None = None
+
+    @property
+    def cpu_share(self) -> float | None:
+        """CPU seconds per second of the busiest process: near 1 it can do no more."""
+        return None if self.cpu_s is None or not self.seconds else self.cpu_s / self.seconds
+
+
+@dataclass(frozen=True)
+class NicFigures:
+    """One network interface ("ip") or RDMA device ("rdma") during the trial."""
+
+    kind: Literal["ip", "rdma"]
+    sent_bytes: float
+    received_bytes: float
+    bytes_per_s: float | None = None
+    """Line rate, one way; None where the driver does not tell, as of loopback."""
+    loopback: bool = False
+
+    @property
+    def most_bytes(self) -> float:
+        """The larger direction: on loopback both count the same bytes."""
+        return max(self.sent_bytes, self.received_bytes)
 
 
 @dataclass(frozen=True)
@@ -38,6 +107,9 @@ class EngineFigures:
     timing model over ``steps`` steps that kept it busy for ``busy_s``; 99 of 100 steps came no later than
     ``step_lag_p99_s``. ``kv_expired`` counts requests whose KV was given up before it was fetched.
     ``block_tokens`` is no count: the engines' KV block size, None where they do not tell or differ.
+    ``generation_tokens`` are output tokens, ``kv_seconds`` the sum of the transfers' times. ``restarts``:
+    instances that started anew. ``running_peak``: sequences that ran at once on one instance, at most;
+    of the ``queued_samples`` in which others waited there, ``full_samples`` had just that many running.
     """
 
     prompt_tokens: float | None = None
@@ -55,6 +127,15 @@ class EngineFigures:
     steps: float | None = None
     step_lag_p99_s: float | None = None
     busy_s: float | None = None
+    generation_tokens: float | None = None
+    kv_seconds: float | None = None
+    restarts: float | None = None
+    running_peak: float | None = None
+    queued_samples: float | None = None
+    full_samples: float | None = None
+    slots: int | None = None
+    """``max_num_seqs`` of one instance, where it is known."""
+    instances: int = 1
 
     @property
     def computed_tokens(self) -> float | None:
@@ -86,14 +167,21 @@ class EngineFigures:
 class HostFigures:
     """The machine during the trial, as shares of all its cores' time.
 
-    ``other_cpu_share`` was used by processes that are not this run's, ``steal_share`` by the hypervisor.
+    ``other_cpu_share`` was used by processes that are not this run's, ``steal_share`` by the hypervisor;
+    ``throttled_share`` is how long the cgroup's CPU limit held this run back, in seconds per second.
     ``load_average`` (1 minute, before the trial) is kept to be looked at: it counts this run's own work.
+    ``thermal_events``: times that a CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down.
     """
 
     load_average: float | None = None
     cpu_count: int | None = None
     steal_share: float | None = None
     other_cpu_share: float | None = None
+    throttled_share: float | None = None
+    thermal_events: float | None = None
+    gpu_slowdowns: tuple[str, ...] = ()
+    nics: Mapping[str, NicFigures] = field(default_factory=dict)
+    """Interfaces and RDMA devices by name."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +204,25 @@ class GateLimits:
     """Tokens per request that decode may compute, and the tokens of a last, partial block beside them,
     which a connector need not move. Never more than half of a prompt."""
     wrong_length_share: float = 0.01
+    output_tolerance: float = 0.02
+    """Output tokens that the server counted, against those it said it sent."""
     other_cpu_share: float = 0.10
     steal_share: float = 0.02
+    throttled_share: float = 0.02
+    run_queue_wait_share: float = 0.10
+    router_cpu_share: float = 0.90
+    shed_share: float = 0.005
+    """Requests turned away: more of them make the others' latencies those of a lower rate."""
+    capacity_margin: float = 0.05
+    full_samples: float = 4.0
+    full_share: float = 0.80
+    """A slot limit shows if so many samples, and this share of those with a queue, are at one peak."""
+    drift_errors: float = 4.0
+    nic_share: float = 0.10
+    """A NIC that carried less than this part of its equal share carried nothing of the KV."""
+    foreign_bytes: float = 64e6
+    foreign_share: float = 0.20
+    """Other traffic on a data NIC counts above both: bytes, and a share of this trial's own."""
     growth_errors: float = 4.0
     growth_walks: float = 2.0
     growth_horizon_s: float = 600.0
@@ -133,6 +238,11 @@ class Evidence:
     from what the scenario says of it. ``kv_may_expire``: requests that were cancelled so far, whose KV may
     be given up in this trial. ``transport_asked`` may name several, by commas. ``stopped_as`` is the live
     verdict that ended the trial early, if one did. ``logged``: what the processes' logs say.
+
+    ``nics_asked``: those that the KV is meant to use. ``engines_here``: all engines run on this machine.
+    ``kv_line_rate``: bytes per second that the NICs of one instance carry at most. ``prefill_work`` and
+    ``prefill_flops``: what a prompt costs, and what all prefill instances together can compute at most per
+    second.
     """
 
     records: Sequence[RequestRecord]
@@ -152,17 +262,40 @@ class Evidence:
     """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
     stopped_as: Literal["", "met", "missed"] = ""
     logged: Sequence[Finding] = ()
+    router: RouterFigures = field(default_factory=RouterFigures)
+    nics_asked: Sequence[str] = ()
+    engines_here: bool = False
+    kv_line_rate: float | None = None
+    prefill_work: PrefillWork | None = None
+    prefill_flops: float | None = None
+    hardware: str = ""
+    method: Method = "sustained"
+    """How the load was meant; what other methods do without is softened in methods.py."""
     limits: GateLimits = field(default_factory=GateLimits)
 
     @property
     def attained(self) -> bool:
-        """Does the judged share of requests reach the target, by the point estimate?"""
-        share = self.summary.slo_attainment
+        """Does everything that the SLO asks hold, by the point estimates?"""
         if self.stopped_as:
             return self.stopped_as == "met"
-        return share is not None and self.summary.judged_missed <= self.slo.misses_allowed(
-            self.summary.judged
-        )
+        return self.summary.attained
+
+    def attained_with(self, slo: Slo) -> bool:
+        """Would the judged requests attain another SLO?"""
+        summary = self.summary
+        judged = judged_records(self.records, summary.window)
+        criteria = judge_criteria(judged, slo, ended_at(self.records, summary.duration_s))
+        return bool(criteria) and all(criterion.met for criterion in criteria)
+
+    @property
+    def nics(self) -> Mapping[str, NicFigures]:
+        """This machine's, by name."""
+        return self.host.nics
+
+    @property
+    def kv_bytes(self) -> float | None:
+        """KV bytes that moved. Both ends may count the same bytes: the larger figure is the whole."""
+        return max((e.kv_bytes for e in self.engines.values() if e.kv_bytes is not None), default=None)
 
     def expected(self, *, per_token: bool, tolerance: float = 0.0) -> tuple[float, float]:
         """(least, most) requests, or prompt tokens, that each role's servers handled.

@@ -18,19 +18,29 @@ Doubt and direction: a late client or an emulated engine behind its model makes 
 that meets the SLO all the same is met, with a warning; a missed one is refused if the delay may be the
 cause. Gross delays refuse both, as the latencies themselves would be wrong.
 
-Each gate is a function Evidence → Finding | None. An unknown figure (None) trips no gate.
+Each gate is a function Evidence → Finding | None. An unknown figure (None) trips no gate. Its docstring says
+what an honest trial proves there, by which evidence and within which limits; ``gate_table`` reads it.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvbench.core import gates_work
+from kvbench.core import (
+    gates_client,
+    gates_machine,
+    gates_physics,
+    gates_requests,
+    gates_steady,
+    gates_transfer,
+    gates_work,
+)
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
-from kvbench.core.metrics import CONFIDENCE, WARMUP_SHARE, Slo, ended_at, judged_records, met
+from kvbench.core.metrics import CONFIDENCE, WARMUP_SHARE, Slo
 from kvbench.core.records import Finding, VerdictKind
 from kvbench.core.stats import log_evidence_below
 
@@ -40,8 +50,10 @@ __all__ = [
     "EngineFigures",
     "Evidence",
     "GateLimits",
+    "GateText",
     "HostFigures",
     "early_verdict",
+    "gate_table",
     "judge",
 ]
 
@@ -51,207 +63,76 @@ EARLY_DESIGN_EFFECT: Final = 4.0
 """Neighbouring requests share their fate; the live rule counts four of them as one independent one."""
 
 
-def client_limited(evidence: Evidence) -> Finding | None:
-    """The load generator sent late, or saw answers late."""
-    limits, slo, client = evidence.limits, evidence.slo, evidence.client
-    send, loop = client.send_lag_p99_ms or 0.0, client.loop_lag_p99_ms or 0.0
-    allowed = max(limits.client_lag_ms, limits.client_lag_share * (slo.ttft_ms or 0.0))
-    if max(send, loop) <= allowed:
-        return None
-    gross = max(10 * limits.client_lag_ms, limits.client_lag_max_share * (slo.ttft_ms or 0.0))
-    refused = max(send, loop) > gross
-    if not evidence.attained and not refused:
-        refused = _attained_with(evidence, _loosened(slo, send + loop, loop, evidence))
-    return Finding(
-        "client_limited",
-        "invalid" if refused else "warning",
-        f"the load generator was late: sends by {send:.1f} ms and its event loop by {loop:.1f} ms (P99); "
-        f"{allowed:.1f} ms are allowed",
-        "free CPU on the load generator's machine, give it a machine of its own, or offer a lower rate",
-        {
-            "send_lag_p99_ms": client.send_lag_p99_ms,
-            "loop_lag_p99_ms": client.loop_lag_p99_ms,
-            "allowed_ms": allowed,
-            "cpu_share": client.cpu_share,
-        },
-    )
-
-
-def _loosened(slo: Slo, ttft_ms: float, gap_ms: float, evidence: Evidence) -> Slo:
-    """The SLO with the client's lag forgiven in full; TPOT shares one late look over all gaps."""
-    gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
-    return replace(
-        slo,
-        ttft_ms=None if slo.ttft_ms is None else slo.ttft_ms + ttft_ms,
-        tpot_ms=None if slo.tpot_ms is None else slo.tpot_ms + gap_ms / max(1, gaps),
-    )
-
-
-def _attained_with(evidence: Evidence, slo: Slo) -> bool:
-    summary = evidence.summary
-    ended_s = ended_at(evidence.records, summary.duration_s)
-    verdicts = [met(record, slo, ended_s) for record in judged_records(evidence.records, summary.window)]
-    decided = [verdict for verdict in verdicts if verdict is not None]
-    return decided.count(False) <= slo.misses_allowed(len(decided))
-
-
-def emulator_behind(evidence: Evidence) -> Finding | None:
-    """The emulated engine could not keep its own timing model: a busy machine, no property of the system.
-
-    Delays only lengthen latencies, so a met trial stays met. A miss is refused if it would have been met
-    with the delay forgiven in full: that of P and D at the first token, that of one late step over all
-    gaps in TPOT. A gross delay refuses always, since then the model is not what was measured.
-    """
-    limits, slo = evidence.limits, evidence.slo
-    lags = {role: 1e3 * (engine.step_lag_p99_s or 0.0) for role, engine in evidence.engines.items()}
-    shares = {role: engine.lag_share or 0.0 for role, engine in evidence.engines.items()}
-    lag_ms, share = max(lags.values(), default=0.0), max(shares.values(), default=0.0)
-    allowed = max(limits.client_lag_ms, limits.client_lag_share * (slo.ttft_ms or 0.0))
-    if lag_ms <= allowed and share <= limits.engine_lag_share:
-        return None
-    gross = max(10 * limits.client_lag_ms, limits.client_lag_max_share * (slo.ttft_ms or 0.0))
-    refused = lag_ms > gross or share > limits.engine_lag_max_share
-    if not evidence.attained and not refused:
-        refused = _attained_with(evidence, _loosened(slo, sum(lags.values()), lag_ms, evidence))
-    role = max(lags, key=lambda name: (lags[name], shares[name]))
-    return Finding(
-        "emulator_behind",
-        "invalid" if refused else "warning",
-        f"the emulated {role} engine was behind its own timing model: {lags[role]:.1f} ms a step (P99), "
-        f"{shares[role]:.0%} of its busy time; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
-        "free CPU on this machine, raise time_scale, or offer a lower rate",
-        {"role": role, "lag_p99_ms": lags, "lag_share": shares, "allowed_ms": allowed},
-    )
-
-
-def failed_requests(evidence: Evidence) -> Finding | None:
-    """Requests failed. They are misses; a trial in which none succeeded says nothing about latency."""
-    failed = {name: count for name, count in evidence.summary.failed.items() if name != "wrong_length"}
-    count = sum(failed.values())
-    if not count:
-        return None
-    classes = ", ".join(f"{number} × {name}" for name, number in sorted(failed.items()))
-    detail = next((r.error_detail for r in evidence.records if r.error in failed and r.error_detail), "")
-    none_succeeded = evidence.summary.completed == 0 and "wrong_length" not in evidence.summary.failed
-    message = f"server errors: {count} of {evidence.summary.sent} requests failed ({classes})"
-    return Finding(
-        "server_errors" if none_succeeded else "failed_requests",
-        "invalid" if none_succeeded else "warning",
-        message + (f"; the first: {detail}" if detail else ""),
-        "none was answered, so this is no measurement: look into the servers' logs"
-        if none_succeeded
-        else "each failed request counts as a miss; the servers' logs say why they failed",
-        {"failed": failed},
-    )
-
-
-def too_few_requests(evidence: Evidence) -> Finding | None:
-    """So few requests that a single miss decides, and the interval does not."""
-    summary, target = evidence.summary, evidence.slo.attainment
-    needed = math.ceil(1 / (1 - target) - 1e-9) if target < 1 else 1
-    decisive = summary.attainment_upper < target or summary.attainment_lower >= target
-    if summary.judged >= needed or (summary.judged and decisive) or evidence.stopped_as == "missed":
-        return None
-    return Finding(
-        "too_few_requests",
-        "invalid",
-        f"{summary.judged} requests could be judged; an attainment of {target:.1%} cannot be told "
-        f"from fewer than {needed}",
-        f"send at least {math.ceil(needed / 0.7)} requests a trial",
-        {"judged": summary.judged, "needed": needed},
-    )
-
-
-def machine_disturbed(evidence: Evidence) -> Finding | None:
-    """Other work ran on this machine."""
-    host, limits = evidence.host, evidence.limits
-    others = {
-        "used by other processes": (host.other_cpu_share, limits.other_cpu_share),
-        "stolen by the hypervisor": (host.steal_share, limits.steal_share),
-    }
-    parts = [
-        f"{share:.1%} of the CPU time was {what}"
-        for what, (share, limit) in others.items()
-        if share is not None and share > limit
-    ]
-    if not parts:
-        return None
-    return Finding(
-        "machine_disturbed",
-        "warning",
-        "the machine was busy: " + ", ".join(parts),
-        "stop other work on this machine and measure again",
-        {
-            "other_cpu_share": host.other_cpu_share,
-            "steal_share": host.steal_share,
-            "load_average": host.load_average,
-            "cpu_count": host.cpu_count,
-        },
-    )
-
-
-def too_short(evidence: Evidence) -> Finding | None:
-    """The load was offered for less than a few latencies: growth could not show."""
-    summary, slo = evidence.summary, evidence.slo
-    latency_s = (summary.e2el_ms.p50 or 0.0) / 1e3
-    needed_s = max(2 * latency_s, 3 * (slo.ttft_ms or 0.0) / 1e3)
-    if evidence.stopped_as == "missed" or not summary.judged or summary.window.length_s >= needed_s:
-        return None
-    return Finding(
-        "too_short",
-        "warning",
-        f"the steady window lasted {summary.window.length_s:.1f} s; a growing queue shows only within some "
-        f"{needed_s:.1f} s (2 × the median end-to-end latency, 3 × the TTFT limit)",
-        "offer the load for longer: more requests a trial",
-        {"window_s": summary.window.length_s, "needed_s": needed_s},
-    )
-
-
-def growing_queue(evidence: Evidence) -> Finding | None:
-    """More and more requests wait for their first token: the rate is above what the system sustains.
-
-    The growth must be significant and material. Significant: more than 4 standard errors of the fit, and
-    more than 2 of the slope that a random walk with this many arrivals shows by chance, whose standard
-    deviation is sqrt(1.2 × rate / T): a system right at its capacity looks like one. Material: in ten
-    minutes it would add more waiting than the TTFT limit.
-    """
-    summary, limits, slope = evidence.summary, evidence.limits, evidence.summary.waiting_trend
-    if slope is None or summary.offered_rate <= 0 or summary.window.length_s <= 0:
-        return None
-    by_chance = math.sqrt(1.2 * summary.offered_rate / summary.window.length_s)
-    significant = max(limits.growth_errors * slope.error, limits.growth_walks * by_chance)
-    added_s = slope.per_s * limits.growth_horizon_s / summary.offered_rate
-    if slope.per_s <= significant or added_s * 1e3 <= (evidence.slo.ttft_ms or 0.0):
-        return None
-    return Finding(
-        "growing_queue",
-        "warning",
-        f"the queue grows: by {slope.per_s:.2f} requests a second, {summary.peak_waiting} at its peak",
-        "the rate is above what the system sustains",
-        {"per_s": slope.per_s, "error": slope.error, "by_chance": by_chance, "peak": summary.peak_waiting},
-    )
-
-
 GATES: Final[tuple[Gate, ...]] = (
-    failed_requests,
-    gates_work.counters_fell,
-    gates_work.wrong_length,
-    gates_work.kv_failures,
-    gates_work.kv_expired,
-    gates_work.wrong_transport,
+    gates_requests.failed_requests,
+    gates_requests.server_restarted,
+    gates_requests.wrong_length,
+    gates_requests.shedding,
+    gates_transfer.kv_failures,
+    gates_transfer.kv_expired,
+    gates_transfer.wrong_transport,
+    gates_transfer.wrong_nics,
     gates_work.warm_cache,
     gates_work.prefill_skipped,
     gates_work.decode_recomputed,
-    gates_work.kv_bytes_wrong,
-    gates_work.requests_lost_or_repeated,
-    client_limited,
-    emulator_behind,
-    too_few_requests,
-    growing_queue,
-    too_short,
-    machine_disturbed,
+    gates_transfer.kv_bytes_wrong,
+    gates_requests.requests_lost_or_repeated,
+    gates_requests.output_miscounted,
+    gates_requests.failed_elsewhere,
+    gates_physics.impossible_prefill,
+    gates_physics.impossible_transfer,
+    gates_client.client_limited,
+    gates_client.router_limited,
+    gates_client.emulator_behind,
+    gates_steady.too_few_requests,
+    gates_steady.slot_capped,
+    gates_steady.growing_queue,
+    gates_steady.one_batch,
+    gates_steady.not_steady,
+    gates_steady.too_short,
+    gates_machine.machine_disturbed,
 )
 """In the order of importance: the first refusal becomes the verdict's reason."""
+
+
+@dataclass(frozen=True)
+class GateText:
+    """What a gate's docstring says: what an honest trial proves, by what evidence, within what limits."""
+
+    name: str
+    proves: str
+    evidence: str
+    limits: str
+
+
+CORRUPT: Final = GateText(
+    "corrupt",
+    "Greedy outputs through the pair equal those of the aggregated server.",
+    "The texts of a few prompts, asked for before a cell's first trial.",
+    "A cell that fails is refused whole; what breaks only under load is not seen.",
+)
+"""The one check that is made once for a cell and not in every trial."""
+
+
+def gate_table() -> list[GateText]:
+    """All gates, in the order of importance."""
+    return [CORRUPT, *(gate_text(gate) for gate in GATES)]
+
+
+def gate_text(gate: Gate) -> GateText:
+    """Reads a gate's docstring: what it proves comes first, then ``evidence:`` and ``limits:``."""
+    text = " ".join(inspect.cleandoc(gate.__doc__ or "").replace("``", "`").split())
+    rest, _, limits = text.partition(" limits: ")
+    proves, _, evidence = rest.partition(" evidence: ")
+    return GateText(gate.__name__, *(_sentence(part) for part in (proves, evidence, limits)))
+
+
+def _sentence(text: str) -> str:
+    return text if text.startswith("kvbench") else text[:1].upper() + text[1:]
+
+
+UNSUSTAINED: Final = frozenset({"growing_queue", "slot_capped"})
+"""Findings that make a miss of a trial whose requests were all in time: it could not have gone on so."""
 
 
 def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
@@ -261,9 +142,9 @@ def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
     refusal = next((finding for finding in findings if finding.level == "invalid"), None)
     if refusal is not None:
         return "invalid", refusal.message, findings
-    growth = next((finding for finding in findings if finding.gate == "growing_queue"), None)
-    if evidence.attained and growth is not None:
-        return "missed", growth.message, findings
+    unsustained = next((finding for finding in findings if finding.gate in UNSUSTAINED), None)
+    if evidence.attained and unsustained is not None:
+        return "missed", unsustained.message, findings
     return ("met" if evidence.attained else "missed"), _reason(evidence), findings
 
 

@@ -6,6 +6,7 @@ and prometheus_client only writes it out.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -170,6 +171,7 @@ class EngineMetrics(Collector):
     def __init__(self, model_name: str, connector: str = "") -> None:
         self._labels = {"model_name": model_name}
         self._connector = connector
+        self.started_s = time.time()
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.by_source = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
@@ -208,6 +210,7 @@ class EngineMetrics(Collector):
                 yield self._counter(name.removesuffix("_total"), value)
             else:
                 yield self._gauge(name, value)
+        yield GaugeMetricFamily("process_start_time_seconds", "Start of the process.", self.started_s)
         yield self._counter("vllm:prompt_tokens", self.prompt_tokens)
         yield self._counter("vllm:generation_tokens", self.generation_tokens)
         yield self._labelled("vllm:prompt_tokens_by_source", "source", self.by_source)

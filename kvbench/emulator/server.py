@@ -17,6 +17,7 @@ from kvbench.emulator.compute import KvCompute
 from kvbench.emulator.engine import Engine
 from kvbench.emulator.handoff import Handoff, Mover
 from kvbench.emulator.kvbytes import KvPool
+from kvbench.emulator.lies import plant, plant_in_handoff
 from kvbench.emulator.metrics import EngineMetrics
 from kvbench.emulator.pull import PullConsumer, PullProducer
 from kvbench.emulator.push import PushConsumer, PushProducer
@@ -53,6 +54,7 @@ class EngineServer:
         self._http: http1.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.infos = self._infos
+        plant(self)
 
     async def start(self) -> None:
         """Listens, runs the engine, starts the transfer process. Raises PortInUseError, TransferError."""
@@ -63,6 +65,7 @@ class EngineServer:
             self.handoff = self.api.handoff = _handoff_class(config)(
                 self.spec, config, self.engine, self.mover
             )
+            plant_in_handoff(self, self.handoff)
             await self.handoff.start()
             await self.mover.start(self.pool, self.spec.host)
         self._tasks.append(asyncio.ensure_future(self.engine.run()))
@@ -99,6 +102,7 @@ class EngineServer:
                 "timing": spec.timing,
                 "time_scale": f"{spec.time_scale:g}",
                 "role": spec.kv_transfer_config.kv_role if spec.kv_transfer_config else "aggregated",
+                **({"lie": spec.lie} if spec.lie else {}),
             },
             "vllm:cache_config": {
                 "block_size": str(spec.block_tokens),

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvbench.core.enginemodel import EngineConfig
+from kvbench.core.lies import Lie
 from kvbench.core.models import KvDtype, ModelShape
 from kvbench.core.timing import TimingProfile, timing_profile
 from kvbench.errors import InputError
@@ -85,6 +86,8 @@ class EngineSpec(_Strict):
     kv_transfer_config: KvTransferConfig | None = None
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
+    lie: Lie = ""
+    """What this engine is to lie about, on purpose (core/lies.py); empty: nothing."""
     run_tag: str = ""
     trace_path: str = ""
     """Where the spans of the first requests of each trial are written; empty: nowhere."""

@@ -87,6 +87,14 @@ class Engine(ABC):
     cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
     """A POST there empties the prefix cache."""
 
+    def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
+        """The engine's labels, and those that its options add."""
+        return self.labels
+
+    def router_lie(self, options: EngineOptions) -> str:
+        """What the router is to lie about, to see it caught (core/lies.py); empty: nothing."""
+        return ""
+
     @abstractmethod
     def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         """Why this engine cannot run with that connector here, or None."""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
+from kvbench.core.lies import LIES, Lie, labels_of
 from kvbench.core.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Instance
 from kvbench.transfer.base import Problem
@@ -34,6 +35,18 @@ class EmulatedOptions(EngineOptions):
     enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
     transfer_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of one KV transfer")
 
+    def blocks(self, longest: int) -> int:
+        """KV blocks of one instance whose longest request has so many tokens, prompt and output."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        # Half as much again as all slots need: P holds blocks of finished prefills until D has them.
+        slots = self.max_num_seqs + self.max_num_seqs // 2
+        return max(8, slots * -(-(self.max_model_len or longest) // self.block_tokens))
+
+    lie: Lie = Field(
+        "", description="what the system under test is to lie about, to see it caught; marks every result"
+    )
+
 
 class Emulated(Engine):
     """Moves real KV bytes through the connector's real library; marked in every result."""
@@ -41,6 +54,14 @@ class Emulated(Engine):
     name = "emulated"
     labels = ("emulated",)
     options_model = EmulatedOptions
+
+    def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
+        assert isinstance(options, EmulatedOptions)
+        return (*self.labels, *labels_of(options.lie))
+
+    def router_lie(self, options: EngineOptions) -> str:
+        assert isinstance(options, EmulatedOptions)
+        return options.lie if options.lie in LIES and LIES[options.lie].where == "router" else ""
 
     def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         if not connector.kv_connector:
@@ -88,6 +109,7 @@ class Emulated(Engine):
             ),
             "side_channel_port": instance.side_port,
             "transfer_timeout_s": options.transfer_timeout_s,
+            **({"lie": options.lie} if options.lie in LIES and LIES[options.lie].where == "engine" else {}),
         }
         return ProcessSpec(
             name=instance.name,
@@ -105,12 +127,7 @@ class Emulated(Engine):
 
     @staticmethod
     def _num_blocks(instance: Instance, options: EmulatedOptions) -> int:
-        if options.num_blocks is not None:
-            return options.num_blocks
-        longest = options.max_model_len or instance.max_tokens_per_request
-        # Half as much again as all slots need: P holds blocks of finished prefills until D has them.
-        slots = options.max_num_seqs + options.max_num_seqs // 2
-        return max(8, slots * instance.model.blocks(longest, options.block_tokens))
+        return options.blocks(instance.max_tokens_per_request)
 
 
 ENGINE = Emulated()

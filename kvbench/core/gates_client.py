@@ -1,0 +1,129 @@
+"""Gates on kvbench's own parts: load generator, router, emulated engine. Was one of them the limit?
+
+They only ever make latencies longer. So a trial that meets the SLO all the same is met, with a warning. A
+miss is refused if it would be met with the delay forgiven in full to every request: it is then no miss of
+the system. A gross delay refuses both, as the latencies themselves are wrong.
+"""
+
+from __future__ import annotations
+
+from kvbench.core.evidence import Evidence
+from kvbench.core.gates_steady import growing_queue
+from kvbench.core.records import Finding
+from kvbench.core.slo import Slo
+
+
+def client_limited(evidence: Evidence) -> Finding | None:
+    """The load generator neither sent late nor saw answers late.
+
+    evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
+    whichever is larger. Where the kernel stamps what arrives, a late look at it harms nothing.
+    limits: a client on another machine than the servers still shares their network.
+    """
+    client = evidence.client
+    allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
+    lag = max(client.send_ms, client.look_ms)
+    if lag <= allowed:
+        return None
+    forgiven = (client.worst_send_ms + client.worst_look_ms, client.worst_look_ms)
+    refused = lag > gross or _may_have_caused_the_miss(evidence, *forgiven)
+    return Finding(
+        "client_limited",
+        "invalid" if refused else "warning",
+        f"the load generator was late: sends by {client.send_ms:.1f} ms and its looks at answers by "
+        f"{client.look_ms:.1f} ms (P99); {allowed:.1f} ms are allowed",
+        "free CPU on the load generator's machine, give it a machine of its own, add workers (load.workers), "
+        "or offer a lower rate",
+        {
+            "send_lag_p99_ms": client.send_lag_p99_ms,
+            "send_lag_max_ms": client.send_lag_max_ms,
+            "chunk_lag_p99_ms": client.chunk_lag_p99_ms,
+            "loop_lag_p99_ms": client.loop_lag_p99_ms,
+            "allowed_ms": allowed,
+            "cpu_share": client.cpu_share,
+            "run_queue_wait_share": client.run_queue_wait_share,
+            "stamps": client.stamps,
+            "gc_collections": client.gc_collections,
+        },
+    )
+
+
+def router_limited(evidence: Evidence) -> Finding | None:
+    """kvbench's router was neither out of CPU nor late.
+
+    evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99) against
+    the client's limits. limits: a router of somebody else tells neither.
+    """
+    router, limits = evidence.router, evidence.limits
+    allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
+    lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
+    share = router.cpu_share or 0.0
+    busy = share >= limits.router_cpu_share
+    if lag_ms <= allowed and not busy:
+        return None
+    missed = not evidence.attained or growing_queue(evidence) is not None
+    # A router without CPU left queues what comes in: by how much nobody knows, so all of it may be its own.
+    refused = lag_ms > gross or (busy and missed) or _may_have_caused_the_miss(evidence, 2 * lag_ms, lag_ms)
+    return Finding(
+        "router_limited",
+        "invalid" if refused else "warning",
+        f"the router was the limit: {share:.0%} of a core in its busiest process, and late by "
+        f"{lag_ms:.1f} ms (P99); {limits.router_cpu_share:.0%} and {allowed:.1f} ms are allowed",
+        "give the router more processes or cores, or measure without it: --set load.mode=direct",
+        {
+            "cpu_share": router.cpu_share,
+            "processes": router.processes,
+            "loop_lag_p99_ms": lag_ms,
+            "allowed_ms": allowed,
+        },
+    )
+
+
+def emulator_behind(evidence: Evidence) -> Finding | None:
+    """The emulated engine kept its own timing model.
+
+    evidence: by how much its steps ended late (P99, and all delays as a share of its busy time).
+    limits: of the emulated engine only; what a real engine lacks is its own affair.
+    """
+    limits = evidence.limits
+    lags = {role: 1e3 * (engine.step_lag_p99_s or 0.0) for role, engine in evidence.engines.items()}
+    shares = {role: engine.lag_share or 0.0 for role, engine in evidence.engines.items()}
+    lag_ms, share = max(lags.values(), default=0.0), max(shares.values(), default=0.0)
+    allowed = _allowed_ms(evidence)
+    if lag_ms <= allowed and share <= limits.engine_lag_share:
+        return None
+    refused = lag_ms > _gross_ms(evidence) or share > limits.engine_lag_max_share
+    if not evidence.attained and not refused:
+        refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
+    role = max(lags, key=lambda name: (lags[name], shares[name]))
+    return Finding(
+        "emulator_behind",
+        "invalid" if refused else "warning",
+        f"the emulated {role} engine was behind its own timing model: {lags[role]:.1f} ms a step (P99), "
+        f"{shares[role]:.0%} of its busy time; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
+        "free CPU on this machine, raise time_scale, or offer a lower rate",
+        {"role": role, "lag_p99_ms": lags, "lag_share": shares, "allowed_ms": allowed},
+    )
+
+
+def _allowed_ms(evidence: Evidence) -> float:
+    limits = evidence.limits
+    return max(limits.client_lag_ms, limits.client_lag_share * (evidence.slo.tightest("ttft_ms") or 0.0))
+
+
+def _gross_ms(evidence: Evidence) -> float:
+    limits = evidence.limits
+    share = limits.client_lag_max_share * (evidence.slo.tightest("ttft_ms") or 0.0)
+    return max(10 * limits.client_lag_ms, share)
+
+
+def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
+    if evidence.attained:
+        return growing_queue(evidence) is not None  # that makes a miss, too, and late sends make queues
+    return evidence.attained_with(_loosened(evidence, ttft_ms, gap_ms))
+
+
+def _loosened(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
+    """The SLO with the lag forgiven in full; TPOT shares one late look over all gaps."""
+    gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
+    return evidence.slo.loosened(ttft_ms, gap_ms / max(1, gaps))

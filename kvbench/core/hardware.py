@@ -1,0 +1,154 @@
+"""What hardware can do at most, and how much work a prompt is: the physics behind the gates.
+
+Both err to the side of silence: the peak is the highest dense one that a GPU has for inference, and the work
+counts only what every implementation has to compute. So a rate above the peak is impossible, whatever the
+kernels, the data type or the share of the peak that is usual.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+# Dense tensor throughput (no structured sparsity) at the lowest precision that serves language models, in
+# TFLOP/s (INT8: TOP/s), from the vendors' data sheets. Where variants differ and the name does not tell,
+# the fastest one stands. Longer names are looked for first.
+_PEAK_TFLOPS: Final = MappingProxyType(
+    {
+        "GB300": 15_000,  # FP4
+        "B300": 15_000,  # FP4
+        "GB200": 10_000,  # FP4
+        "B200": 9_000,  # FP4
+        "B100": 7_000,  # FP4
+        "GH200": 1_979,  # FP8
+        "H200": 1_979,
+        "H100": 1_979,
+        "H800": 1_979,
+        "H100 PCIE": 1_513,
+        "H100 NVL": 1_671,
+        "H20": 296,
+        "L40S": 733,
+        "L40": 362,
+        "L20": 239,
+        "L4": 242,
+        "A100": 624,  # INT8
+        "A800": 624,
+        "A40": 299,
+        "A30": 330,
+        "A10": 250,
+        "A10G": 140,
+        "T4": 130,
+        "V100": 130,  # FP16
+        "RTX 5090": 1_676,  # FP4
+        "RTX 4090": 661,  # FP8
+        "RTX 3090": 284,  # INT8
+        "RTX PRO 6000": 2_000,  # FP4
+        "RTX 6000 ADA": 728,
+        "MI355X": 10_100,  # FP4
+        "MI350X": 9_200,
+        "MI325X": 2_615,  # FP8
+        "MI300X": 2_615,
+        "MI308X": 2_615,
+        "MI250X": 383,  # INT8 and BF16
+        "GAUDI3": 1_835,  # FP8
+        "GAUDI2": 865,
+    }
+)
+GPU_NAMES: Final = tuple(_PEAK_TFLOPS)
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """What a prompt costs: 2 FLOP per parameter and token, and attention, which grows with the square.
+
+    ``parameters`` are those that a token meets in prefill: active experts only, without embeddings (they
+    are looked up) and without the output layer (it is computed for the last token alone).
+    ``attention`` is layers × query heads × mean width of key and value heads.
+    """
+
+    parameters: float
+    attention: float = 0.0
+    source: str = ""
+
+    def flop(self, tokens: float) -> float:
+        """FLOP of one prompt. Causal attention: QKᵀ and PV, 2 FLOP a multiply-add, half of the square."""
+        return 2.0 * self.parameters * tokens + 2.0 * self.attention * tokens * tokens
+
+
+# Parameters: the models' cards and config.json files; embeddings are vocabulary × hidden size, twice if not
+# tied. Of gpt-oss half of the layers see a window only, so half of the attention counts.
+_WORK: Final = MappingProxyType(
+    {
+        "qwen2.5-7b": PrefillWork(6.53e9, 28 * 28 * 128, "model card: non-embedding parameters"),
+        "llama-3.1-8b": PrefillWork(6.98e9, 32 * 32 * 128, "8.03e9 - 2 x 128256 x 4096"),
+        "llama-3.1-70b": PrefillWork(68.4e9, 80 * 64 * 128, "70.55e9 - 2 x 128256 x 8192"),
+        "qwen3-8b": PrefillWork(6.95e9, 36 * 32 * 128, "model card: non-embedding parameters"),
+        "qwen3-32b": PrefillWork(31.2e9, 64 * 64 * 128, "model card: non-embedding parameters"),
+        "qwen3-30b-a3b": PrefillWork(2.7e9, 48 * 32 * 128, "3.3e9 active - 2 x 151936 x 2048"),
+        "qwen3-235b-a22b": PrefillWork(20.7e9, 94 * 64 * 128, "22e9 active - 2 x 151936 x 4096"),
+        "gpt-oss-120b": PrefillWork(4.5e9, 18 * 64 * 64, "5.1e9 active - output layer"),
+        "deepseek-v3": PrefillWork(35e9, 61 * 128 * 160, "37e9 active - 2 x 129280 x 7168"),
+    }
+)
+
+
+def prefill_work(model: str, active_parameters: float | None = None) -> PrefillWork | None:
+    """The work of a model's prompts; None for one that is not known and of which nothing was said."""
+    known = _WORK.get(model)
+    if active_parameters is None:
+        return known
+    return PrefillWork(active_parameters, known.attention if known else 0.0, "as the scenario says")
+
+
+def peak_flops(name: str) -> float | None:
+    """FLOP/s that one GPU of that name has at most; None if it is not known.
+
+    ``name`` is nvidia-smi's ("NVIDIA H100 80GB HBM3") or short ("h200").
+    """
+    text = re.sub(r"[^A-Z0-9]+", " ", name.upper()).strip()
+    for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
+        if all(re.search(rf"(^| ){word}( |$)", text) for word in known.split()):
+            return _PEAK_TFLOPS[known] * 1e12
+    return None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs that one instance computes with."""
+
+    gpu: str
+    count: int = 1
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all of them together; None if the GPU is not known."""
+        peak = peak_flops(self.gpu)
+        return None if peak is None else peak * self.count
+
+    def text(self) -> str:
+        return f"{self.count} × {self.gpu}"
+
+
+_HARDWARE: Final = re.compile(r"\s*(?:(\d{1,4})\s*[x×*]\s*)?(\S.*?)\s*")
+
+
+def hardware_of(text: str) -> Hardware:
+    """From ``8xH200`` or ``L40S``. Raises ValueError for a GPU that is not in the table."""
+    found = _HARDWARE.fullmatch(text)
+    if found is None or peak_flops(found[2]) is None or int(found[1] or 1) < 1:
+        raise ValueError(f"{text!r} is no known GPU; write one such as 8xH200: {', '.join(GPU_NAMES)}")
+    return Hardware(found[2], int(found[1] or 1))
+
+
+# What the emulated engine's timing profiles stand for; "quick" is nobody's hardware.
+_PROFILES: Final = MappingProxyType({"h200-tp8-qwen3-30b-a3b": ("H200", 8), "a10-qwen2.5-7b": ("A10", 0)})
+
+
+def profile_hardware(timing: str, tensor_parallel_size: int) -> Hardware | None:
+    """The GPUs that a timing profile of the emulated engine stands for."""
+    if timing not in _PROFILES:
+        return None
+    gpu, count = _PROFILES[timing]
+    return Hardware(gpu, count or tensor_parallel_size)

@@ -1,0 +1,91 @@
+"""The liars' bench: ways in which a system under test can fool a benchmark, each planted on purpose.
+
+``deployment.engine_options.lie`` names one; the emulated engine or the router then tells just that lie, and
+the run carries the label ``lie: …`` wherever its numbers stand. Each must be caught by the gate named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Lie = Literal[
+    "",
+    "warm_cache",
+    "skip_prefill",
+    "impossible_speed",
+    "impossible_transfer",
+    "decode_recomputes",
+    "decode_only",
+    "corrupt_kv",
+    "double_kv",
+    "failing_kv",
+    "unreleased_kv",
+    "silent_tcp",
+    "claimed_rdma",
+    "wrong_nics",
+    "slot_cap",
+    "slow_drift",
+    "late_engine",
+    "early_eos",
+    "wrong_usage",
+    "hidden_retry",
+    "router_retry",
+    "router_drops",
+    "lost_requests",
+    "restart",
+    "shedding",
+]
+
+
+@dataclass(frozen=True)
+class Deceit:
+    """What a lie does, where it is planted, and the finding that must name it."""
+
+    what: str
+    gate: str
+    where: Literal["engine", "router"] = "engine"
+
+
+LIES: Final[dict[str, Deceit]] = {
+    "warm_cache": Deceit("every prompt of one length hits the prefix cache", "warm_cache"),
+    "skip_prefill": Deceit("prefill takes no time: the KV is said to come from elsewhere", "prefill_skipped"),
+    "impossible_speed": Deceit("prefill is a thousand times faster than modelled", "impossible_prefill"),
+    "impossible_transfer": Deceit("transfers are timed a thousand times too fast", "impossible_transfer"),
+    "decode_recomputes": Deceit(
+        "D does not fetch the KV and computes the prompt itself", "decode_recomputed"
+    ),
+    "decode_only": Deceit("the router never asks P: D computes the prompt", "prefill_skipped", "router"),
+    "corrupt_kv": Deceit("a word of each request's KV is changed on its way", "corrupt"),
+    "double_kv": Deceit("each request's KV moves twice", "kv_bytes_wrong"),
+    "failing_kv": Deceit("every fifth transfer fails at first and is tried again", "kv_failures"),
+    "unreleased_kv": Deceit("P keeps KV that was fetched until its lease ends", "kv_expired"),
+    "silent_tcp": Deceit("the transfer library takes TCP, whatever was asked for", "wrong_transport"),
+    "claimed_rdma": Deceit("the same, and the engine says that it was RDMA", "wrong_transport"),
+    "wrong_nics": Deceit("the transfer library takes loopback, whatever NICs were asked for", "wrong_nics"),
+    "slot_cap": Deceit("two sequences run at once, whatever max_num_seqs says", "slot_capped"),
+    "slow_drift": Deceit("steps take longer and longer while load lasts", "not_steady"),
+    "late_engine": Deceit("steps end later than modelled", "emulator_behind"),
+    "early_eos": Deceit("every third answer ends halfway, in spite of ignore_eos", "wrong_length"),
+    "wrong_usage": Deceit("answers end halfway and claim all tokens in their usage", "output_miscounted"),
+    "hidden_retry": Deceit("P computes each prompt twice", "hidden_retries"),
+    "router_retry": Deceit("the router sends every fifth request twice", "hidden_retries", "router"),
+    "router_drops": Deceit("the router fails every fourth request by itself", "failed_elsewhere", "router"),
+    "lost_requests": Deceit("D does not count every fourth request", "lost_requests"),
+    "restart": Deceit("counters begin anew, as after a restart", "server_restarted"),
+    "shedding": Deceit("every fourth request is turned away with 503", "shedding"),
+}
+"""By name, as in ``engine_options.lie``."""
+
+LABEL: Final = "lie: "
+
+
+def labels_of(lie: str) -> tuple[str, ...]:
+    """What every table and file of a run with this lie carries."""
+    return (f"{LABEL}{lie}",) if lie else ()
+
+
+def told_lie(labels: Iterable[str]) -> str:
+    """The lie that a run's labels name; empty for an honest one."""
+    return next((label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)), "")
