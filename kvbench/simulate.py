@@ -1,0 +1,148 @@
+"""``kvbench simulate``: the sweep on virtual time. The same plan, search and gates; no waiting.
+
+In place of a deployment there is ``core.simulation``; a trial's records are judged, stored and reported as
+measured ones are, and are marked *simulated* everywhere.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvbench import connectors, environment
+from kvbench.calibration import Surroundings, measured_run, surroundings
+from kvbench.cell import CellRunner, Fixed, Knowledge
+from kvbench.core.plan import DeploymentPlan, Plan
+from kvbench.core.records import Cell
+from kvbench.core.scenario import Scenario
+from kvbench.core.traces import TracedRequest
+from kvbench.equality import Equality
+from kvbench.errors import InputError
+from kvbench.planning import plan_of
+from kvbench.progress import Display, Watcher
+from kvbench.provenance import SIMULATED
+from kvbench.replay import load_trace
+from kvbench.request import Wish, resolve
+from kvbench.roster import profile_of
+from kvbench.runs import Run
+from kvbench.store import RunInfo, RunStore
+from kvbench.sweep import Sweep, exit_code
+from kvbench.virtualtrial import VirtualDeployment, VirtualTrials, timing_of
+
+
+class VirtualCells(CellRunner):
+    """Cells whose outputs need no check, since there are none."""
+
+    def _check_outputs(self, cell: Cell, is_reference: bool) -> tuple[float, Equality | None, str]:
+        assert isinstance(self._trials, VirtualTrials)
+        return self._trials.latency_s(cell), None, ""
+
+
+class VirtualSweep(Sweep):
+    """Simulates every cell of a plan.
+
+    ``measured``: a run to take KV links and overheads from. ``labels``: which connector of the scenario a
+    deployment's label stands for, where it is not the connector's own; such deployments differ in size, so
+    none learns from another where its rate may lie.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        plan: Plan,
+        store: RunStore,
+        watcher: Watcher,
+        fixed: Fixed | None = None,
+        trace: list[TracedRequest] | None = None,
+    ) -> None:
+        super().__init__(scenario, plan, store, watcher, fixed, trace or [])
+        self.measured: Run | None = None
+        self.labels: Mapping[str, str] = {}
+        self._around: dict[str, str] = {}
+
+    def _skip(self, deployment: DeploymentPlan) -> bool:
+        return deployment.reference_only  # nothing is compared with its outputs
+
+    def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Any:
+        label = self.labels.get(planned.label, planned.label)
+        if self.labels:
+            self._knowledge = Knowledge({}, {})
+        connector = profile_of(self._scenario, planned.connector, label)
+        backend = connector.transfer_backend if connector.disaggregated else ""
+        around = surroundings(self._scenario, label, backend, self.measured)
+        self._around[planned.label] = _words(around, connector.disaggregated)
+        self._store.update(simulated_with=self._around)
+        return VirtualDeployment.of(planned, connector, around)
+
+    def _cell_runner(self, deployment: Any, planned: DeploymentPlan) -> CellRunner:
+        trials = VirtualTrials(self._scenario, deployment, self._store, self._trace)
+        pairs = frozenset(
+            each.label for each in self._plan.deployments if connectors.get(each.connector).disaggregated
+        )
+        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, pairs, self._fixed)
+
+
+def _words(around: Surroundings, moves: bool) -> str:
+    over = around.overheads
+    link = f"{around.link.gb_per_s:g} GB/s and {around.link.latency_ms:g} ms a transfer, " if moves else ""
+    turns = f", {over.turn_ms:g} ms turn, {over.arrival_ms:g} ms at arrival" if moves else ""
+    return f"{link}{over.router_ms:g} ms router, {over.front_end_ms:g} ms front end{turns} ({around.source})"
+
+
+def simulable(wish: Wish) -> tuple[Scenario, bytes]:
+    """The scenario of a wish, if it can be simulated. Raises InputError if not."""
+    if wish.base_url is not None:
+        raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
+    scenario, source = resolve(wish)
+    if scenario.deployment.engine == "external" or not scenario.model.shape.known:
+        raise InputError(
+            f"the {scenario.deployment.engine} engine with a model of unknown shape cannot be simulated",
+            hint="use a scenario with the emulated engine or vllm",
+        )
+    timing_of(scenario)
+    return scenario, source
+
+
+def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan) -> RunStore:
+    """A new run folder, marked as simulated."""
+    machine = environment.describe()
+    info = RunInfo(
+        kind="simulate",
+        argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
+        seed=scenario.seed,
+        git=machine.get("git"),
+        hosts=[str(machine.get("hostname"))],
+        labels=(SIMULATED,),
+    )
+    return RunStore.create(output, scenario.name, source, plan.to_json(), machine, info)
+
+
+def command(wish: Wish, output: Path, console: Console, like: Path | None = None) -> int:
+    """Simulate a sweep, write its report, print its table; returns the exit code.
+
+    ``like``: a measured run whose KV links and overheads are taken. Raises InputError for a scenario that
+    cannot be simulated.
+    """
+    from kvbench import report
+
+    scenario, source = simulable(wish)
+    measured = None if like is None else measured_run(like)
+    plan = plan_of(scenario)
+    trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
+    store = create_store(output, scenario, source, plan)
+    console.print(f"run folder: {store.path}", markup=False)
+    try:
+        with store, Display(console, len(plan.cells)) as display:
+            fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
+            sweep = VirtualSweep(scenario, plan, store, display, fixed, trace)
+            sweep.measured = measured
+            results = sweep.run()
+    finally:
+        report.command([store.path], console)
+    return exit_code(results)
