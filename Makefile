@@ -7,7 +7,7 @@ SWEEP_ARGS ?=
 PYTEST_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint perf clean
+.PHONY: help setup sweep test lint liars perf perf-router perf-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,10 +15,13 @@ help:
 	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=)"
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make lint    set up, then everything of make test but the tests"
+	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
+	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
+	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
-	@echo "make clean   remove .venv, .venv-vllm and caches; results/ stays"
+	@echo "make clean   remove .venv, .venv-vllm, .venv-peers and caches; results/ stays"
 
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
@@ -36,11 +39,20 @@ lint: setup
 test: lint
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+liars: setup
+	@$(BIN)/python -m tools.liars
+
 perf: setup
 	@$(BIN)/python -m tools.perf
 
+perf-router: setup
+	@$(BIN)/python -m tools.perf_router $(PERF_ROUTER_ARGS)
+
+perf-peers: setup
+	@$(BIN)/python -m tools.perf_peers $(PEERS_ARGS)
+
 clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-vllm .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from kvbench.core.records import Cell, TrialRecord, VerdictKind
+from kvbench.core.binding import limit_of_cell
+from kvbench.core.burst import BurstSearch
+from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario import Scenario
-from kvbench.core.search import Answer, Hint, Probe, RateSearch, SearchLimits
+from kvbench.core.search import Hint, RateSearch, SearchLimits
 from kvbench.equality import Equality, Outputs, check_prompts, compare, greedy_outputs
 from kvbench.progress import Watcher
 from kvbench.runs import CellResult
-from kvbench.trial import TrialPlan, TrialRunner
+from kvbench.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
+from kvbench.trial import LoadMode, TrialPlan, TrialRunner
 
 START_CONCURRENCY = 4.0
 """Without a better guess the search starts where this many requests would be in flight: above what
 one request alone offers, and well below what any engine with batching can hold."""
 
 
-class Strategy(Protocol):
-    """What a cell asks which rates to try: a search, or a fixed rate."""
-
-    def ask(self) -> Probe | None: ...
-    def tell(self, rate: float, verdict: VerdictKind) -> None: ...
-    def answer(self) -> Answer | None: ...
+CEILING = True
+"""A cold search begins by asking what comes out at most: cheaper than to climb there."""
 
 
-class OneRate:
-    """The strategy of ``kvbench bench``: one rate, once, and no answer to a question nobody asked."""
+@dataclass(frozen=True)
+class Attempt:
+    """One method on one cell; ``latency_s`` is that of a single request."""
 
-    def __init__(self, rate: float) -> None:
-        self._left: Probe | None = Probe(rate, "start")
+    cell: Cell
+    method: Method
+    latency_s: float
 
-    def ask(self) -> Probe | None:
-        return self._left
 
-    def tell(self, rate: float, verdict: VerdictKind) -> None:
-        self._left = None
+@dataclass(frozen=True)
+class Fixed:
+    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and past it in turns."""
 
-    def answer(self) -> Answer | None:
-        return None
+    rate: float
+    both_modes: bool = False
+
+    def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
+        """Each trial's way and the number of the trial whose load it repeats: own, other, other, own.
+
+        So neither way is always the first after a start, and what drifts with time falls on both alike. The
+        last trial, which a table shows, goes the scenario's ``own`` way.
+        """
+        other: LoadMode = "direct" if own == "router" else "router"
+        return (own, 1), (other, 1), (other, 3), (own, 3)
 
 
 @dataclass
@@ -92,31 +101,49 @@ class CellRunner:
         knowledge: Knowledge,
         watcher: Watcher,
         disaggregated: frozenset[str],
-        fixed_rate: float | None = None,
+        fixed: Fixed | None = None,
     ) -> None:
         self._scenario = scenario
         self._trials = trials
         self._knowledge = knowledge
         self._watcher = watcher
         self._disaggregated = disaggregated
-        self._fixed_rate = fixed_rate
+        self._fixed = fixed
 
-    def run(self, cell: Cell, *, is_reference: bool) -> CellResult:
-        """Check the outputs, then try rates until the strategy is done."""
-        latency_s, equality, refusal = self._check_outputs(cell, is_reference)
+    def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
+        """Check the outputs, then try rates until each strategy is done.
+
+        The first result is the main one; others are of further SLO tiers and of other methods.
+        """
+        latency_s, equality, note = self._check_outputs(cell, is_reference)
         checked = None if equality is None else {"checked": equality.checked, "equal": equality.equal}
         if equality is not None and not equality.passed:
-            return CellResult(
-                cell,
-                "refused",
-                equal_outputs=checked,
-                reason=f"corrupt: {equality.checked - equality.equal} of {equality.checked} greedy outputs "
-                f"differ from the aggregated server's ({equality.example})",
-                hint="the KV cache did not arrive intact: look for transfer errors in the logs",
+            wrong = f"{equality.checked - equality.equal} of {equality.checked}"
+            reason = (
+                f"corrupt: {wrong} greedy outputs differ from the aggregated server's ({equality.example})"
             )
-        strategy = self._strategy(cell, latency_s)
-        records = self._try_rates(cell, strategy)
-        return self._result(cell, strategy, records, checked, refusal)
+            hint = "the KV cache did not arrive intact: look for transfer errors in the logs"
+            return [CellResult(cell, "refused", equal_outputs=checked, reason=reason, hint=hint)]
+        results = []
+        for method in self._methods():
+            strategy = self._strategy(method, cell, latency_s)
+            records = self._try_rates(Attempt(cell, method, latency_s), strategy)
+            results += self._results(cell, method, strategy, records)
+        return [replace(each, equal_outputs=checked, reason=each.reason or note) for each in results]
+
+    def _methods(self) -> Sequence[Method]:
+        search = self._scenario.search
+        if self._fixed is not None:
+            return ("trace" if self._trials.trace_rate else "sustained",)
+        return (search.method, "burst") if search.compare_burst else (search.method,)
+
+    def at_rate(self, cell: Cell, rate: float) -> TrialRecord:
+        """One whole trial at a rate that others get too: with the same requests for every connector."""
+        key = f"equal-in{cell.input_len}-out{cell.output_len}"
+        plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
+        record = self._trials.run(plan)
+        self._watcher.trial_finished(record)
+        return record
 
     def _check_outputs(self, cell: Cell, is_reference: bool) -> tuple[float, Equality | None, str]:
         deployment = self._trials.deployment
@@ -138,70 +165,134 @@ class CellRunner:
             )
         return outputs.latency_s, compare(reference, outputs), ""
 
-    def _strategy(self, cell: Cell, latency_s: float) -> Strategy:
-        if self._fixed_rate is not None:
-            return OneRate(self._fixed_rate)
+    def _strategy(self, method: Method, cell: Cell, latency_s: float) -> Strategy:
         search = self._scenario.search
-        hint = self._knowledge.hint(cell, self._disaggregated)
+        if self._fixed is not None:
+            return OneRate(self._fixed.rate)
+        if method == "fixed":
+            return RateList(search.rates)
+        if method == "trace" and not self._scenario.slo.given:
+            return OneRate(self._trials.trace_rate)
+        hint = self._knowledge.hint(cell, self._disaggregated) if search.start_rate is None else None
         if hint is not None:
-            hint = Hint(min(max(hint.rate, search.min_rate), search.max_rate), hint.trusted)
-        guess = search.start_rate or START_CONCURRENCY / max(latency_s, 1e-3)
+            hint = Hint(self._allowed(hint.rate), hint.trusted)
+        start = self._allowed(search.start_rate or self._trials.trace_rate or _first_guess(latency_s))
+        if method == "burst":
+            known = self._knowledge.rates.get(cell)
+            return Burst(
+                BurstSearch(
+                    self._allowed(known or (hint.rate if hint else start)),
+                    search.min_rate,
+                    search.max_rate,
+                    search.precision,
+                    search.max_trials,
+                )
+            )
         limits = SearchLimits(
-            start_rate=min(max(guess, search.min_rate), search.max_rate),
+            start_rate=start,
             min_rate=search.min_rate,
             max_rate=search.max_rate,
             precision=search.precision,
             max_trials=search.max_trials,
             confidence=search.confidence,
         )
-        return RateSearch(limits, hint if search.start_rate is None else None)
+        searches = {}
+        for tier, slo in self._scenario.slo.by_tier().items():
+            shares = [target for kind, target in slo.criteria() if kind == "share"]
+            own = replace(limits, attainment=min(shares, default=limits.attainment))
+            searches[tier] = RateSearch(own, hint, ceiling=CEILING)
+        return Tiered(searches)
 
-    def _try_rates(self, cell: Cell, strategy: Strategy) -> list[TrialRecord]:
+    def _allowed(self, rate: float) -> float:
+        search = self._scenario.search
+        return min(max(rate, search.min_rate), search.max_rate)
+
+    def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
         records: list[TrialRecord] = []
-        while (probe := strategy.ask()) is not None:
-            record = self._trials.run(TrialPlan(cell, len(records) + 1, probe.rate, probe.purpose))
-            strategy.tell(probe.rate, record.verdict)
-            records.append(record)
-            self._watcher.trial_finished(record)
+        latency_s = attempt.latency_s
+        while (ask := strategy.ask()) is not None:
+            for mode, twin_of in self._turns():
+                plan = TrialPlan(
+                    attempt.cell,
+                    len(records) + 1,
+                    ask.rate,
+                    ask.purpose,
+                    mode,
+                    twin_of,
+                    method=attempt.method,
+                    tier=ask.tier,
+                    searched=isinstance(strategy, Tiered),
+                    latency_s=latency_s,
+                    thorough=ask.thorough,
+                )
+                record = self._trials.run(plan)
+                strategy.tell(record)
+                records.append(record)
+                median_ms = (record.summary.get("e2el_ms") or {}).get("p50")
+                if record.verdict in ("met", "undecided") and median_ms:
+                    latency_s = median_ms / 1e3
+                self._watcher.trial_finished(record)
         return records
 
-    def _result(
-        self,
-        cell: Cell,
-        strategy: Strategy,
-        records: list[TrialRecord],
-        checked: Mapping[str, Any] | None,
-        note: str,
-    ) -> CellResult:
-        answer = strategy.answer()
-        equal = dict(checked) if checked is not None else None
+    def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:
+        """How often one load is offered, and which way: once, but for ``Fixed.both_modes``."""
+        has_router = self._trials.deployment.endpoints.direct is not None
+        if self._fixed is None or not self._fixed.both_modes or not has_router:
+            return ((None, 0),)
+        return self._fixed.turns(self._scenario.load.mode)
+
+    def _results(
+        self, cell: Cell, method: Method, strategy: Strategy, records: Sequence[TrialRecord]
+    ) -> list[CellResult]:
+        """What came of one method: a result for each SLO tier, or one where nothing was searched."""
+        main = method in MAIN_METHODS
         refused = [record for record in records if record.verdict == "invalid"]
+        answers = strategy.answers()
         if refused and len(refused) == len(records):
-            advice = next(
-                (finding.advice for finding in refused[-1].findings if finding.level == "invalid"), ""
+            invalid = (each.advice for each in refused[-1].findings if each.level == "invalid")
+            reason = f"every trial was refused: {refused[-1].reason}"
+            answer = next((dict(each) for each in answers.values()), None)
+            return [
+                CellResult(
+                    cell, "refused", answer, reason=reason, hint=next(invalid, ""), method=method, main=main
+                )
+            ]
+        if not answers:
+            return [CellResult(cell, "done", method=method, main=main)]
+        results = []
+        for place, (tier, told) in enumerate(answers.items()):
+            answer = dict(told)
+            rate = answer["max_request_rate"]
+            if main and place == 0 and rate is not None:
+                self._knowledge.rates[cell] = rate
+            results.append(
+                CellResult(
+                    cell,
+                    "done",
+                    answer=answer,
+                    reason="" if answer["status"] == "converged" else answer["reason"],
+                    confirmed_by=_confirming(records, tier, rate, self._scenario.search.precision),
+                    method=method,
+                    tier=tier,
+                    main=main and place == 0,
+                    limit=limit_of_cell(records, answer["lower"]) if place == 0 else None,
+                )
             )
-            return CellResult(
-                cell,
-                "refused",
-                answer=None if answer is None else answer.to_json(),
-                equal_outputs=equal,
-                reason=f"every trial was refused: {refused[-1].reason}",
-                hint=advice,
-            )
-        if answer is not None and answer.max_request_rate is not None:
-            self._knowledge.rates[cell] = answer.max_request_rate
-        confirmed = [
-            record.trial_id
-            for record in records
-            if answer is not None
-            and record.verdict == "met"
-            and record.request_rate == answer.max_request_rate
-        ]
-        return CellResult(
-            cell,
-            "done",
-            answer=None if answer is None else answer.to_json(),
-            equal_outputs=equal,
-            reason=note or ("" if answer is None or answer.status == "converged" else answer.reason),
-            confirmed_by=confirmed[-1] if confirmed else None,
-        )
+        return results
+
+
+def _first_guess(latency_s: float) -> float:
+    return START_CONCURRENCY / max(latency_s, 1e-3)
+
+
+def _confirming(
+    records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float
+) -> str | None:
+    """The trial that a rate rests on: the last one met (or not decided) at it, or within the precision."""
+    near = [
+        (-abs(math.log(record.request_rate / rate)), place, record.trial_id)
+        for place, record in enumerate(records)
+        if rate and record.purpose != "ceiling" and tier_verdict(record, tier) in ("met", "undecided")
+        if abs(math.log(record.request_rate / rate)) <= math.log1p(precision)
+    ]
+    return max(near)[2] if near else None

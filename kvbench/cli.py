@@ -48,21 +48,90 @@ BaseUrlOption = Annotated[
     ),
 ]
 InputLenOption = Annotated[
-    str | None, typer.Option("--input-len", metavar="N[,N…]", help="Input lengths in tokens.")
+    str | None,
+    typer.Option("--input-len", metavar="N[,N…]", help="Input lengths in tokens.", rich_help_panel="Load"),
 ]
 OutputLenOption = Annotated[
-    int | None, typer.Option("--output-len", metavar="N", help="Output tokens per request.")
+    int | None,
+    typer.Option("--output-len", metavar="N", help="Output tokens per request.", rich_help_panel="Load"),
 ]
 TtftOption = Annotated[
-    float | None, typer.Option("--ttft-ms", metavar="MS", help="SLO: time to first token.")
+    float | None,
+    typer.Option("--ttft-ms", metavar="MS", help="SLO: time to first token.", rich_help_panel="SLO"),
 ]
 TpotOption = Annotated[
-    float | None, typer.Option("--tpot-ms", metavar="MS", help="SLO: time per output token.")
+    float | None,
+    typer.Option("--tpot-ms", metavar="MS", help="SLO: time per output token.", rich_help_panel="SLO"),
 ]
 AttainmentOption = Annotated[
     float | None,
     typer.Option(
-        "--attainment", metavar="SHARE", help="Share of requests that must meet every limit, e.g. 0.95."
+        "--attainment",
+        metavar="SHARE",
+        help="Share of requests that must meet every limit, e.g. 0.95.",
+        rich_help_panel="SLO",
+    ),
+]
+SloOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo",
+        metavar="LIMIT",
+        help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. Repeatable.",
+        rich_help_panel="SLO",
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="sustained (default), burst, sustained,burst, fixed or trace.",
+        rich_help_panel="Method",
+    ),
+]
+RatesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rates",
+        metavar="R[,R…]",
+        help="Measure these rates, without an SLO (method fixed).",
+        rich_help_panel="Method",
+    ),
+]
+TraceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Replay recorded requests: a Mooncake trace, JSON lines or CSV.",
+        rich_help_panel="Method",
+    ),
+]
+TimeScaleOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-scale",
+        metavar="X",
+        help="Multiply the time between traced requests: 0.5 is twice as fast.",
+        rich_help_panel="Method",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="Load generator processes; by default as many as the load needs.",
+        rich_help_panel="Load",
+    ),
+]
+DirectOption = Annotated[
+    bool,
+    typer.Option(
+        "--direct",
+        help="The load generator asks P and D itself, with no router in the path.",
+        rich_help_panel="Load",
     ),
 ]
 
@@ -93,6 +162,13 @@ def sweep(
     ttft_ms: TtftOption = None,
     tpot_ms: TpotOption = None,
     attainment: AttainmentOption = None,
+    slo: SloOption = None,
+    method: MethodOption = None,
+    rates: RatesOption = None,
+    trace: TraceOption = None,
+    time_scale: TimeScaleOption = None,
+    workers: WorkersOption = None,
+    direct: DirectOption = False,
     output: OutputOption = Path("results"),
 ) -> None:
     """Search the highest request rate that meets the SLO, for each connector and input length."""
@@ -110,6 +186,13 @@ def sweep(
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
             attainment=attainment,
+            slo=tuple(slo or ()),
+            method=method,
+            rates=rates,
+            trace=trace,
+            time_scale=time_scale,
+            workers=workers,
+            direct=direct,
         )
         raise typer.Exit(sweeping.command(wish, output, _console()))
 
@@ -117,8 +200,11 @@ def sweep(
 @app.command()
 def bench(
     rate: Annotated[
-        float, typer.Option("--rate", metavar="REQ/S", help="The request rate to offer.", min=0.001)
-    ],
+        float | None,
+        typer.Option(
+            "--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001
+        ),
+    ] = None,
     scenario: ScenarioArg = "quickstart",
     set_: SetOption = None,
     connector: ConnectorOption = None,
@@ -127,12 +213,25 @@ def bench(
     output_len: OutputLenOption = None,
     ttft_ms: TtftOption = None,
     tpot_ms: TpotOption = None,
+    slo: SloOption = None,
+    trace: TraceOption = None,
+    time_scale: TimeScaleOption = None,
+    workers: WorkersOption = None,
+    direct: DirectOption = False,
+    router_cost: Annotated[
+        bool,
+        typer.Option(
+            "--router-cost", help="Offer the same load through the router and directly, in turns; compare."
+        ),
+    ] = False,
     output: OutputOption = Path("results"),
 ) -> None:
     """Measure one request rate, for each connector and input length."""
     from kvbench import sweep as sweeping
     from kvbench.request import Wish
 
+    if rate is None and trace is None:
+        raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
     with _said_clearly():
         wish = Wish(
             scenario=scenario,
@@ -143,7 +242,14 @@ def bench(
             output_len=output_len,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
+            slo=tuple(slo or ()),
+            trace=trace,
+            time_scale=time_scale,
+            replay=trace is not None,
             fixed_rate=rate,
+            workers=workers,
+            direct=direct,
+            both_modes=router_cost,
         )
         raise typer.Exit(sweeping.command(wish, output, _console()))
 
@@ -188,6 +294,54 @@ def plan(
     with _said_clearly():
         wish = Wish(scenario=scenario, overrides=tuple(set_ or ()), connectors=tuple(connector or ()))
         planning.command(wish, _console(), as_json=json_)
+
+
+@app.command()
+def simulate(
+    scenario: ScenarioArg = "quickstart",
+    set_: SetOption = None,
+    connector: ConnectorOption = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="RUN",
+            help="A measured run folder: KV bandwidth and per-request overheads are taken from it.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    splits: Annotated[
+        str | None,
+        typer.Option("--splits", metavar="P:D[,P:D…]", help="Compare these numbers of P and D instances."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Compare all splits of so many instances.", min=2, max=64),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the comparison of splits as JSON.")] = False,
+    output: OutputOption = Path("results"),
+) -> None:
+    """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
+    from kvbench import simulate as simulating
+    from kvbench import splits as splitting
+    from kvbench.request import Wish
+
+    with _said_clearly():
+        wish = Wish(
+            scenario=scenario,
+            overrides=tuple(set_ or ()),
+            connectors=tuple(connector or ()),
+            fixed_rate=rate,
+        )
+        if splits is not None or gpus is not None:
+            chosen = splitting.Choice(splits, gpus, json_)
+            raise typer.Exit(splitting.command(wish, chosen, output, _console(), like))
+        raise typer.Exit(simulating.command(wish, output, _console(), like))
 
 
 @app.command()
@@ -238,12 +392,39 @@ def doctor(
         typer.Argument(help="A scenario to look at too: its file or bundled name.", show_default=False),
     ] = None,
     set_: SetOption = None,
+    gates: Annotated[
+        bool, typer.Option("--gates", help="Only list what every trial is checked for.")
+    ] = False,
 ) -> None:
     """Say what is installed here, what each connector lacks, and how to mend it."""
     from kvbench import doctor as examination
+    from kvbench import gatetable
 
     with _said_clearly():
+        if gates:
+            raise typer.Exit(gatetable.command(_console()))
         raise typer.Exit(examination.command(_console(), scenario, tuple(set_ or ())))
+
+
+@app.command()
+def selftest(
+    streams: Annotated[
+        str, typer.Option("--streams", metavar="N[,N…]", help="Streams that are open at a time.")
+    ] = "10,100,300,1000",
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="How long each is measured.", min=1.0, max=600.0)
+    ] = 5.0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the figures as JSON to a file, too."),
+    ] = None,
+) -> None:
+    """Measure this host's own error and ceiling against a server with an exact schedule."""
+    from kvbench import selftest as testing
+
+    with _said_clearly():
+        raise typer.Exit(testing.command(streams, seconds, _console(), as_json=json_, output=output))
 
 
 @app.command()

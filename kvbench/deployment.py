@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -22,12 +24,13 @@ from kvbench.errors import LaunchError, ServerError
 from kvbench.launchers.local import GRACE_S, LocalLauncher, LocalProcess
 from kvbench.observing import PROFILER_GRACE_S, has_prefix
 from kvbench.ports import require_free_port
-from kvbench.roster import instances, process_specs, profile_of, several_hosts_problem
+from kvbench.roster import dispatch_spec, instances, process_specs, profile_of, several_hosts_problem
 from kvbench.telemetry import Metrics, scrape
 from kvbench.watching import ProcessWatch, beside
 
 POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
+_UNDER_WAY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Endpoints:
     """Instance name → /metrics. Names start with their role."""
     cache_reset_urls: Sequence[str] = ()
     router_metrics_url: str = ""
+    direct: Mapping[str, Any] | None = None
+    """How to ask P and D without the router (``roster.dispatch_spec``); None where there is none."""
 
     def of_role(self, *roles: str) -> list[str]:
         """The metrics URLs of the instances of these roles."""
@@ -142,18 +147,20 @@ class Deployment:
         deadline = time.monotonic() + deadline_s
         while True:
             self.check_alive()
-            pages = [scrape(self._client, url) for url in self.endpoints.metrics_urls.values()]
-            busy = [
-                (page.total("vllm:num_requests_running") or 0)
-                + (page.total("vllm:num_requests_waiting") or 0)
-                for page in pages
-                if page is not None
-            ]
-            if not any(busy):
+            if not any(self._under_way(url) for url in self.endpoints.metrics_urls.values()):
                 return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
+
+    def _under_way(self, url: str) -> float:
+        """Requests that an instance says it has; 0 if it does not tell. Nothing else of the page is read."""
+        try:
+            response = self._client.get(url)
+        except httpx.HTTPError:
+            return 0.0
+        found = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
+        return sum(float(value) for value in found)
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """One greedy completion, not streamed; returns the text. Raises ServerError."""
@@ -248,6 +255,7 @@ class Deployment:
             metrics_urls={member.name: f"{member.url}/metrics" for member in members},
             cache_reset_urls=[f"{member.url}{engine.cache_reset_path}" for member in members],
             router_metrics_url=f"{router}/metrics" if router else "",
+            direct=dispatch_spec(self._scenario, self.plan),
         )
 
 

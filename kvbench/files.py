@@ -28,6 +28,8 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
         "itl_s": pa.list_(pa.float32()),
         "error": pa.string(),
         "error_detail": pa.string(),
+        "stamps": pa.string(),
+        "sent_kernel_s": pa.float64(),
         **dict.fromkeys(("scheduled_s", "sent_s", "first_token_s", "last_token_s"), pa.float64()),
         **dict.fromkeys(ROUTER_TIMES, pa.float64()),
         **dict.fromkeys(("input_len", "requested_output_len", "output_len", "status"), pa.int32()),

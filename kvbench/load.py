@@ -1,4 +1,8 @@
-"""Drives one load generator process: hands it its spec, follows its progress, stops it, reads its records."""
+"""Drives the load generator's processes: their specs, progress, end, and what they found as one load.
+
+The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
+from one common start. Records come out in scheduled order, progress and client figures joined.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,41 @@ import os
 import selectors
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.records import RequestRecord
+from kvbench.core.workers import joined_client, joined_records, require_common_start
 from kvbench.errors import KvbenchError, ProcessDiedError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.loadfile import read_records
 
+COMMAND = (sys.executable, "-m", "kvbench.loadgen")
 PREPARE_DEADLINE_S = 60.0
 """Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
+TOGETHER_S = 0.05
+"""Several workers are told to start so much later, in which each of them hears of it."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen."""
+
+    index: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the generator counts while it runs."""
+    """What the generator counts while it runs. ``settled``: what became final since the last progress."""
 
     t_s: float = 0.0
     sent: int = 0
@@ -35,6 +55,8 @@ class Progress:
     missed: int = 0
     in_flight: int = 0
     waiting_first: int = 0
+    lag_ms: float = 0.0
+    settled: tuple[Settled, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,91 +66,179 @@ class LoadResult:
     records: list[RequestRecord]
     reason: str
     duration_s: float
-    client: Mapping[str, float] = field(default_factory=dict)
+    client: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LoadGenerator:
-    """One run of ``python -m kvbench.loadgen``."""
+    """One run of ``workers`` processes of ``command``, which is called with the path of its spec."""
 
-    def __init__(self, launcher: LocalLauncher, spec: Mapping[str, Any], name: str = "loadgen") -> None:
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        spec: Mapping[str, Any],
+        name: str = "loadgen",
+        workers: int = 1,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         self._spec = dict(spec)
+        self._command = tuple(command)
         self._launcher = launcher
         self._name = name
+        self._count = workers
+        self._workers: list[_Worker] = []
         self._deadline = 0.0
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run."""
+        return [worker.process.pid for worker in self._workers]
 
     def run(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
     ) -> LoadResult:
         """Offer the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
 
-        Raises ProcessDiedError if the generator itself ends early, KvbenchError past the deadline.
+        Raises ProcessDiedError if a generator itself ends early, KvbenchError past the deadline. However it
+        ends, all processes and their files of records are gone then.
         """
-        process = self._launcher.start(
-            ProcessSpec(
-                name=self._name,
-                argv=(sys.executable, "-m", "kvbench.loadgen"),
-                spec={**self._spec, "wait_for_go": True},
-            ),
-            piped=True,
-        )
         try:
-            return self._converse(process, on_progress, check, deadline_s)
+            for index in range(self._count):
+                self._workers.append(self._start(index))
+            self._converse(on_progress, check, deadline_s)
+            return self._joined()
         finally:
-            self._launcher.stop([process])
+            self._launcher.stop([worker.process for worker in self._workers])
+            for worker in self._workers:
+                worker.forget_records()
+            self._workers = []
+
+    def _start(self, index: int) -> _Worker:
+        spec, name = {**self._spec, "wait_for_go": True}, self._name
+        path = Path(str(spec["records_path"]))
+        if self._count > 1:
+            name = f"{name}-w{index}"
+            path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
+            spec |= {"worker": index, "workers": self._count, "records_path": str(path)}
+        wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
+        return _Worker(self._launcher.start(wanted, piped=True), path)
 
     def _converse(
-        self,
-        process: LocalProcess,
-        on_progress: Callable[[Progress], bool],
-        check: Callable[[], None],
-        deadline_s: float,
-    ) -> LoadResult:
+        self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
+    ) -> None:
+        """From the first event to the last worker's end."""
         self._deadline = time.monotonic() + PREPARE_DEADLINE_S
-        stopping = False
-        for event in self._events(process, check):
+        waiting, stopping = self._count, False
+        for worker, event in self._events(check):
             kind = event.get("event")
             if kind == "ready":
-                self._deadline = time.monotonic() + deadline_s
-                _say(process, "go")
+                waiting -= 1
+                if not waiting:
+                    self._deadline = time.monotonic() + deadline_s
+                    self._tell_all(f"go {time.monotonic() + TOGETHER_S:.6f}" if self._count > 1 else "go")
             elif kind == "progress":
-                progress = Progress(
-                    **{key: event[key] for key in Progress.__dataclass_fields__ if key in event}
-                )
-                if on_progress(progress) and not stopping:
+                worker.progress = _progress(event)
+                if on_progress(self._progress(worker.progress.settled)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
-                    _say(process, "stop")
+                    self._tell_all("stop")
             elif kind == "end":
-                return LoadResult(
-                    records=read_records(Path(str(self._spec["records_path"]))),
-                    reason=str(event.get("reason", "")),
-                    duration_s=float(event.get("duration_s", 0.0)),
-                    client=dict(event.get("client", {})),
-                )
-        raise AssertionError("unreachable: the event stream ends by an end event or an error")
+                worker.end = event
+                if all(each.end is not None for each in self._workers):
+                    return
+        raise AssertionError("unreachable: the events end by the last end event or an error")
 
-    def _events(self, process: LocalProcess, check: Callable[[], None]) -> Iterator[dict[str, Any]]:
-        fd = process.stdout.fileno()
-        os.set_blocking(fd, False)
-        buffer = b""
+    def _events(self, check: Callable[[], None]) -> Iterator[tuple[_Worker, dict[str, Any]]]:
         with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
+            for worker in self._workers:
+                os.set_blocking(worker.process.stdout.fileno(), False)
+                selector.register(worker.process.stdout.fileno(), selectors.EVENT_READ, worker)
             while True:
                 if time.monotonic() > self._deadline:
-                    raise KvbenchError(
-                        "the load generator did not finish within its deadline",
-                        hint=f"see {process.log_path}",
-                    )
+                    raise self._too_late()
                 check()
-                if not selector.select(POLL_S):
-                    continue
-                data = os.read(fd, 65_536)
-                if not data:
-                    raise ended_early(process)
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    yield json.loads(line)
+                for key, _ in selector.select(POLL_S):
+                    data = os.read(key.fd, 65_536)
+                    if data:
+                        yield from ((key.data, json.loads(line)) for line in key.data.lines(data))
+                    elif key.data.end is not None:
+                        selector.unregister(key.fd)  # its work is done, others still go on
+                    else:
+                        raise ended_early(key.data.process)
+
+    def _too_late(self) -> KvbenchError:
+        late = [worker.process for worker in self._workers if worker.end is None]
+        return KvbenchError(
+            "the load generator did not finish within its deadline",
+            hint=f"see {', '.join(str(process.log_path) for process in late)}",
+        )
+
+    def _tell_all(self, words: str) -> None:
+        for worker in self._workers:
+            _say(worker.process, words)
+
+    def _progress(self, settled: tuple[Settled, ...]) -> Progress:
+        """The workers' counts together, as each last told them."""
+        told = [worker.progress for worker in self._workers]
+        return Progress(
+            t_s=max(each.t_s for each in told),
+            sent=sum(each.sent for each in told),
+            done=sum(each.done for each in told),
+            met=sum(each.met for each in told),
+            missed=sum(each.missed for each in told),
+            in_flight=sum(each.in_flight for each in told),
+            waiting_first=sum(each.waiting_first for each in told),
+            lag_ms=max(each.lag_ms for each in told),
+            settled=settled,
+        )
+
+    def _planned(self) -> int:
+        """Requests in the plan: the lines of its trace if it has one."""
+        trace = str(self._spec.get("requests_path", ""))
+        if not trace:
+            return int(self._spec["num_requests"])
+        with open(trace, "rb") as file:
+            return sum(1 for line in file if line.strip())
+
+    def _joined(self) -> LoadResult:
+        ends = [worker.end or {} for worker in self._workers]
+        clients = [dict(end.get("client", {})) for end in ends]
+        require_common_start(clients)
+        unfinished = [str(end["reason"]) for end in ends if end["reason"] != "complete"]
+        shares = [read_records(worker.records_path) for worker in self._workers]
+        return LoadResult(
+            records=joined_records(shares, None if unfinished else self._planned()),
+            reason=unfinished[0] if unfinished else "complete",
+            duration_s=max(float(end.get("duration_s", 0.0)) for end in ends),
+            client=joined_client(clients),
+        )
+
+
+class _Worker:
+    """One process, and what it has told so far."""
+
+    def __init__(self, process: LocalProcess, records_path: Path) -> None:
+        self.process = process
+        self.records_path = records_path
+        self.progress = Progress()
+        self.end: dict[str, Any] | None = None
+        self._rest = b""
+
+    def forget_records(self) -> None:
+        """Removes its file of records, and what it may have written of one when it was killed."""
+        for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
+            path.unlink(missing_ok=True)
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The whole lines that these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def _progress(event: Mapping[str, Any]) -> Progress:
+    known = {key: event[key] for key in Progress.__dataclass_fields__ if key in event}
+    known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+    return Progress(**known)
 
 
 def ended_early(process: LocalProcess) -> ProcessDiedError:
@@ -138,18 +248,12 @@ def ended_early(process: LocalProcess) -> ProcessDiedError:
         time.sleep(0.01)
     lines = "\n".join(f"  {line}" for line in process.tail())
     return ProcessDiedError(
-        f"the load generator ended early (status {process.poll()}); its last lines:\n{lines}",
+        f"the load generator {process.name} ended early (status {process.poll()}); its last lines:\n{lines}",
         hint=f"the whole log is {process.log_path}",
     )
 
 
-def _say(process: LocalProcess, word: str) -> None:
+def _say(process: LocalProcess, words: str) -> None:
     with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status tells why
-        process.stdin.write(word.encode() + b"\n")
+        process.stdin.write(words.encode() + b"\n")
         process.stdin.flush()
-
-
-def read_records(path: Path) -> list[RequestRecord]:
-    """The generator's JSON lines as records."""
-    with path.open("rb") as file:
-        return [RequestRecord.from_json(json.loads(line)) for line in file if line.strip()]

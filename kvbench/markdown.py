@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from kvbench.core.binding import LIMIT_WORDS
 from kvbench.core.breakdown import PART_WORDS
 from kvbench.core.records import TrialRecord
+from kvbench.methods_tables import method_tables
 from kvbench.notes import Note, ahead, notes
 from kvbench.plots import NO_DATA
-from kvbench.provenance import EMULATED, EMULATED_WHY, caption, is_emulated, scenario_of, slo_of
+from kvbench.provenance import caption, mark_of, scenario_of, slo_of
+from kvbench.routercost import FIGURE_WORDS, RouterCost, difference
 from kvbench.runs import Run
 from kvbench.tables import MISSING, Row, number, percent, trial_values
 
@@ -23,27 +26,37 @@ _PICTURES: Final = {
 _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 
 
-def report_markdown(run: Run, rows: Sequence[Row]) -> str:
+def report_markdown(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()) -> str:
     """The report as Markdown with GitHub's tables."""
+    mark = mark_of(run)
     parts = [
-        f"# {scenario_of(run)}: highest request rate under the SLO" + (f" ({EMULATED})" * is_emulated(run)),
+        f"# {scenario_of(run)}: highest request rate under the SLO" + (f" ({mark.word})" if mark else ""),
         f"{caption(run)}\n\nSLO: {slo_of(run).text()}. Status of the run: {run.manifest.get('status')}.",
     ]
-    if is_emulated(run):
-        parts.append(f"> **Emulated**: {EMULATED_WHY}. These are not figures of a GPU.")
-    parts += ["## Result", _result(rows) if rows else f"No cell was measured; {NO_DATA}."]
+    if mark is not None:
+        parts.append(f"> **{mark.word.title()}**: {mark.why}. These are not figures of a GPU.")
+    beside = method_tables(run)
+    if rows or not beside:
+        parts += ["## Result", _result(rows) if rows else f"No cell was measured; {NO_DATA}."]
     for name, words in _PICTURES.items():
         if (run.path / "figures" / f"{name}.png").is_file():
             parts.append(f"![{words}](figures/{name}.png)")
     told = ahead(rows)
     if told:
         parts += ["## Who is ahead", _why_ahead(), _bullets(Note(line) for line in told)]
+    for each in beside:
+        parts += [f"## {each.title}", each.words, table(each.header, each.shown)]
     parts += ["## Notes", _bullets(notes(run, rows)) or "None."]
     parts += ["## Latency at the supporting trial", _WHICH_TRIAL, _latencies(rows)]
     where = _breakdown(rows)
     if where:
         parts += ["## Where the time to the first token goes", _WHICH_PARTS, where]
+    if costs:
+        parts += ["## What the router adds", _WHICH_COSTS, *map(_router_cost, costs)]
     parts += ["## Rates, KV cache and prefix cache at the supporting trial", _rates(rows)]
+    client = _client(rows)
+    if client:
+        parts += ["## The load generator itself", _WHICH_CLIENT, client]
     parts += ["## Search", *_searches(run)]
     parts += ["## Findings", _findings(run) or "No gate had anything to say."]
     parts += ["## Environment", _environment(run)]
@@ -66,20 +79,21 @@ def _why_ahead() -> str:
 
 
 def _result(rows: Sequence[Row]) -> str:
-    header = ["connector", "input", "output", "max rate (req/s)", "search", "met (%)", "achieved (req/s)"]
+    header = ["connector", "input", "output", "max rate (req/s)", "limit", "search", "met (%)"]
     body = [
         [
             row.cell.connector,
             f"{row.cell.input_len}",
             f"{row.cell.output_len}",
             row.rate_text(),
+            LIMIT_WORDS.get(row.limit, MISSING),
             row.search + (", confirmed" if row.confirmed else ""),
             _with_interval(row.values),
             number(row.values["achieved_request_rate"]),
         ]
         for row in rows
     ]
-    return table([*header, "trials", "findings", "labels"], [
+    return table([*header, "achieved (req/s)", "trials", "findings", "labels"], [
         [*cells, f"{row.trials}", f"{sum(row.findings.values())}", ", ".join(row.labels)]
         for cells, row in zip(body, rows, strict=True)
     ])  # fmt: skip
@@ -115,11 +129,11 @@ def _four(values: Mapping[str, float | None], name: str) -> str:
 
 _WHICH_PARTS: Final = (
     "Means in milliseconds over the answered requests of the same trial, warm-up included. The engines' "
-    "histograms tell queue and prefill, the router's times of each request tell what lies around them. The "
-    "first decode step is taken as D's mean gap between tokens. `hand-off` is all that is neither P's nor "
-    "D's engine nor the transfer: their HTTP front ends and the router's turn; where P and D are asked at "
-    "once it holds D's queue, too, which cannot be told apart then. `router and client` is the rest; without "
-    "P/D it holds the server's front end."
+    "histograms tell queue and prefill, the router's times of each request (in direct mode the load "
+    "generator's own) tell what lies around them. The first decode step is taken as D's mean gap between "
+    "tokens. `hand-off` is all that is neither P's nor D's engine nor the transfer: their HTTP front ends "
+    "and the router's turn; where P and D are asked at once it holds D's queue, too, which cannot be told "
+    "apart then. `router and client` is the rest; without P/D it holds the server's front end."
 )
 
 
@@ -137,6 +151,55 @@ def _breakdown(rows: Sequence[Row]) -> str:
         if any(row.values[f"ttft_{part}_ms"] is not None for part in PART_WORDS)
     ]
     return table(header, body) if body else ""
+
+
+_WHICH_COSTS: Final = (
+    "TTFT in milliseconds of the same requests (same prompts, same planned sends) through the router and "
+    "directly to P and D, in turns, caches emptied before each trial; warm-up left out. In brackets: the "
+    "95 % interval of what the router adds, from a block bootstrap over pairs of the same request. It does "
+    "not cover how much repeated trials would differ."
+)
+
+
+def _router_cost(cost: RouterCost) -> str:
+    head = f"### {cost.cell.connector}, {cost.cell.input_len:,} in, {number(cost.request_rate)} req/s"
+    if not cost.added:
+        return f"{head}\n\n{cost.reason}."
+    body = [
+        [FIGURE_WORDS[each.figure], number(each.with_), number(each.without), difference(each)]
+        for each in cost.added
+    ]
+    left = f", {cost.left_out} more were not answered both ways" if cost.left_out else ""
+    told = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
+    return "\n\n".join([head, table(["TTFT", "router (ms)", "direct (ms)", "the router adds"], body), told])
+
+
+_WHICH_CLIENT: Final = (
+    "Of the same trial, the worst process where several sent. `stamps`: whether receive times are the "
+    "kernel's or were taken at the read; chunk lag is the time between the two. Send lag is how much later "
+    "than planned a request was written. CPU 1 is a whole core."
+)
+
+
+def _client(rows: Sequence[Row]) -> str:
+    header = ["connector", "input", "rate", "way", "processes", "stamps", "send lag P50 / P99 (ms)"]
+    body = [
+        [
+            row.cell.connector,
+            f"{row.cell.input_len}",
+            number(row.answer.max_request_rate),
+            row.load_mode or MISSING,
+            MISSING if row.values["client_workers"] is None else f"{row.values['client_workers']:.0f}",
+            row.stamps or MISSING,
+            " / ".join(number(row.values[f"client_send_lag_ms_{figure}"]) for figure in ("p50", "p99")),
+            number(row.values["client_chunk_lag_ms_p99"]),
+            number(row.values["client_loop_lag_ms_p99"]),
+            number(row.values["client_cpu_share"]),
+        ]
+        for row in rows
+        if row.values["client_send_lag_ms_p99"] is not None
+    ]
+    return table([*header, "chunk lag P99 (ms)", "loop lag P99 (ms)", "CPU"], body) if body else ""
 
 
 def _rates(rows: Sequence[Row]) -> str:
@@ -205,7 +268,7 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
 def _findings(run: Run) -> str:
     return _bullets(
         Note(f"`{trial.trial_id}` {finding.level}, {finding.gate}: {finding.message}", finding.advice)
-        for trial in run.trials
+        for trial in run.all_trials
         for finding in trial.findings
     )
 

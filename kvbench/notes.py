@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbench.comparison import Comparison, compare
-from kvbench.provenance import EMULATED_WHY, is_emulated
+from kvbench.core.binding import LIMIT_WORDS
+from kvbench.provenance import mark_of
 from kvbench.runs import Run
 from kvbench.tables import Row, number
 
@@ -22,7 +23,14 @@ class Note:
 
 def notes(run: Run, rows: Sequence[Row]) -> list[Note]:
     """Everything that limits what the rows of this run say, the weightiest first."""
-    return [*_state(run), *_skipped(run), *_cells(rows), *_refused_trials(run), *_warnings(run, rows)]
+    return [
+        *_state(run),
+        *_skipped(run),
+        *_cells(rows),
+        *_limits(rows),
+        *_refused_trials(run),
+        *_warnings(run, rows),
+    ]
 
 
 def _state(run: Run) -> Iterable[Note]:
@@ -35,8 +43,11 @@ def _state(run: Run) -> Iterable[Note]:
     planned = run.plan.get("cells")
     if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
         yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
-    if is_emulated(run):
-        yield Note(f"emulated: {EMULATED_WHY}")
+    mark = mark_of(run)
+    if mark is not None:
+        yield Note(f"{mark.word}: {mark.why}")
+    for label, figures in (run.manifest.get("simulated_with") or {}).items():
+        yield Note(f"{label} was simulated with {figures}")
     for warning in run.warnings:
         yield Note(warning)
 
@@ -55,6 +66,17 @@ def _cells(rows: Sequence[Row]) -> Iterable[Note]:
             lengths.setdefault((row.name, said, row.hint), []).append(row.cell.input_len)
     for (name, said, hint), where in lengths.items():
         yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {said}", hint)
+
+
+def _limits(rows: Sequence[Row]) -> Iterable[Note]:
+    """One note per connector and limit: why no higher rate met the SLO, with the evidence of one length."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.limit and row.limit_evidence and row.outcome == "found":
+            found.setdefault((row.name, row.limit), []).append(row)
+    for (name, limit), mine in found.items():
+        where = ", ".join(f"{row.cell.input_len:,}" for row in mine)
+        yield Note(f"what limits {name} at {where}: {LIMIT_WORDS[limit]}; {mine[-1].limit_evidence}")
 
 
 def _said_of(row: Row) -> str:

@@ -58,19 +58,17 @@ def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str,
 
 def _print_header(plan: Plan, console: Console) -> None:
     scenario = plan.scenario
-    limits = [
-        f"{name} ≤ {limit:g} ms"
-        for name, limit in (("TTFT", scenario.slo.ttft_ms), ("TPOT", scenario.slo.tpot_ms))
-        if limit is not None
-    ]
+    slos, search = scenario.slo.by_tier(), scenario.search
     deployment = scenario.deployment
     console.print(f"scenario   {scenario.name}", markup=False)
     model, ranks = scenario.model, deployment.tensor_parallel_size
     console.print(f"model      {model.name}, {model.kv_dtype} KV, TP {ranks}", markup=False)
     console.print(f"engine     {deployment.engine}, {deployment.prefill}P{deployment.decode}D", markup=False)
-    console.print(
-        f"SLO        {' and '.join(limits)} for {scenario.slo.attainment:.1%} of requests", markup=False
-    )
+    for heading, (tier, slo) in zip(["SLO", *[""] * len(slos)], slos.items(), strict=False):
+        console.print(f"{heading:<10} {tier + ': ' if tier else ''}{slo.text()}", markup=False)
+    rates = f" at {', '.join(f'{rate:g}' for rate in search.rates)} req/s" if search.rates else ""
+    beside = ", burst beside it" if search.compare_burst else ""
+    console.print(f"method     {search.method}{rates}{beside}", markup=False)
     console.print(f"seed       {scenario.seed}\n", markup=False)
 
 

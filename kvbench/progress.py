@@ -14,7 +14,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.load import Progress as LoadProgress
 from kvbench.runs import CellResult
 
-_COLOURS = {"met": "green", "missed": "red", "invalid": "yellow"}
+_COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "cyan", "measured": "green"}
 
 
 def why(record: TrialRecord) -> str:

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import yaml
 
+from kvbench.core import slo as slos
+from kvbench.core.lies import LIES, told_lie
 from kvbench.errors import InputError
 from kvbench.runs import Run
 
 EMULATED: Final = "emulated"
+SIMULATED: Final = "simulated"
 EMULATED_WHY: Final = "compute timing is modelled, the KV bytes and their transfer are real"
+SIMULATED_WHY: Final = "nothing ran: engines, router and KV transfers are a model on virtual time"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What every table and picture says of numbers that were not measured on real engines."""
+
+    word: str
+    why: str
+    badge: str
+
+
+_MARKS: Final = (
+    Mark(SIMULATED, SIMULATED_WHY, "SIMULATED: nothing ran, all of it is a model"),
+    Mark(EMULATED, EMULATED_WHY, "EMULATED: timing modelled, KV bytes real"),
+)
 
 
 @dataclass(frozen=True)
 class Slo:
-    """The limits a request has to meet, and the share of requests that must; None where not known."""
+    """What had to be met, as far as the run folder says; None and empty where it does not."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     attainment: float | None = None
+    limits: tuple[slos.Limit, ...] = ()
+    tiers: Mapping[str, slos.Slo] = field(default_factory=dict)
+    """The tiers, the strictest first, where there are several."""
 
     def text(self) -> str:
+        if self.tiers:
+            return slos.tiers_text(self.tiers)
+        if self.limits:
+            return slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits).text()
         limits = [
             f"{name} ≤ {limit:g} ms"
             for name, limit in (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))
@@ -33,6 +59,23 @@ class Slo:
             return "no SLO"
         share = f" for {self.attainment * 100:g} % of requests" if self.attainment else ""
         return " and ".join(limits) + share
+
+    def lines(self, metric: str) -> list[tuple[str, str, float]]:
+        """(tier, statistic, limit in ms) of each limit on "ttft_ms" or "tpot_ms", the strictest tier first.
+
+        The statistic of a limit on each request is the attainment's percentile: p95 for 0.95.
+        """
+        tiers = self.tiers or {"": slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.99, self.limits)}
+        return [
+            (
+                tier,
+                f"p{slo.attainment * 100:g}" if limit.statistic == "each" else limit.statistic,
+                limit.limit,
+            )
+            for tier, slo in tiers.items()
+            for limit in dict.fromkeys((*slo.each, *slo.limits))
+            if limit.metric == metric
+        ]
 
 
 def resolved(run: Run, key: str) -> Any:
@@ -56,7 +99,22 @@ def slo_of(run: Run) -> Slo:
     data = resolved(run, "slo")
     if not isinstance(data, Mapping):
         return Slo()
-    return Slo(*(_number(data.get(key)) for key in ("ttft_ms", "tpot_ms", "attainment")))
+    ttft_ms, tpot_ms, share = (_number(data.get(key)) for key in ("ttft_ms", "tpot_ms", "attainment"))
+    try:
+        limits = tuple(slos.Limit.from_json(each) for each in data.get("limits") or ())
+        tiers = _tiers(data)
+    except (ValueError, TypeError, AttributeError):
+        limits, tiers = (), {}  # a hand-made file; what else it says still counts
+    return Slo(ttft_ms, tpot_ms, share, limits, tiers)
+
+
+def _tiers(data: Mapping[str, Any]) -> dict[str, slos.Slo]:
+    share = _number(data.get("attainment")) or 0.95
+    each = {
+        str(name): slos.Slo.from_json({**tier, "attainment": tier.get("attainment") or share})
+        for name, tier in (data.get("tiers") or {}).items()
+    }
+    return {name: each[name] for name in slos.by_strictness(each)}
 
 
 def model_of(run: Run) -> str:
@@ -66,12 +124,29 @@ def model_of(run: Run) -> str:
     return str(model) if model else ""
 
 
-def is_emulated(run: Run) -> bool:
-    return EMULATED in run.labels or any(EMULATED in trial.labels for trial in run.trials)
+def mark_of(run: Run) -> Mark | None:
+    """How the run is marked; None if real engines were measured."""
+    labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
+    mark = next((mark for mark in _MARKS if mark.word in labels), None)
+    lie = told_lie(sorted(labels))
+    if mark is None or not lie:
+        return mark
+    what = LIES[lie].what if lie in LIES else lie
+    return Mark(
+        f"{mark.word}, lie: {lie}",
+        f"{mark.why}; and the system lies on purpose: {what}",
+        f"LIE: {lie} · {mark.badge}",
+    )
 
 
 def scenario_of(run: Run) -> str:
     return str(run.manifest.get("scenario") or resolved(run, "name") or "unnamed")
+
+
+def way_of(run: Run) -> str:
+    """``router`` or ``direct``. Folders from before there was a choice went through the router."""
+    load = resolved(run, "load")
+    return str(load.get("mode") or "router") if isinstance(load, Mapping) else "router"
 
 
 def started(run: Run) -> str:
@@ -118,11 +193,13 @@ def identity(run: Run) -> dict[str, Any]:
     deployment = resolved(run, "deployment")
     # The emulated engine's options set its speed; a real engine's are what one may want to compare.
     options = deployment.get("engine_options") if isinstance(deployment, Mapping) else None
+    mark = mark_of(run)
     return {
         "model": model_of(run),
-        "engine": EMULATED if is_emulated(run) else "real",
-        "engine options": options if is_emulated(run) else None,
+        "engine": mark.word if mark is not None else "real",
+        "engine options": options if mark is not None else None,
         "SLO": slo_of(run).text(),
+        "way of the requests": way_of(run),
         "host": host_of(run),
         "hardware": hardware_of(run),
         "seed": run.manifest.get("seed"),

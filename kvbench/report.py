@@ -19,14 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.comparison import compare
+from kvbench.core.binding import LIMIT_SHORT
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
 from kvbench.files import replaced, said_clearly, write_bytes, write_json
 from kvbench.markdown import report_markdown
+from kvbench.methods_tables import method_tables
 from kvbench.notes import Note, ahead, notes
 from kvbench.plots import NO_DATA, write_plots
-from kvbench.provenance import EMULATED, caption, check_comparable, is_emulated, scenario_of, slo_of
+from kvbench.provenance import caption, check_comparable, mark_of, scenario_of, slo_of
+from kvbench.routercost import RouterCost, router_costs
 from kvbench.runs import Run, load_run
-from kvbench.tables import MISSING, Row, number, percent, summary_table, trial_values
+from kvbench.serve_tables import Table as MethodTable
+from kvbench.tables import MISSING, Row, engine_word, number, percent, summary_table, trial_values
 
 __all__ = ["FORMATS", "command", "render_terminal", "summary_table", "write_report"]
 
@@ -51,7 +55,7 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Writes what is derived from a run folder into it; returns the files written."""
     run = load_run(path)
-    rows = summary_table(run)
+    rows, costs = summary_table(run), router_costs(run)
     figures = [kind for kind in formats if kind in ("png", "svg")]
     with said_clearly(run.path):
         written = write_plots(run, run.path / "figures", figures) if figures else []
@@ -59,17 +63,23 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
         tables.mkdir(exist_ok=True)
         if "csv" in formats:
             written.append(_write_csv(tables / "summary.csv", [row.flat() for row in rows]))
-            written.append(_write_csv(tables / "trials.csv", [trial_row(trial) for trial in run.trials]))
+            written.append(_write_csv(tables / "trials.csv", [trial_row(trial) for trial in run.all_trials]))
+            for beside in method_tables(run):
+                written.append(_write_csv(tables / f"{beside.name}.csv", beside.rows))
+            if costs:
+                compared = [row for cost in costs for row in cost.rows()]
+                written.append(_write_csv(tables / "router_cost.csv", compared))
         if "json" in formats:
-            write_json(tables / "summary.json", summary_json(run, rows))
+            write_json(tables / "summary.json", summary_json(run, rows, costs))
             written.append(tables / "summary.json")
         if "md" in formats:
-            write_bytes(run.path / "report.md", report_markdown(run, rows).encode("utf-8", "replace"))
+            text = report_markdown(run, rows, costs)
+            write_bytes(run.path / "report.md", text.encode("utf-8", "replace"))
             written.append(run.path / "report.md")
     return written
 
 
-def summary_json(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+def summary_json(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()) -> dict[str, Any]:
     """The summary for programs; names and units as in the CSV."""
     slo = slo_of(run)
     return {
@@ -80,6 +90,8 @@ def summary_json(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "labels": run.labels,
         "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms, "attainment": slo.attainment},
         "rows": [row.flat() for row in rows],
+        "methods": {beside.name: list(beside.rows) for beside in method_tables(run)},
+        "router_cost": [row for cost in costs for row in cost.rows()],
         "comparisons": [vars(each) | {"text": each.text()} for each in compare(rows)],
         "notes": [vars(note) for note in notes(run, rows)],
     }
@@ -92,6 +104,7 @@ def trial_row(trial: TrialRecord) -> dict[str, Any]:
         "connector": trial.cell.connector,
         "input_len": trial.cell.input_len,
         "output_len": trial.cell.output_len,
+        "method": trial.method,
         "purpose": trial.purpose,
         "request_rate": trial.request_rate,
         "verdict": trial.verdict,
@@ -102,6 +115,8 @@ def trial_row(trial: TrialRecord) -> dict[str, Any]:
         **trial_values(trial),
         "transport": trial.engine.get("transport"),
         "kv_source": trial.engine.get("kv_source"),
+        "load_mode": engine_word(trial, "load_mode"),
+        "client_stamps": engine_word(trial, "client.stamps"),
         "findings": "; ".join(f"{finding.level}: {finding.gate}" for finding in trial.findings),
         "labels": ";".join(trial.labels),
     }
@@ -138,13 +153,23 @@ def render_terminal(runs: Run | Sequence[Run], console: Console, differing: Sequ
     shown = [row for row in rows if row.outcome != "skipped"]
     if shown:
         console.print(_table(shown, names={run.run_id: name for name, run in named} if several else {}))
-    else:
+    elif not any(method_tables(run) for _, run in named):
         _line(console, f"\nno cell was measured; {NO_DATA}")
+    for name, run in named:
+        if said := client_line(run):
+            _line(console, f"{name}  {said}" if several else said, style="dim")
     _line(console, "")
     if differing:
         _line(console, "NOT COMPARABLE, put together by --force: the runs differ in", style="bold red")
         _list(console, [Note(line) for line in differing])
+    for name, run in named:
+        for beside in (each for each in method_tables(run) if each.in_terminal):
+            _line(console, f"{beside.title} in {name}" if several else beside.title, style="bold")
+            console.print(_beside(beside))
     _section(console, "who is ahead (max request rate, from the intervals)", [Note(t) for t in ahead(rows)])
+    for name, run in named:
+        costs = [Note(cost.text()) for cost in router_costs(run)]
+        _section(console, f"what the router adds in {name}" if several else "what the router adds", costs)
     for name, run in named:
         mine = [row for row in rows if row.run_id == run.run_id]
         _section(console, f"notes on {name}" if several else "notes", notes(run, mine))
@@ -152,14 +177,46 @@ def render_terminal(runs: Run | Sequence[Run], console: Console, differing: Sequ
         _line(console, f"files: {run.path} (report.md, tables/, figures/, trials.jsonl, requests/, logs/)")
 
 
+def _beside(beside: MethodTable) -> Table:
+    """A method's own table, as wide as a terminal."""
+    columns = beside.brief or range(len(beside.header))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    for place, column in enumerate(columns):
+        table.add_column(Text(beside.header[column]), justify="left" if place == 0 else "right", max_width=34)
+    for cells in beside.shown:
+        table.add_row(*(Text(cells[column]) for column in columns))
+    return table
+
+
 def _short_name(place: int) -> str:
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place] if place < 26 else f"R{place + 1}"
 
 
+def client_line(run: Run) -> str:
+    """What the load generator says of itself: the worst of all trials; empty where nothing was told."""
+    trials = [(trial_values(trial), engine_word(trial, "client.stamps")) for trial in run.trials]
+
+    def worst(column: str) -> float | None:
+        return max((known for values, _ in trials if (known := values[column]) is not None), default=None)
+
+    lag = worst("client_send_lag_ms_p99")
+    if lag is None:
+        return ""
+    late, stamps = worst("client_chunk_lag_ms_p99"), sorted({word for _, word in trials if word})
+    workers = int(worst("client_workers") or 1)
+    parts = [
+        f"sends {number(lag)} ms late" + (f", reads {number(late)} ms" if late is not None else ""),
+        *([f"{' and '.join(stamps)} stamps"] if stamps else []),
+        f"{workers} process{'es' if workers > 1 else ''}",
+    ]
+    return f"client (P99, worst trial): {'; '.join(parts)}"
+
+
 def title(run: Run) -> str:
-    """What was measured, under which SLO, and the word *emulated* where it was."""
-    emulated = f"{EMULATED.upper()} · " if is_emulated(run) else ""
-    return f"{emulated}{scenario_of(run)} · {slo_of(run).text()}"
+    """What was measured, under which SLO, and the word *emulated* or *simulated* where it was."""
+    mark = mark_of(run)
+    marked = f"{mark.word.upper()} · " if mark is not None else ""
+    return f"{marked}{scenario_of(run)} · {slo_of(run).text()}"
 
 
 def _table(rows: Sequence[Row], names: Mapping[str, str]) -> Table:
@@ -171,14 +228,19 @@ def _table(rows: Sequence[Row], names: Mapping[str, str]) -> Table:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     for heading in ("TPOT ms\nP50 / P99", "KV MB\n/req", "KV ms\n/req"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
+    if any(row.limit for row in rows):
+        table.add_column("limit", no_wrap=True)
+        limits = [Text(LIMIT_SHORT.get(row.limit, MISSING)) for row in rows]
+    else:
+        limits = []
     last = None
-    for row in rows:
+    for place, row in enumerate(rows):
         lengths = (row.cell.input_len, row.cell.output_len)
         if last not in (None, lengths):
             table.add_section()
         last = lengths
         run = [names[row.run_id]] if names else []
-        table.add_row(*run, *(Text(cell) for cell in _cells(row)))
+        table.add_row(*run, *(Text(cell) for cell in _cells(row)), *limits[place : place + 1])
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -11,6 +11,7 @@ import yaml
 
 from kvbench.core.scenario import Scenario, parse_scenario
 from kvbench.errors import InputError, ServerError
+from kvbench.replay import load_trace, require_fitting, trace_lengths
 from kvbench.scenario_files import find_scenario, load_scenario, registry
 
 ASK_TIMEOUT_S = 10.0
@@ -32,6 +33,15 @@ class Wish:
     tpot_ms: float | None = None
     attainment: float | None = None
     fixed_rate: float | None = None
+    replay: bool = False
+    slo: tuple[str, ...] = ()
+    method: str | None = None
+    rates: str | None = None
+    trace: str | None = None
+    time_scale: float | None = None
+    workers: int | None = None
+    direct: bool = False
+    both_modes: bool = False
 
 
 def resolve(wish: Wish) -> tuple[Scenario, bytes]:
@@ -39,13 +49,58 @@ def resolve(wish: Wish) -> tuple[Scenario, bytes]:
     if wish.base_url is not None:
         return _external(wish, wish.base_url)
     overrides = [*wish.overrides, *_shorthand(wish)]
+    overrides = [*_replaced(wish), *overrides]
     scenario, source = load_scenario(wish.scenario, overrides)
-    if wish.connectors:
+    overrides += _traced(scenario)
+    if wish.connectors or scenario.workload.trace:
         data, origin = find_scenario(wish.scenario)
-        chosen = _chosen_connectors(scenario, wish.connectors)
-        overrides.append(f"connectors={json.dumps(chosen)}")
+        if wish.connectors:
+            chosen = _chosen_connectors(scenario, wish.connectors)
+            overrides.append(f"connectors={json.dumps(chosen)}")
         scenario = parse_scenario(data.decode("utf-8-sig"), origin, registry(), overrides)
+    if scenario.workload.trace:
+        require_fitting(scenario, load_trace(scenario.workload.trace))
     return scenario, source
+
+
+def _replaced(wish: Wish) -> list[str]:
+    """What stands for a whole section, so that nothing of the scenario's own is left beside it."""
+    found = []
+    if wish.slo:
+        found.append(f"slo={json.dumps({'limits': list(wish.slo)})}")
+    if wish.trace is not None or wish.time_scale is not None:
+        trace = {"path": wish.trace, "time_scale": wish.time_scale}
+        given = {key: value for key, value in trace.items() if value is not None}
+        if wish.trace is None:
+            found.append(f"workload.trace.time_scale={wish.time_scale}")
+        else:
+            found += [f"workload.trace={json.dumps(given)}", "search.method=trace"]
+    return [*found, *_method(wish)]
+
+
+def _method(wish: Wish) -> list[str]:
+    """``--method sustained,burst`` and ``--rates``, which mean a method by themselves."""
+    found = []
+    names = [name.strip() for name in (wish.method or "").split(",") if name.strip()]
+    if wish.rates is not None:
+        found += [f"search.rates=[{wish.rates}]", *([] if names else ["search.method=fixed"])]
+    if sorted(names) == ["burst", "sustained"]:
+        return [*found, "search.method=sustained", "search.compare_burst=true"]
+    if len(names) > 1:
+        raise InputError(
+            f"--method takes one method, or sustained,burst for both, not {wish.method!r}",
+            hint="there are: sustained, burst, fixed, trace",
+        )
+    return [*found, *(f"search.method={name}" for name in names)]
+
+
+def _traced(scenario: Scenario) -> list[str]:
+    """A trace's cell is called by the trace's mean lengths."""
+    if scenario.workload.trace is None:
+        return []
+    input_len, output_len, longest = trace_lengths(scenario.workload.trace)
+    lengths = [f"workload.input_len=[{input_len}]", f"workload.output_len={output_len}"]
+    return [*lengths, f"workload.trace.longest={longest}"]
 
 
 def _shorthand(wish: Wish) -> list[str]:
@@ -56,6 +111,8 @@ def _shorthand(wish: Wish) -> list[str]:
         "slo.ttft_ms": wish.ttft_ms,
         "slo.tpot_ms": wish.tpot_ms,
         "slo.attainment": wish.attainment,
+        "load.workers": wish.workers,
+        "load.mode": "direct" if wish.direct else None,
     }
     return [f"{path}={value}" for path, value in values.items() if value is not None]
 
@@ -73,16 +130,22 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
     missing = [
         option
         for option, value in (("--input-len", wish.input_len), ("--output-len", wish.output_len))
-        if value is None
+        if value is None and wish.trace is None
     ]
-    if wish.ttft_ms is None and wish.tpot_ms is None:
-        missing.append("--ttft-ms or --tpot-ms")
+    unsearched = wish.rates is not None or wish.trace is not None
+    if wish.ttft_ms is None and wish.tpot_ms is None and not wish.slo and not unsearched:
+        missing.append("--ttft-ms, --tpot-ms or --slo")
     if missing:
         raise InputError(f"--base-url also needs {', '.join(missing)}", hint="see `kvbench sweep --help`")
     if len(wish.connectors) > 1:
         raise InputError(
             "one base URL is one deployment, so it has one --connector",
             hint="measure each with a run of its own",
+        )
+    if wish.direct or wish.both_modes:
+        raise InputError(
+            "behind a --base-url only one URL is known, so P and D cannot be asked directly",
+            hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
         )
     root = base_url.rstrip("/").removesuffix("/v1")
     name = wish.connectors[0] if wish.connectors else "aggregated"
@@ -96,19 +159,28 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
         },
         "deployment": {"engine": "external", "engine_options": _metrics_urls(root, name)},
         "connectors": [name],
-        "workload": {"input_len": _lengths(wish.input_len or ""), "output_len": wish.output_len},
+        "workload": {}
+        if wish.trace is not None
+        else {"input_len": _lengths(wish.input_len or ""), "output_len": wish.output_len},
         "slo": {
             key: value
             for key, value in (
                 ("ttft_ms", wish.ttft_ms),
                 ("tpot_ms", wish.tpot_ms),
                 ("attainment", wish.attainment),
+                ("limits", list(wish.slo) or None),
             )
             if value is not None
         },
     }
     text = yaml.safe_dump(document, sort_keys=False)
-    return parse_scenario(text, "--base-url", registry(), wish.overrides), text.encode()
+    overrides = [*_replaced(replace(wish, slo=())), *wish.overrides]
+    overrides += [f"load.workers={wish.workers}"] if wish.workers is not None else []
+    scenario = parse_scenario(text, "--base-url", registry(), overrides)
+    if scenario.workload.trace:
+        overrides += _traced(scenario)
+        scenario = parse_scenario(text, "--base-url", registry(), overrides)
+    return scenario, text.encode()
 
 
 def _metrics_urls(root: str, connector: str) -> dict[str, str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from kvbench import connectors, engines
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
@@ -34,8 +34,8 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     for choice in scenario.connectors:
         with suppress(InputError):  # one that the engine lacks is told by ``unusable``
             chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
-    deployment, slo = scenario.deployment, scenario.slo
-    per_request_s = ((slo.ttft_ms or 0.0) + (slo.tpot_ms or 0.0) * (scenario.workload.output_len - 1)) / 1e3
+    deployment = scenario.deployment
+    per_request_s = scenario.slo.main().e2el_ms(scenario.workload.output_len) / 1e3
     rate = scenario.search.start_rate
     setting = Setting(
         connectors=chosen,
@@ -60,7 +60,7 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
     """The engine instances of one deployment, prefill first."""
     shape: ModelShape = scenario.model.shape
     neighbours = _neighbours(scenario, plan)
-    longest = max(scenario.workload.input_len) + scenario.workload.output_len
+    longest = scenario.workload.longest
     return [
         Instance(
             name=process.name,
@@ -93,13 +93,20 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
     specs = connector.services(options, scenario.deployment.host, plan.service_ports)
     specs += [engine.process(member, connector, options, engine_options) for member in members]
     if plan.router_port is not None:
-        specs.append(_router_spec(scenario, plan, members))
+        specs.append(_router_spec(scenario, plan))
     roles = {member.name: member.role for member in members}
     return [observed(spec, roles.get(spec.name, ""), scenario.deployment, log_dir) for spec in specs]
 
 
-def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Instance]) -> ProcessSpec:
-    host = scenario.deployment.host
+def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:
+    """How requests go to P and D, as JSON: what the router gets, and the load generator in direct mode.
+
+    Keys: connector, version, options, prefill, decode. None without P/D, where requests go straight to the
+    server, and for servers that somebody else started, of which only one URL is known.
+    """
+    if plan.router_port is None or scenario.deployment.engine == "external":
+        return None
+    members = instances(scenario, plan)
     connector = profile_of(scenario, plan.connector, plan.label)
     prefill = [
         {
@@ -111,20 +118,29 @@ def _router_spec(scenario: Scenario, plan: DeploymentPlan, members: Sequence[Ins
         if member.role == "prefill"
     ]
     engine = engines.get(scenario.deployment.engine)
-    spec = {
-        "host": host,
-        "port": plan.router_port,
+    return {
         "connector": plan.connector,
         "version": engine.version(scenario.deployment.engine_options),
         "options": scenario.connector_options(plan.label).model_dump(mode="json"),
-        "request_timeout_s": scenario.workload.request_timeout_s,
-        "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
         "prefill": prefill,
         "decode": [
             {"url": member.url, "side_address": member.side_address}
             for member in members
             if member.role != "prefill"
         ],
+    }
+
+
+def _router_spec(scenario: Scenario, plan: DeploymentPlan) -> ProcessSpec:
+    host = scenario.deployment.host
+    lie = engines.get(scenario.deployment.engine).router_lie(scenario.deployment.engine_options)
+    spec = {
+        "host": host,
+        "port": plan.router_port,
+        "request_timeout_s": scenario.workload.request_timeout_s,
+        "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
+        **(dispatch_spec(scenario, plan) or {}),
+        **({"lie": lie} if lie else {}),
     }
     return ProcessSpec(
         name="router",

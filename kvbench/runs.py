@@ -8,12 +8,12 @@ from __future__ import annotations
 import fcntl
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from kvbench import __version__
-from kvbench.core.records import SCHEMA_VERSION, Cell, RequestRecord, TrialRecord
+from kvbench.core.records import MAIN_METHODS, SCHEMA_VERSION, Cell, Method, RequestRecord, TrialRecord
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import read_lines, read_object
 
@@ -36,7 +36,8 @@ class CellResult:
     """What came of one cell.
 
     ``answer`` is the search's answer as JSON, None when there was no search. ``equal_outputs`` is
-    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's.
+    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's. ``method``: how it
+    was measured. ``tier``: the SLO tier that this answers; "" where there is one SLO only.
     """
 
     cell: Cell
@@ -46,6 +47,12 @@ class CellResult:
     reason: str = ""
     hint: str = ""
     confirmed_by: str | None = None
+    method: Method = "sustained"
+    tier: str = ""
+    main: bool = True
+    """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
+    limit: dict[str, Any] | None = None
+    """Which limit binds above the answer, as ``core.binding`` tells it; None where that is not known."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +61,7 @@ class CellResult:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> CellResult:
-        known = {"cell", "status", "answer", "equal_outputs", "reason", "hint", "confirmed_by"}
+        known = {item.name for item in fields(cls)} - {"extra"}
         data = {key: row[key] for key in known & row.keys()}
         data["cell"] = Cell(**data["cell"])
         extra = {key: value for key, value in row.items() if key not in known and key != "schema"}
@@ -81,7 +88,12 @@ UPGRADES: Final[tuple[Upgrade, ...]] = ()
 
 @dataclass
 class Run:
-    """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole."""
+    """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole.
+
+    ``trials`` and ``cells`` are those of the main column: the searches for a sustained rate, single rates and
+    replays. What was measured otherwise (burst, listed rates, one equal rate, further SLO tiers) is kept
+    apart in ``other_trials`` and ``other_cells``, so that nothing can mix them up.
+    """
 
     path: Path
     schema: int
@@ -92,6 +104,12 @@ class Run:
     trials: list[TrialRecord]
     cells: list[CellResult]
     warnings: list[str]
+    other_trials: list[TrialRecord] = field(default_factory=list)
+    other_cells: list[CellResult] = field(default_factory=list)
+
+    @property
+    def all_trials(self) -> list[TrialRecord]:
+        return [*self.trials, *self.other_trials]
 
     @property
     def run_id(self) -> str:
@@ -163,6 +181,8 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
         documents.manifest["status"] = "interrupted"
         warnings.append("the run was cut off: its process is gone and had not written how it ended")
+    trials = _parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings)
+    cells = _last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings))
     return Run(
         path=folder,
         schema=schema,
@@ -170,9 +190,11 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         scenario_text=scenario.read_text("utf-8", "replace") if scenario.is_file() else "",
         plan=documents.plan,
         environment=documents.environment,
-        trials=_parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings),
-        cells=_last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings)),
+        trials=[trial for trial in trials if trial.method in MAIN_METHODS],
+        cells=[result for result in cells if result.main],
         warnings=warnings,
+        other_trials=[trial for trial in trials if trial.method not in MAIN_METHODS],
+        other_cells=[result for result in cells if not result.main],
     )
 
 
@@ -221,4 +243,4 @@ def _parsed(
 
 
 def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
-    return list({result.cell: result for result in cells}.values())
+    return list({(result.cell, result.method, result.tier): result for result in cells}.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import shlex
 import sys
@@ -14,20 +15,24 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import connectors, engines, environment
-from kvbench.cell import CellRunner, Knowledge
+from kvbench.cell import CellRunner, Fixed, Knowledge
 from kvbench.core.plan import DeploymentPlan, Plan
+from kvbench.core.records import Cell
 from kvbench.core.scenario import Scenario
+from kvbench.core.traces import TracedRequest, figures, request_rate
 from kvbench.deployment import Deployment
 from kvbench.equality import check_prompts, greedy_outputs
-from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, KvbenchError
+from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning import plan_of
 from kvbench.ports import with_ports
 from kvbench.progress import Display, Watcher
+from kvbench.replay import load_trace, trace_summary
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, unusable
 from kvbench.runs import CellResult
 from kvbench.store import RunInfo, RunStore
+from kvbench.strategies import common_rates
 from kvbench.trial import TrialRunner
 
 
@@ -37,14 +42,28 @@ def command(wish: Wish, output: Path, console: Console) -> int:
 
     scenario, source = resolve(wish)
     plan = plan_of(scenario)
-    store = create_store(output, scenario, source, plan, "bench" if wish.fixed_rate else "sweep")
+    trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
+    fixed = _fixed(wish, trace)
+    store = create_store(output, scenario, source, plan, "sweep" if fixed is None else "bench")
+    if scenario.workload.trace:
+        store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
     console.print(f"run folder: {store.path}", markup=False)
     try:
         with store, Display(console, len(plan.cells)) as display:
-            results = Sweep(scenario, plan, store, display, wish.fixed_rate).run()
+            results = Sweep(scenario, plan, store, display, fixed, trace).run()
     finally:
         report.command([store.path], console)
     return exit_code(results)
+
+
+def _fixed(wish: Wish, trace: Sequence[TracedRequest]) -> Fixed | None:
+    """The one rate of ``bench``: that which was asked for, or a trace's own. None: it is searched for."""
+    if wish.fixed_rate is None and not wish.replay:
+        return None
+    rate = wish.fixed_rate or request_rate(trace)
+    if not math.isfinite(rate):
+        raise InputError("all requests of the trace come at once; give the rate to replay it at: --rate")
+    return Fixed(rate, wish.both_modes)
 
 
 def exit_code(results: Sequence[CellResult]) -> int:
@@ -73,7 +92,7 @@ def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, ki
             seed=scenario.seed,
             git=machine.get("git"),
             hosts=[str(machine.get("hostname"))],
-            labels=engines.get(scenario.deployment.engine).labels,
+            labels=engines.get(scenario.deployment.engine).labels_of(scenario.deployment.engine_options),
         ),
     )
 
@@ -87,13 +106,15 @@ class Sweep:
         plan: Plan,
         store: RunStore,
         watcher: Watcher,
-        fixed_rate: float | None = None,
+        fixed: Fixed | None = None,
+        trace: Sequence[TracedRequest] = (),
     ) -> None:
         self._scenario = scenario
         self._plan = plan
         self._store = store
         self._watcher = watcher
-        self._fixed_rate = fixed_rate
+        self._fixed = fixed
+        self._trace = trace
         self._knowledge = Knowledge({}, {})
         self._run_tag = f"{store.path.name}-{secrets.token_hex(4)}"
         self._results: list[CellResult] = []
@@ -104,11 +125,14 @@ class Sweep:
         for note in engine_warnings(self._scenario):
             self._watcher.note(note)
         external = self._scenario.deployment.engine == "external"
+        last: DeploymentPlan | None = None
         for deployment in self._plan.deployments:
             if external and deployment.reference_only:
                 continue
             if not self._skip(deployment):
                 self._measure(deployment)
+                last = deployment
+        self._equal_round(but=last)
         return self._results
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
@@ -133,18 +157,20 @@ class Sweep:
                 runner = self._cell_runner(deployment, planned)
                 while left:
                     is_reference = planned.label == self._plan.reference
-                    result = runner.run(left[0], is_reference=is_reference)
-                    self._finish(result)
+                    self._finish(*runner.run(left[0], is_reference=is_reference))
                     left.pop(0)
+                if planned is self._plan.deployments[-1]:
+                    self._at_equal_rates(planned, runner)
         except KvbenchError as error:
             self._watcher.note(f"{planned.label} failed: {error.message}")
             for cell in left:
                 self._finish(CellResult(cell, "failed", reason=error.message, hint=error.hint))
 
-    def _bring_up(self, planned: DeploymentPlan, stack: ExitStack) -> Deployment:
+    def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Deployment:
         planned = with_ports(planned, self._scenario.deployment.host)
         specs_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
-        self._launcher = LocalLauncher(self._run_tag, self._store.logs / planned.label, specs_dir)
+        folder = f"{planned.label}-{round_}" if round_ else planned.label
+        self._launcher = LocalLauncher(self._run_tag, self._store.logs / folder, specs_dir)
         self._record_processes(planned)
         self._watcher.stage(f"{planned.label}: starting {len(planned.instances)} instance(s)")
         deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
@@ -167,14 +193,56 @@ class Sweep:
 
     def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
         trials = TrialRunner(
-            self._scenario, deployment, self._store, self._launcher, self._watcher.trial_progress
+            self._scenario,
+            deployment,
+            self._store,
+            self._launcher,
+            self._watcher.trial_progress,
+            self._trace,
         )
         pairs = frozenset(
             each.label for each in self._plan.deployments if connectors.get(each.connector).disaggregated
         )
-        return CellRunner(self._scenario, trials, self._knowledge, self._watcher, pairs, self._fixed_rate)
+        return CellRunner(self._scenario, trials, self._knowledge, self._watcher, pairs, self._fixed)
 
-    def _finish(self, result: CellResult) -> None:
-        self._results.append(result)
-        self._store.put_cell(result)
-        self._watcher.cell_finished(result)
+    def _finish(self, *results: CellResult) -> None:
+        """Stores the results of one cell, the main one first."""
+        self._results += results
+        for result in results:
+            self._store.put_cell(result)
+        self._watcher.cell_finished(results[0])
+
+    # -- one equal rate ---------------------------------------------------------------------------
+
+    def _equal_round(self, but: DeploymentPlan | None) -> None:
+        """Brings the deployments up once more and offers each cell the lowest rate found at its length.
+
+        That rate is known only when all have been searched, and they run one after the other. The last one
+        (``but``) was still up then and has been measured at it already.
+        """
+        for planned in reversed(self._plan.deployments):
+            done = planned is but and planned is self._plan.deployments[-1]
+            if done or not self._equal_cells(planned):
+                continue
+            try:
+                with ExitStack() as stack:
+                    deployment = self._bring_up(planned, stack, round_="equal-rate")
+                    self._at_equal_rates(planned, self._cell_runner(deployment, planned))
+            except KvbenchError as error:
+                self._watcher.note(f"{planned.label} was not measured at an equal rate: {error.message}")
+
+    def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
+        search = self._scenario.search
+        if not search.equal_rate or search.method != "sustained" or self._fixed is not None:
+            return []
+        rates = common_rates(self._knowledge.rates)
+        cells = self._plan.cells_of(planned.label)
+        return [
+            (cell, rates[cell.input_len, cell.output_len])
+            for cell in cells
+            if cell in self._knowledge.rates and (cell.input_len, cell.output_len) in rates
+        ]
+
+    def _at_equal_rates(self, planned: DeploymentPlan, runner: CellRunner) -> None:
+        for cell, rate in self._equal_cells(planned):
+            runner.at_rate(cell, rate)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from kvbench.core.binding import Binding
 from kvbench.core.breakdown import PARTS
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK
@@ -50,6 +51,12 @@ ENGINE_KEYS: Final[Mapping[str, str]] = {
     "prefix_hit_rate_decode": "prefix_hit_rate_decode",
     "ttft_ms_mean_of_all": "ttft_ms_mean_of_all",
     **{f"ttft_{part}_ms": f"ttft_breakdown_ms.{part}" for part in PARTS},
+    "client_workers": "client.workers",
+    "client_send_lag_ms_p50": "client.send_lag_p50_ms",
+    "client_send_lag_ms_p99": "client.send_lag_p99_ms",
+    "client_chunk_lag_ms_p99": "client.chunk_lag_p99_ms",
+    "client_loop_lag_ms_p99": "client.loop_lag_p99_ms",
+    "client_cpu_share": "client.cpu_share",
 }
 VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
 
@@ -92,6 +99,11 @@ class Row:
     confirmed: bool = False
     transport: str = ""
     kv_source: str = ""
+    load_mode: str = ""
+    stamps: str = ""
+    limit: str = ""
+    """Which limit binds above the answer: a key of ``LIMIT_WORDS``."""
+    limit_evidence: str = ""
     reason: str = ""
     hint: str = ""
     findings: Mapping[str, int] = field(default_factory=dict)
@@ -121,6 +133,10 @@ class Row:
             **self.values,
             "transport": self.transport,
             "kv_source": self.kv_source,
+            "limit": self.limit,
+            "limit_evidence": self.limit_evidence,
+            "load_mode": self.load_mode,
+            "client_stamps": self.stamps,
             "trials": self.trials,
             "findings": sum(self.findings.values()),
             "trial_id": self.trial_id,
@@ -153,6 +169,7 @@ def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
     given = (result.answer if result else None) or {}
     labels = dict.fromkeys([*run.labels, *(label for trial in trials for label in trial.labels)])
     levels: Counter[str] = Counter(finding.level for trial in trials for finding in trial.findings)
+    limit = Binding.from_json(result.limit) if result and result.limit else None
     return Row(
         run_id=run.run_id,
         cell=cell,
@@ -163,8 +180,12 @@ def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
         verdict=support.verdict if support else "",
         search=str(given.get("status") or ""),
         confirmed=bool(given.get("confirmed")),
-        transport=str(support.engine.get("transport") or "") if support else "",
-        kv_source=str(support.engine.get("kv_source") or "") if support else "",
+        transport=engine_word(support, "transport"),
+        kv_source=engine_word(support, "kv_source"),
+        limit="" if limit is None else limit.limit,
+        limit_evidence="" if limit is None else limit.evidence,
+        load_mode=engine_word(support, "load_mode"),
+        stamps=engine_word(support, "client.stamps"),
         reason=(result.reason if result else "") or _search_reason(given),
         hint=result.hint if result else "",
         findings=dict(levels),
@@ -232,11 +253,21 @@ def trial_value(trial: TrialRecord, column: str) -> float | None:
     return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
 
 
+def engine_word(trial: TrialRecord | None, place: str) -> str:
+    """A word of a trial's engine record by its place; empty is missing."""
+    value = _raw_at(trial.engine, place) if trial else None
+    return value if isinstance(value, str) else ""
+
+
 def _at(data: Mapping[str, Any], place: str) -> float | None:
+    return _finite(_raw_at(data, place))
+
+
+def _raw_at(data: Mapping[str, Any], place: str) -> Any:
     value: Any = data
     for key in place.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    return _finite(value)
+    return value
 
 
 def _finite(value: Any) -> float | None:

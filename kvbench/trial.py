@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from kvbench.core.binding import note_limit
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, HostFigures
-from kvbench.core.gates import early_verdict, judge
-from kvbench.core.metrics import Slo, Summary, summarise
+from kvbench.core.live import Decision
+from kvbench.core.methods import SATURATED, joined_verdict, judged_slo, judged_window
+from kvbench.core.metrics import Summary, Window, summarise
 from kvbench.core.plan import trial_seed
-from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
+from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, Method, TrialRecord, VerdictKind
 from kvbench.core.scenario import Scenario
+from kvbench.core.traces import TracedRequest, expected_hits, request_rate, shares_prefixes
+from kvbench.core.use import sampled_use
+from kvbench.core.workers import workers_for
 from kvbench.deployment import Deployment
-from kvbench.figures import engine_figures, engine_summary, host_figures, transport_of
+from kvbench.figures import (
+    engine_figures,
+    engine_summary,
+    host_figures,
+    router_figures,
+    transport_of,
+    with_slots,
+)
 from kvbench.kvmetrics import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
 from kvbench.launchers.local import LocalLauncher
 from kvbench.load import LoadGenerator, LoadResult, Progress
+from kvbench.offer import Offered, Wanted, Watch, ceiling_figures, planned
+from kvbench.replay import write_requests
 from kvbench.store import RunStore
 from kvbench.telemetry import Metrics, Sampler, read_host
+from kvbench.witness import slots_of, surroundings
 
 DRAIN_DEADLINE_S = 30.0
 STOP_GRACE_S = 20.0
@@ -32,18 +48,50 @@ LOG_WAIT_S = 2.5
 """A KV log line that comes more seldom than this is not waited for after each trial."""
 
 
+LoadMode = Literal["router", "direct"]
+
+
 @dataclass(frozen=True)
 class TrialPlan:
-    """What is to be offered."""
+    """What is to be offered, and by which way: None is the scenario's.
+
+    ``twin_of``: the number of the trial whose load this one repeats, request by request; it may be its own.
+    Caches are emptied before such trials, since their prompts come twice. 0: a load like no other.
+    ``seed_key``: what takes the cell's place in the seed, so that several connectors get the same load.
+    ``searched``: the trial may end when its verdict for ``tier`` is sure; else all of it is offered.
+    ``latency_s``: of one request alone, 0 if unknown.
+    """
 
     cell: Cell
     number: int
     rate: float
     purpose: str
+    mode: LoadMode | None = None
+    twin_of: int = 0
+    method: Method = "sustained"
+    tier: str = ""
+    searched: bool = True
+    seed_key: str = ""
+    latency_s: float = 0.0
+    thorough: bool = False
 
     @property
     def trial_id(self) -> str:
-        return f"{self.cell.key}-{self.number:02d}"
+        method = "" if self.method in ("sustained", "trace") else f"{self.method.replace('_', '-')}-"
+        return f"{self.cell.key}-{method}{self.number:02d}"
+
+    def wanted(self, seed: int) -> Wanted:
+        """What is to be offered, with its seed."""
+        return Wanted(
+            self.cell,
+            self.rate,
+            seed,
+            self.method,
+            self.searched,
+            self.purpose == "ceiling",
+            self.latency_s,
+            self.thorough,
+        )
 
 
 class TrialRunner:
@@ -56,36 +104,73 @@ class TrialRunner:
         store: RunStore,
         launcher: LocalLauncher,
         on_progress: Callable[[Cell, float, int, Progress], None],
+        trace: Sequence[TracedRequest] = (),
     ) -> None:
         self.scenario = scenario
         self.deployment = deployment
         self._store = store
         self._launcher = launcher
         self._on_progress = on_progress
-        self._slo = Slo(scenario.slo.ttft_ms, scenario.slo.tpot_ms, scenario.slo.attainment)
+        self._trace = trace
+        self._tiers = scenario.slo.by_tier()
+        self._slo = scenario.slo.main()
         self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
         self._may_expire = 0.0
+
+    @property
+    def trace_rate(self) -> float:
+        """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
+        rate = request_rate(self._trace) if self._trace else 0.0
+        return rate if math.isfinite(rate) else 0.0
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offer the load, judge it, store it. Raises KvbenchError if a process died or hung."""
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
-        self._logged_kv(self.deployment.metrics())
+        if plan.twin_of:
+            self.deployment.reset_caches()
+        pages_before = self.deployment.metrics()
+        if self._reads_logs(pages_before):
+            self._logged_kv(pages_before)
+            pages_before = self.deployment.metrics()
         started_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        pages_before, host_before = self.deployment.metrics(), read_host()
+        host_before = read_host()
         sampler = Sampler(plan.trial_id, self.deployment.pids(), self.deployment.endpoints.metrics_urls)
         with sampler:
-            load, stopped_as = self._offer(plan)
+            load, offered, watch = self._offer(plan)
         host_after = read_host()
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
         pages_after = self.deployment.metrics()
         logged = self._logged_kv(pages_after)
-        figures = engine_figures(pages_before, pages_after, logged)
-        summary = summarise(load.records, self._slo, plan.rate, load.duration_s)
-        evidence = self._evidence(
-            plan, load, summary, figures, stopped_as, host_figures(host_before, host_after), pages_after
+        figures = with_slots(
+            engine_figures(pages_before, pages_after, logged), sampler.rows, slots_of(self.scenario)
         )
-        self._may_expire = max(0.0, evidence.kv_may_expire - _expired(figures))
-        verdict, reason, findings = judge(evidence)
+        slo, window = judged_slo(plan.method, self._slo), judged_window(plan.method, load.records)
+        decision = watch.decisions.get(next(iter(self._tiers)))
+        summary = summarise(load.records, slo, plan.rate, load.duration_s, window or steady_part(decision))
+        evidence = self._evidence(
+            plan,
+            load,
+            summary,
+            figures,
+            stopped_as(load, decision),
+            host_figures(host_before, host_after),
+            pages_after,
+        )
+        if self._mode(plan) != "direct":  # in which the router stands idle, and limits nothing
+            router = replace(router_figures(pages_before, pages_after), seconds=load.duration_s)
+            evidence = replace(evidence, router=router)
+        self._may_expire = max(0.0, evidence.kv_may_expire - _lost(figures))
+        verdict, reason, findings = self._verdict(plan, evidence, load, decision)
+        told = summary.to_json()
+        if len(self._tiers) > 1:
+            told["tiers"] = self._judged_tiers(plan, evidence, load, watch)
+        if watch.decision is not None:
+            told["live"] = live_json(watch.decision)
+        if plan.purpose == "ceiling":
+            told |= ceiling_figures(load.records, offered)
+        labels = list(self._store.manifest.get("labels", []))
+        if verdict == "measured" and reason:
+            labels.append(SATURATED)
         record = TrialRecord(
             trial_id=plan.trial_id,
             cell=plan.cell,
@@ -96,51 +181,105 @@ class TrialRunner:
             purpose=plan.purpose,
             started_at=started_at,
             duration_s=load.duration_s,
-            summary=summary.to_json(),
-            engine=engine_summary(pages_before, pages_after, figures, load, logged),
+            summary=told,
+            engine={
+                **engine_summary(pages_before, pages_after, figures, load, logged),
+                "load_mode": self._mode(plan),
+                **self._expected_reuse(offered, load),
+            },
             findings=findings,
-            labels=list(self._store.manifest.get("labels", [])),
+            labels=labels,
+            method=plan.method,
         )
+        use = sampled_use(sampler.rows, slots_of(self.scenario))
+        record.engine["use"] = {role: each.to_json() for role, each in use.items()}
+        note_limit(record, load.records, self._slo)
         self._store.add_telemetry(sampler.rows)
         self._store.add_trial(record, load.records)
         return record
 
-    def _offer(self, plan: TrialPlan) -> tuple[LoadResult, Literal["", "met", "missed"]]:
-        n = self._num_requests(plan.rate)
-        stopped_as: Literal["", "met", "missed"] = ""
+    def _offer(self, plan: TrialPlan) -> tuple[LoadResult, Offered, Watch]:
+        wanted = plan.wanted(self._seed(plan))
+        offered = planned(self.scenario, wanted, self._trace)
+        watch = Watch(self.scenario, wanted, offered, self._tiers, plan.tier)
 
         def progressed(progress: Progress) -> bool:
-            nonlocal stopped_as
-            self._on_progress(plan.cell, plan.rate, n, progress)
-            if stopped_as == "":
-                confidence = self.scenario.search.confidence
-                if early_verdict(progress.met, progress.missed, n, self._slo, confidence) == "missed":
-                    stopped_as = "missed"
-            return stopped_as != ""
+            self._on_progress(plan.cell, plan.rate, offered.n, progress)
+            return watch.progressed(progress)
 
-        spec = self._load_spec(plan, n)
-        deadline_s = n / plan.rate * 2 + self.scenario.workload.request_timeout_s + DEADLINE_SLACK_S
-        generator = LoadGenerator(self._launcher, spec, name=f"loadgen-{plan.trial_id}")
+        spec = self._load_spec(plan, offered.n)
+        requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
+        if offered.requests is not None:
+            write_requests(requests_path, offered.requests)
+            spec["requests_path"] = str(requests_path)
+        timeout_s = self.scenario.workload.request_timeout_s
+        deadline_s = max(offered.length_s, offered.n / plan.rate) * 2 + timeout_s + DEADLINE_SLACK_S
+        generator = LoadGenerator(
+            self._launcher, spec, name=f"loadgen-{plan.trial_id}", workers=self._workers(plan.rate, offered.n)
+        )
         try:
-            load = generator.run(progressed, self.deployment.check_alive, deadline_s)
+            return generator.run(progressed, self.deployment.check_alive, deadline_s), offered, watch
         finally:
-            with_records = str(spec["records_path"])
-            if os.path.exists(with_records):
-                os.unlink(with_records)
-        return load, stopped_as if load.reason == "stopped" else ""
+            requests_path.unlink(missing_ok=True)
 
-    def _num_requests(self, rate: float) -> int:
-        search = self.scenario.search
-        return max(search.min_requests, min(search.max_requests, round(rate * search.trial_s)))
+    def _verdict(
+        self, plan: TrialPlan, evidence: Evidence, load: LoadResult, decision: Decision | None
+    ) -> tuple[VerdictKind, str, list[Finding]]:
+        asked = self.scenario.slo.given and plan.purpose != "ceiling"
+        verdict, reason, findings = joined_verdict(plan.method, evidence, decision, searched=asked)
+        if decision is None and load.reason == "stopped" and verdict in ("met", "missed"):
+            return "undecided", "the trial ended before this could be decided", findings
+        return verdict, reason, findings
+
+    def _judged_tiers(
+        self, plan: TrialPlan, evidence: Evidence, load: LoadResult, watch: Watch
+    ) -> dict[str, dict[str, Any]]:
+        """The trial's verdict and figures for each tier of the SLO."""
+        tiers: dict[str, dict[str, Any]] = {}
+        for name, slo in self._tiers.items():
+            decision = watch.decisions.get(name)
+            summary = summarise(load.records, slo, plan.rate, load.duration_s, steady_part(decision))
+            mine = replace(evidence, slo=slo, summary=summary, stopped_as=stopped_as(load, decision))
+            verdict, reason, _ = self._verdict(plan, mine, load, decision)
+            known = summary.to_json()
+            kept = ("slo_attainment", "attainment_lower", "attainment_upper", "request_goodput", "missed_by")
+            tiers[name] = {"verdict": verdict, "reason": reason, **{key: known[key] for key in kept}}
+            tiers[name]["criteria"] = known["criteria"]
+            if decision is not None:
+                tiers[name]["live"] = live_json(decision)
+        return tiers
+
+    def _expected_reuse(self, offered: Offered, load: LoadResult) -> dict[str, Any]:
+        """What an endless prefix cache would have found of the traced requests that were sent."""
+        sent = len([record for record in load.records if record.sent_s is not None])
+        requests = list(offered.requests or ())[:sent]
+        prompts = sum(request.input_len for request in requests)
+        if not prompts or not shares_prefixes(requests):
+            return {}
+        return {"expected_hit_rate": sum(expected_hits(requests)) / prompts}
 
     def _seed(self, plan: TrialPlan) -> int:
-        return trial_seed(self.scenario.seed, plan.cell.key, plan.number)
+        return trial_seed(self.scenario.seed, plan.seed_key or plan.cell.key, plan.twin_of or plan.number)
+
+    def _workers(self, rate: float, n: int) -> int:
+        wanted = self.scenario.load.workers
+        if wanted == "auto":
+            return workers_for(rate, self.scenario.workload.output_len, n, len(os.sched_getaffinity(0)))
+        return min(wanted, n)
+
+    def _mode(self, plan: TrialPlan) -> LoadMode | Literal[""]:
+        """By which way the requests go; empty where there is no router to go through or past."""
+        if self.deployment.endpoints.direct is None:
+            return ""
+        return plan.mode or self.scenario.load.mode
 
     def _load_spec(self, plan: TrialPlan, n: int) -> dict[str, Any]:
         scenario = self.scenario
         emulated = scenario.deployment.engine == "emulated"
+        endpoints, direct = self.deployment.endpoints, self._mode(plan) == "direct"
         return {
-            "base_url": self.deployment.endpoints.base_url,
+            "base_url": endpoints.base_url,
+            **({"direct": endpoints.direct} if direct else {}),
             "path": "/v1/completions",
             "model": scenario.model.served_model_name,
             "request_rate": plan.rate,
@@ -153,10 +292,15 @@ class TrialRunner:
             "timeout_s": scenario.workload.request_timeout_s,
             "stop_grace_s": 0.0 if emulated else min(STOP_GRACE_S, scenario.workload.request_timeout_s),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
-            "slo": {"ttft_ms": scenario.slo.ttft_ms, "tpot_ms": scenario.slo.tpot_ms},
+            "slo": {"ttft_ms": self._slo.tightest("ttft_ms"), "tpot_ms": self._slo.tightest("tpot_ms")},
             # Only our own router knows that header.
-            "headers": {TIMING_REQUEST_HEADER: "1"} if self.deployment.endpoints.router_metrics_url else {},
+            "headers": {TIMING_REQUEST_HEADER: "1"} if endpoints.router_metrics_url and not direct else {},
         }
+
+    def _reads_logs(self, pages: Mapping[str, Metrics | None]) -> bool:
+        """Whether KV moves and no engine tells of it in its metrics."""
+        told = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
+        return self.deployment.connector.disaggregated and not any(told)
 
     def _logged_kv(self, pages: Mapping[str, Metrics | None]) -> dict[str, RoleKv]:
         """What engines without KV metrics log of their transfers since the last call.
@@ -164,9 +308,7 @@ class TrialRunner:
         Their lines come at intervals. If they come often, one interval is waited for, so that a trial's
         transfers are all counted and no others; if not, only means of a transfer are taken from them.
         """
-        if not self.deployment.connector.disaggregated or any(
-            role_kv([(page, page)]).source for page in pages.values() if page is not None
-        ):
+        if not self._reads_logs(pages):
             return {}
         whole = self._log_interval_s() <= LOG_WAIT_S
         if whole:
@@ -198,13 +340,18 @@ class TrialRunner:
         options = self.scenario.connector_options(self.deployment.plan.label)
         deployed = self.scenario.deployment
         moves = connector.disaggregated and deployed.engine != "external"
-        kv_bytes, slack = self._kv_bytes(plan.cell.input_len, figures)
+        # Of a trace's requests each has a length of its own, and what is reused does not move.
+        traced = bool(self._trace)
+        reused = traced and shares_prefixes(self._trace)
+        kv_bytes, slack = (None, 0.0) if traced else self._kv_bytes(plan.cell.input_len, figures)
         cancelled = sum(record.error == "cancelled" for record in load.records)
         may_expire = self._may_expire + cancelled
         return Evidence(
             records=load.records,
             summary=summary,
-            slo=self._slo,
+            slo=judged_slo(plan.method, self._slo),
+            method="sustained" if plan.method == "equal_rate" else plan.method,
+            reuse_expected=reused,
             whole_prompt=self.deployment.connector.whole_prompt,
             client=ClientFigures.from_json(load.client),
             engines=figures,
@@ -216,6 +363,7 @@ class TrialRunner:
             transport_asked=connector.transport_asked(options) if moves else "",
             transport_ran=transport_of(pages) if moves else "",
             stopped_as=stopped_as,
+            **surroundings(self.scenario, connector, options),
             logged=[each.finding(excused=may_expire > 0) for each in self.deployment.diagnoses()],
         )
 
@@ -235,5 +383,28 @@ class TrialRunner:
         return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
 
 
-def _expired(figures: Mapping[str, EngineFigures]) -> float:
-    return sum(role.kv_expired or 0.0 for role in figures.values())
+def _lost(figures: Mapping[str, EngineFigures]) -> float:
+    """Requests whose KV was given up or failed to move."""
+    return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in figures.values())
+
+
+def steady_part(decision: Decision | None) -> Window | None:
+    """The steady part as the live rule saw it, where it got so far as to look."""
+    return Window(*decision.window_s) if decision is not None and decision.measured.n else None
+
+
+def stopped_as(load: LoadResult, decision: Decision | None) -> Literal["", "met", "missed"]:
+    if decision is None or decision.verdict == "undecided" or load.reason != "stopped":
+        return ""
+    return decision.verdict
+
+
+def live_json(decision: Decision) -> dict[str, Any]:
+    """What the live rule found, for the run folder and for the search."""
+    return {
+        "verdict": decision.verdict,
+        "reason": decision.reason,
+        "at_s": decision.at_s,
+        "window_s": list(decision.window_s),
+        "measured": decision.measured.to_json(),
+    }

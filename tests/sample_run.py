@@ -26,6 +26,15 @@ ENVIRONMENT: dict[str, Any] = {
     "libraries": {"nixl": "1.5.1"},
 }
 OUTPUT_LEN = 16
+CLIENT: dict[str, Any] = {
+    "send_lag_p50_ms": 0.05,
+    "send_lag_p99_ms": 0.31,
+    "chunk_lag_p99_ms": 0.42,
+    "loop_lag_p99_ms": 0.4,
+    "cpu_share": 0.21,
+    "workers": 1,
+    "stamps": "kernel",
+}
 # Requests per second at 1,024 tokens that each connector carries in the model.
 SPEED = {"aggregated": 21.0, "mooncake": 30.0, "nixl": 28.5, "tcp": 24.0}
 
@@ -87,6 +96,8 @@ def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestR
         "ttft_ms_mean_of_all": summary["ttft_ms"]["mean"],
         "ttft_breakdown_ms": breakdown(cell, summary["ttft_ms"]["mean"]),
         "transport": {"mooncake": "tcp", "nixl": "ucx: tcp,self,sm"}.get(cell.connector, ""),
+        "load_mode": "router" if pair else "",
+        "client": CLIENT,
         "prefix_hit_rate_prefill": 0.0,
         "prefix_hit_rate_decode": 0.0 if pair else None,
     }

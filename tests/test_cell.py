@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.cell import Knowledge, OneRate, extrapolated
+from kvbench.cell import Knowledge, extrapolated
 from kvbench.core.records import Cell
 
 PAIRS = frozenset({"mooncake", "nixl"})
@@ -56,13 +56,3 @@ def test_a_cost_that_is_linear_in_the_length_is_found_again(
 )
 def test_a_guess_is_always_a_rate(known: list[tuple[int, float]], input_len: int) -> None:
     assert 0 < extrapolated(known, input_len) < float("inf")
-
-
-def test_one_rate_is_asked_once() -> None:
-    strategy = OneRate(5)
-    probe = strategy.ask()
-    assert probe is not None
-    assert probe.rate == 5
-    strategy.tell(5, "missed")
-    assert strategy.ask() is None
-    assert strategy.answer() is None

@@ -175,7 +175,18 @@ def test_more_work_takes_longer() -> None:
     assert longer.lower_s > base.lower_s
     assert longer.upper_s > base.upper_s
     assert plan("search.max_trials=20").upper_s > base.upper_s
-    assert {part.name for part in base.time} == {"launch", "correctness checks", "trials"}
+    parts = {"launch", "correctness checks", "one equal rate", "trials"}
+    assert {part.name for part in base.time} == parts
+    assert {part.name for part in plan("search.equal_rate=false").time} == parts - {"one equal rate"}
+    assert {part.name for part in plan("search.compare_burst=true").time} == {*parts, "burst"}
+
+
+def test_listed_rates_cost_what_they_offer() -> None:
+    fixed = plan("search.method=fixed", "search.rates=[10, 20]", "search.trial_s=30", "slo={}")
+    (trials,) = [part for part in fixed.time if part.name == "trials"]
+    assert trials.lower_s == pytest.approx(len(fixed.cells) * 60)
+    assert trials.upper_s == pytest.approx(len(fixed.cells) * 180)
+    assert fixed.notes == ()
 
 
 def test_notes_say_what_can_never_be_shown() -> None:

@@ -14,13 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from sample_run import capacity, make_requests, make_run, make_trial
+from sample_run import (
+    ENVIRONMENT,
+    OUTPUT_LEN,
+    PLAN,
+    SCENARIO,
+    capacity,
+    make_requests,
+    make_run,
+    make_trial,
+)
 
 from kvbench.comparison import compare
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
 from kvbench.notes import ahead, notes
 from kvbench.report import FORMATS, command, render_terminal, write_report
+from kvbench.routercost import router_costs
 from kvbench.runs import CellResult, Run, load_run
 from kvbench.store import RunInfo, RunStore
 from kvbench.tables import VALUE_COLUMNS, Answer, Row, number, percent, render_checks, summary_table
@@ -347,6 +357,7 @@ def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Pa
             "host: node-a / elsewhere",
         ),
         ({"schema": 2}, "schema: 1 / 2"),
+        ({"plan": {**PLAN, "load": {"mode": "direct"}}}, "way of the requests: router / direct"),
     ],
 )
 def test_each_difference_is_named(full: Run, change: dict[str, object], said: str) -> None:
@@ -393,3 +404,77 @@ def test_checks_are_printed_with_what_mends_them() -> None:
     assert render_checks([FakeCheck("python", "missing", "3.8", "upgrade")], console) == 1
     assert isinstance(console.file, io.StringIO)
     assert "→ make setup" in console.file.getvalue()
+
+
+# ---------------------------------------------------------------- what the router adds
+
+
+def both_ways(folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False) -> Run:
+    """A bench whose one cell was offered each of two loads through the router and directly."""
+    info = RunInfo(kind="bench", labels=["emulated"])
+    store = RunStore.create(folder, "quickstart", SCENARIO.encode(), PLAN, ENVIRONMENT, info)
+    cell, rate = Cell("nixl", 1024, OUTPUT_LEN), 12.0
+    for place, (way, seed) in enumerate((("router", 1), ("direct", 1), ("direct", 3), ("router", 3)), 1):
+        requests = make_requests(cell, rate, seed + (other_plan and way == "direct"))
+        for request in requests if way == "router" else ():
+            assert request.first_token_s is not None
+            request.first_token_s += shift_s
+        if place == 2:
+            requests[50].error = "timeout"
+        trial = make_trial(cell, rate, place, requests)
+        trial.seed, trial.engine["load_mode"] = seed, way
+        if place == 4:
+            trial.verdict, trial.reason = verdict, "the load generator was late"  # type: ignore[assignment]
+        store.add_trial(trial, requests)
+    store.put_cell(CellResult(cell, "done"))
+    store.finish("complete")
+    return load_run(store.path)
+
+
+def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
+    run = both_ways(tmp_path)
+    (cost,) = router_costs(run)
+    request = cost.of("request")
+    assert request is not None
+    assert request.added == pytest.approx(3.0, abs=1e-4)
+    p50 = cost.of("p50")
+    assert p50 is not None
+    assert p50.with_ is not None
+    assert p50.without is not None
+    assert p50.with_ - p50.without == pytest.approx(3.0, abs=1e-4)
+    assert cost.left_out == 1
+    assert cost.requests > 150
+    write_report(run.path, ("md", "csv", "json"))
+    text = (run.path / "report.md").read_text()
+    assert "## What the router adds" in text
+    assert "+3.00 ms [3.00, 3.00]" in text
+    assert "through it" in printed(run)
+    rows = (run.path / "tables" / "router_cost.csv").read_text().splitlines()
+    assert [row.split(",")[4] for row in rows] == ["figure", "mean", "p50", "p90", "p99", "request"]
+
+
+def test_a_refused_trial_gives_no_router_cost(tmp_path: Path) -> None:
+    (cost,) = router_costs(both_ways(tmp_path, verdict="invalid"))
+    assert cost.added == ()
+    assert "no valid measurement: the load generator was late" in cost.text()
+
+
+def test_trials_of_other_plans_are_not_compared(tmp_path: Path) -> None:
+    (cost,) = router_costs(both_ways(tmp_path, other_plan=True))
+    assert cost.added == ()
+    assert "not one plan" in cost.text()
+
+
+def test_one_way_alone_has_no_router_cost(full: Run) -> None:
+    assert router_costs(full) == []
+    text = printed(full)
+    assert "what the router adds" not in text
+    assert "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms; kernel stamps; 1 process" in text
+
+
+def test_the_report_shows_the_load_generator(full: Run) -> None:
+    write_report(full.path, ("md",))
+    text = (full.path / "report.md").read_text()
+    assert "## The load generator itself" in text
+    assert "| nixl | 512 |" in text.split("## The load generator itself")[1]
+    assert "0.0500 / 0.310" in text

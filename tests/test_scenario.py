@@ -73,6 +73,7 @@ def test_defaults() -> None:
     assert scenario.deployment.engine_options == Emulated()
     assert scenario.workload.input_len == (64,)
     assert scenario.slo.tpot_ms is None
+    assert (scenario.load.workers, scenario.load.mode) == ("auto", "router")
     assert scenario.search.start_rate is None
     assert [each.label for each in scenario.connectors] == ["aggregated", "push"]
     assert scenario.connector_options("push") == Push()
@@ -461,6 +462,8 @@ def test_schema_accepts_what_the_parser_accepts() -> None:
         MINIMAL.replace("tiny", "{preset: tiny, kv_dtype: fp16}"),
         MINIMAL.replace("push]", "{name: push, label: x, workers: 3}]"),
         MINIMAL + "deployment: {engine: remote, engine_options: {base_url: x}}\n",
+        MINIMAL + "load: {workers: 3, mode: direct}\n",
+        MINIMAL + "load: {workers: auto}\n",
         json.dumps(parse(MINIMAL).resolved()),
     ):
         parse(text)
@@ -482,6 +485,10 @@ def test_schema_accepts_what_the_parser_accepts() -> None:
         ("slo:", "deployment: {engine_options: {time_scal: 1}}\nslo:"),
         ("slo:", "deployment: {engine: remote}\nslo:"),
         ("slo:", "search: {precison: 1}\nslo:"),
+        ("slo:", "load: {workers: 0}\nslo:"),
+        ("slo:", "load: {workers: many}\nslo:"),
+        ("slo:", "load: {workers: true}\nslo:"),
+        ("slo:", "load: {mode: straight}\nslo:"),
     ],
 )
 def test_schema_refuses_what_the_parser_refuses(old: str, new: str) -> None:

@@ -1,7 +1,8 @@
 """Where the time to the first token goes: router, P, hand-off, transfer, D. Pure.
 
 Everything is a mean over a trial's requests, in milliseconds, from three sources: the client's TTFT, the
-router's times of each request, and the engines' histograms. What each part is:
+router's times of each request (in direct mode the load generator's own), and the engines' histograms. What
+each part is:
 
 - ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
   P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvbench.core.burst import BURST_S
 from kvbench.core.models import ModelShape
 from kvbench.core.scenario import Scenario, Search
 
@@ -82,8 +83,7 @@ def expected_trials(search: Search) -> int:
 
 def _slo_e2el_s(scenario: Scenario) -> float:
     """End-to-end latency of a request that just meets its limits; a limit not given counts as nothing."""
-    slo, output_len = scenario.slo, scenario.workload.output_len
-    latency_ms = (slo.ttft_ms or 0.0) + (slo.tpot_ms or 0.0) * (output_len - 1)
+    latency_ms = scenario.slo.main().e2el_ms(scenario.workload.output_len)
     return min(latency_ms / 1000.0, scenario.workload.request_timeout_s)
 
 
@@ -103,11 +103,31 @@ def time_parts(
     low, high = _CHECK_S[0], _CHECK_S[1] + _slo_e2el_s(scenario)
     how = f"{cells} cells × {low:.1f} to {high:.1f} s"
     yield TimePart("correctness checks", cells * low, cells * high, how)
-    fewest, most = expected_trials(search), search.max_trials
-    arrivals = search.trial_s
-    if search.start_rate is not None:
-        arrivals = trial_requests(search, search.start_rate) / search.start_rate
     drain = _slo_e2el_s(scenario)
+    if search.method == "fixed":
+        arrivals = sum(trial_requests(search, rate) / rate for rate in search.rates)
+        longest = arrivals + len(search.rates) * scenario.workload.request_timeout_s
+        how = f"{cells} cells × {len(search.rates)} rates, {arrivals:.3g} s of arrivals in all"
+        yield TimePart("trials", cells * arrivals, cells * longest, how)
+        return
+    fewest, most = expected_trials(search), search.max_trials
+    if search.method == "burst" or search.compare_burst:
+        how = f"{cells} cells × {fewest} to {most} trials × {BURST_S:g} s and up to {drain:.1f} s to drain"
+        least, longest = fewest * BURST_S, most * (BURST_S + drain + scenario.workload.request_timeout_s)
+        yield TimePart("burst", cells * least, cells * longest, how)
+        if search.method == "burst":
+            return
+    arrivals = search.max_trial_s or search.trial_s
+    if search.start_rate is not None and search.max_trial_s is None:
+        arrivals = trial_requests(search, search.start_rate) / search.start_rate
+    if search.equal_rate and search.method == "sustained" and len(scenario.connectors) > 1:
+        again = max(0, deployments - 1)
+        yield TimePart(
+            "one equal rate",
+            again * min(launch_s[0], limit),
+            again * min(launch_s[1], limit) + cells * (max(arrivals, search.trial_s) + drain),
+            f"{again} deployments once more, {cells} cells × one trial where two connectors found a rate",
+        )
     yield TimePart(
         "trials",
         cells * fewest * min(arrivals, search.trial_s),
@@ -118,7 +138,9 @@ def time_parts(
 
 def notes(scenario: Scenario) -> Iterator[str]:
     """What a user should know beforehand although it is no mistake."""
-    search, slo = scenario.search, scenario.slo
+    search, slo = scenario.search, scenario.slo.main()
+    if search.method in ("fixed", "burst") or not slo.has_limits:
+        return
     needed = math.ceil(math.log1p(-search.confidence) / math.log(slo.attainment))
     if search.max_requests < needed:
         yield (

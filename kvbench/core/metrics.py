@@ -2,8 +2,9 @@
 
 Rules, in one place:
 
-- **Met and missed.** A request meets the SLO if it succeeded and keeps every limit. A failed, late or
-  wrong-length request is a miss. TPOT is undefined for one token; such a request keeps the TPOT limit.
+- **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
+  request (slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token; such
+  a request keeps the TPOT limit. Limits on a percentile or a mean are judged over the trial's requests.
   A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
   have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
   requests wait too long would be judged by the lucky ones alone.
@@ -29,40 +30,37 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.records import RequestRecord
+from kvbench.core.criteria import CONFIDENCE, CriterionResult, judge_criteria, met, misses
+from kvbench.core.records import UNENDED, RequestRecord
+from kvbench.core.slo import Limit, Slo
 from kvbench.core.stats import StepSeries, Trend, autocorrelation_time, share_interval, trend
+
+__all__ = [
+    "CONFIDENCE",
+    "CriterionResult",
+    "Distribution",
+    "Limit",
+    "Slo",
+    "Summary",
+    "WholeRun",
+    "Window",
+    "ended_at",
+    "in_flight_series",
+    "judge_criteria",
+    "judged_records",
+    "met",
+    "misses",
+    "steady_window",
+    "summarise",
+    "waiting_series",
+]
 
 WARMUP_SHARE: Final = 0.10
 WARMUP_SHARE_MAX: Final = 0.30
 WARMUP_MIN_REQUESTS: Final = 20
-CONFIDENCE: Final = 0.95
 MIN_SPAN_S: Final = 1e-3
 """No rate and no trend is taken from a shorter time."""
 MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Limits for each request, and the share of requests that must keep all of them.
-
-    ``ttft_ms`` counts from the scheduled send. None is no limit. Raises ValueError for impossible values.
-    """
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    attainment: float = 0.95
-
-    def __post_init__(self) -> None:
-        for name, limit in (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms)):
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name} must be above 0, not {limit}")
-        if not 0.0 < self.attainment <= 1.0:
-            raise ValueError(f"attainment must be above 0 and at most 1, not {self.attainment}")
-
-    def misses_allowed(self, n: int) -> int:
-        """Most misses among ``n`` requests that still attain the share."""
-        # The small term keeps 0.95 × 100 = 95.00000000000001 from asking for 96.
-        return n - math.ceil(self.attainment * n - 1e-9)
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,44 @@ class Distribution:
 
 
 @dataclass(frozen=True)
+class WholeRun:
+    """All answered requests over the whole duration, ramp and drain included, as ``vllm bench serve`` counts.
+
+    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second.
+    """
+
+    duration_s: float = 0.0
+    successful: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    request_throughput: float | None = None
+    output_throughput: float | None = None
+    total_throughput: float | None = None
+    ttft_ms: Distribution = field(default_factory=Distribution)
+    ttft_sent_ms: Distribution = field(default_factory=Distribution)
+    tpot_ms: Distribution = field(default_factory=Distribution)
+    itl_ms: Distribution = field(default_factory=Distribution)
+    e2el_ms: Distribution = field(default_factory=Distribution)
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], duration_s: float) -> WholeRun:
+        done = [record for record in records if record.ok]
+        prompts, output = sum(r.input_len for r in done), sum(r.output_len for r in done)
+        return cls(
+            duration_s=duration_s,
+            successful=len(done),
+            failed=len(records) - len(done),
+            input_tokens=prompts,
+            output_tokens=output,
+            request_throughput=_per_second(len(done), duration_s),
+            output_throughput=_per_second(output, duration_s),
+            total_throughput=_per_second(prompts + output, duration_s),
+            **_latencies_of(done),
+        )
+
+
+@dataclass(frozen=True)
 class Summary:
     """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
 
@@ -130,7 +166,8 @@ class Summary:
     """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
 
     slo_attainment: float | None
-    """judged_met / (judged_met + judged_missed); None if nothing was decided."""
+    """judged_met / (judged_met + judged_missed); None if nothing was decided, or if the SLO sets no limit
+    on single requests, only on percentiles and means (``criteria``)."""
     attainment_lower: float
     attainment_upper: float
     attainment_confidence: float
@@ -158,46 +195,24 @@ class Summary:
     peak_in_flight: int = 0
     waiting_trend: Trend | None = None
     """Slope of the number of requests waiting for their first token, over the window."""
+    criteria: tuple[CriterionResult, ...] = ()
+    """Each thing that the SLO asks, over the judged requests."""
+    arrived: int = 0
+    left: int = 0
+    """Requests that were scheduled inside the window, and that ended well inside it."""
+    whole_run: WholeRun = field(default_factory=WholeRun)
 
     @property
     def judged(self) -> int:
         return self.judged_met + self.judged_missed
 
+    @property
+    def attained(self) -> bool:
+        """Whether every criterion holds, by the point estimates."""
+        return bool(self.criteria) and all(criterion.met for criterion in self.criteria)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
-    """True: it kept every limit; False: a miss; None: cancelled before that was decided.
-
-    ``ended_s`` is when the trial was stopped and its requests cancelled, in seconds since its start.
-    """
-    broken = misses(record, slo, ended_s)
-    if broken:
-        return False
-    return None if record.error == "cancelled" else True
-
-
-def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tuple[str, ...]:
-    """Why a request is a miss: "ttft", "tpot", or the class of its failure. Empty if it is none."""
-    if record.error not in ("", "cancelled"):
-        return (record.error,)
-    cancelled = record.error == "cancelled"
-    ttft_s, tpot_s = record.ttft_s, record.tpot_s
-    if cancelled and ended_s is not None:
-        if ttft_s is None:
-            ttft_s = ended_s - record.scheduled_s
-        if record.first_token_s is not None and record.requested_output_len > 1:
-            # The least that its TPOT can become: all missing tokens in the very next moment.
-            tpot_s = (ended_s - record.first_token_s) / (record.requested_output_len - 1)
-    elif cancelled:
-        tpot_s = None
-    broken = []
-    if slo.ttft_ms is not None and (ttft_s * 1e3 > slo.ttft_ms if ttft_s is not None else not cancelled):
-        broken.append("ttft")
-    if slo.tpot_ms is not None and tpot_s is not None and tpot_s * 1e3 > slo.tpot_ms:
-        broken.append("tpot")
-    return tuple(broken)
 
 
 def ended_at(records: Sequence[RequestRecord], duration_s: float) -> float | None:
@@ -248,7 +263,7 @@ def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, unti
     for record in records:
         end = getattr(record, until)
         if end is None:
-            end = last_s if record.error in ("timeout", "cancelled") else record.sent_s
+            end = last_s if record.error in UNENDED else record.sent_s
         if end is not None and end > record.scheduled_s:
             starts.append(record.scheduled_s)
             ends.append(end)
@@ -288,21 +303,32 @@ def summarise(
         judged_missed=len(decided) - attained,
         judged_undecided=len(judged) - len(decided),
         missed_by=dict(Counter(cause for record in judged for cause in misses(record, slo, ended_s))),
-        slo_attainment=share,
+        slo_attainment=share if slo.joint else None,
         attainment_lower=lower,
         attainment_upper=upper,
         attainment_confidence=confidence,
         effective_n=effective_n,
         **_rates(records, slo, duration_s, window),
-        ttft_ms=Distribution.of((record.ttft_s for record in done), 1e3),
-        ttft_sent_ms=Distribution.of((record.ttft_sent_s for record in done), 1e3),
-        tpot_ms=Distribution.of((record.tpot_s for record in done), 1e3),
-        itl_ms=Distribution.of((gap for record in done for gap in record.itl_s), 1e3),
-        e2el_ms=Distribution.of((record.e2el_s for record in done), 1e3),
+        **_latencies_of(done),
         peak_waiting=waiting.peak(),
         peak_in_flight=in_flight_series(records, ended_s).peak(),
         waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
+        criteria=judge_criteria(judged, slo, ended_s, confidence),
+        arrived=len(judged),
+        left=sum(record.ok and window.has(record.last_token_s) for record in records),
+        whole_run=WholeRun.of(records, duration_s),
     )
+
+
+def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
+    """The distributions of answered requests, in ms."""
+    return {
+        "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
+        "ttft_sent_ms": Distribution.of((record.ttft_sent_s for record in done), 1e3),
+        "tpot_ms": Distribution.of((record.tpot_s for record in done), 1e3),
+        "itl_ms": Distribution.of((gap for record in done for gap in record.itl_s), 1e3),
+        "e2el_ms": Distribution.of((record.e2el_s for record in done), 1e3),
+    }
 
 
 def _counts(records: Sequence[RequestRecord], slo: Slo, ended_s: float | None) -> dict[str, Any]:

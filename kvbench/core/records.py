@@ -6,13 +6,16 @@ monotonic clock; ``None`` means that it did not happen or was not seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 SCHEMA_VERSION: Final = 1
 
 # Classes of failure of one request. "" is success. "cancelled" is a request that kvbench itself
-# ended because its trial was stopped; it is neither met nor missed.
+# ended because its trial was stopped; it is neither met nor missed. "no_answer" had nothing of an answer
+# when its time was up, "timeout" a part of one. "early_close" ended in order but too soon, "half_event"
+# in the middle of an event, "reset" by a broken connection.
 RequestError = Literal[
     "",
     "connect",
@@ -20,12 +23,24 @@ RequestError = Literal[
     "http_error",
     "early_close",
     "bad_stream",
+    "half_event",
+    "reset",
+    "redirect",
+    "no_answer",
     "error_body",
     "wrong_length",
     "cancelled",
 ]
 
-VerdictKind = Literal["met", "missed", "invalid"]
+UNENDED: Final = ("timeout", "no_answer", "cancelled")
+"""Classes of requests that were still open when kvbench gave them up."""
+
+# "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
+VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
+
+Method = Literal["sustained", "burst", "fixed", "trace", "equal_rate"]
+"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds."""
+MAIN_METHODS: Final = ("sustained", "trace")
 
 ROUTER_TIMES: Final = (
     "router_received_s",
@@ -48,7 +63,8 @@ class RequestRecord:
     """One request as the load generator saw it.
 
     The times from ``router_received_s`` to ``decode_first_byte_s`` are the router's, put on the generator's
-    clock; they are there if the router is kvbench's own and runs on the same machine.
+    clock; they are there if the router is kvbench's own and runs on the same machine. In direct mode, without
+    a router, all but ``router_received_s`` are the generator's own.
     """
 
     request_id: str
@@ -59,7 +75,8 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     output_len: int = 0
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: Sequence[float] = field(default_factory=list)
+    """A list, or an array of floats, which takes a quarter of the memory."""
     status: int = 0
     error: RequestError = ""
     error_detail: str = ""
@@ -68,6 +85,10 @@ class RequestRecord:
     prefill_answered_s: float | None = None
     decode_sent_s: float | None = None
     decode_first_byte_s: float | None = None
+    sent_kernel_s: float | None = None
+    """When the kernel handed the request's last byte to the network device; None if it did not tell."""
+    stamps: Literal["", "kernel", "read"] = ""
+    """Where the times of what was received come from: the kernel's receive stamps, or the client's reads."""
 
     @property
     def ok(self) -> bool:
@@ -98,7 +119,7 @@ class RequestRecord:
         return (self.last_token_s - self.first_token_s) / (self.output_len - 1)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # not asdict: a trial may hold a million gaps, which that copies one by one
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> RequestRecord:
@@ -149,6 +170,7 @@ class TrialRecord:
     engine: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
+    method: Method = "sustained"
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA_VERSION, **asdict(self)}

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_v
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.scenario_checks import contradictions, explain
+from kvbench.core.scenario_goals import Search, Slo, Tier
 from kvbench.core.scenario_overrides import apply_overrides
 from kvbench.core.scenario_schema import scenario_schema_of
 from kvbench.core.scenario_sections import (
@@ -21,27 +22,32 @@ from kvbench.core.scenario_sections import (
     CommandPrefix,
     ConnectorChoice,
     Deployment,
+    Load,
     ModelChoice,
     NoOptions,
     Registry,
-    Search,
     Section,
-    Slo,
+    Trace,
     Workload,
     as_tuple,
     whole_number,
 )
+from kvbench.core.scenario_simulate import KvLink, Simulate
 from kvbench.core.scenario_text import Mistake, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 
 __all__ = [
     "ConnectorChoice",
     "Deployment",
+    "Load",
     "ModelChoice",
     "Registry",
     "Scenario",
     "Search",
+    "Simulate",
     "Slo",
+    "Tier",
+    "Trace",
     "Workload",
     "parse_scenario",
     "scenario_schema",
@@ -64,8 +70,12 @@ class Scenario(Section):
         min_length=1, max_length=32, description="what is compared: connector names, or mappings with options"
     )
     workload: Workload = Field(description="what requests look like and how they arrive")
-    slo: Slo = Field(description="the limits that a request must meet")
+    slo: Slo = Field(default_factory=Slo, description="the limits that must be met")
     search: Search = Field(default_factory=Search, description="how the highest rate is looked for")
+    load: Load = Field(default_factory=Load, description="how the load is generated")
+    simulate: Simulate = Field(
+        default_factory=Simulate, description="figures that only `kvbench simulate` uses"
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="all randomness of the run comes from it")
 
     @field_validator("deployment", mode="before")
@@ -124,6 +134,7 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
     data = plain(root)
     assert isinstance(data, dict)
     data.setdefault("name", name_from_path(path))
+    _stand_in_lengths(data)
     scenario = None
     try:
         scenario = Scenario.model_validate(data, context=registry)
@@ -132,6 +143,14 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
     if scenario is None or mistakes:
         raise scenario_error(mistakes, path)
     return scenario
+
+
+def _stand_in_lengths(data: dict[str, Any]) -> None:
+    """A trace brings its own lengths, known once it is read; something must stand there until then."""
+    workload = data.get("workload")
+    if isinstance(workload, dict) and workload.get("trace") is not None:
+        for key in ("input_len", "output_len"):
+            workload.setdefault(key, 2)
 
 
 def scenario_schema(registry: Registry) -> dict[str, Any]:
@@ -161,6 +180,18 @@ def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "search": {**Search().model_dump(), **search} if isinstance(search, dict) else search}
 
 
+def _tier_names(data: Mapping[str, Any]) -> list[str]:
+    slo = data.get("slo")
+    tiers = slo.get("tiers") if isinstance(slo, dict) else None
+    return [str(name) for name in tiers] if isinstance(tiers, dict) else []
+
+
+def _simulated_links(data: Mapping[str, Any]) -> list[str]:
+    section = data.get("simulate")
+    links = section.get("connectors") if isinstance(section, dict) else None
+    return [str(name) for name in links] if isinstance(links, dict) else []
+
+
 def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]]:
     """The keys known in each mapping, by its dotted path; connectors by their index."""
     sections: dict[str, type[BaseModel]] = {
@@ -168,8 +199,13 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         "deployment": Deployment,
         "deployment.prefix": CommandPrefix,
         "workload": Workload,
+        "workload.trace": Trace,
         "slo": Slo,
+        **{f"slo.tiers.{name}": Tier for name in _tier_names(data)},
         "search": Search,
+        "load": Load,
+        "simulate": Simulate,
+        **{f"simulate.connectors.{name}": KvLink for name in _simulated_links(data)},
     }
     keys = {path: list(model.model_fields) for path, model in sections.items()}
     keys["model"] = ["preset", *ModelChoice.model_fields]

@@ -37,7 +37,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def contradictions(data: Mapping[str, Any]) -> list[Problem]:
     """Values that are right alone but not together; ``data`` may be incomplete or wrong."""
-    return [*_shape(data), *_slo(data), *_search(data), *_labels(data), *_lengths(data)]
+    return [
+        *_shape(data),
+        *_slo(data),
+        *_methods(data),
+        *_search(data),
+        *_load(data),
+        *_labels(data),
+        *_lengths(data),
+    ]
 
 
 def _shape(data: Mapping[str, Any]) -> list[Problem]:
@@ -61,13 +69,55 @@ def _number(value: object) -> float | None:
 
 
 def _slo(data: Mapping[str, Any]) -> Iterator[Problem]:
-    slo = data.get("slo")
+    slo = data.get("slo", {})
     if not isinstance(slo, Mapping):
         return
-    if slo.get("ttft_ms") is None and slo.get("tpot_ms") is None:
-        yield Problem(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
+    tiers = slo.get("tiers") or {}
+    if not isinstance(tiers, Mapping):
+        return
+    own = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
+    if tiers and own:
+        yield Problem(("slo", own[0]), f"slo.{own[0]} beside slo.tiers: put it into the tiers it is for")
+    elif not tiers and not own and _needs_slo(data):
+        if "slo" in data:
+            yield Problem(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
+        else:
+            yield Problem((), "the scenario needs the key `slo`")
+    for name, tier in tiers.items():
+        if isinstance(tier, Mapping) and not any(tier.get(key) for key in ("ttft_ms", "tpot_ms", "limits")):
+            yield Problem(
+                ("slo", "tiers", name), f"slo.tiers.{name} needs a limit: ttft_ms, tpot_ms or limits"
+            )
     if slo.get("tpot_ms") is not None and _section(data, "workload").get("output_len") == 1:
         yield Problem(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
+
+
+def _needs_slo(data: Mapping[str, Any]) -> bool:
+    """Listed rates and replays can be measured without one; whoever searches must know for what."""
+    search = _section(data, "search")
+    return search.get("method", "sustained") not in ("fixed", "trace")
+
+
+def _methods(data: Mapping[str, Any]) -> Iterator[Problem]:
+    search, workload = _section(data, "search"), _section(data, "workload")
+    method, rates = search.get("method", "sustained"), search.get("rates")
+    if method == "fixed" and not rates:
+        yield Problem(("search", "method"), "method fixed needs search.rates, such as [1, 2, 4]")
+    if method != "fixed" and rates:
+        text = f"search.rates are for method fixed, and the method is {method}"
+        yield Problem(("search", "rates"), text, ("search", "method"))
+    if method == "trace" and workload.get("trace") is None:
+        yield Problem(("search", "method"), "method trace needs workload.trace with a path")
+    if method != "trace" and workload.get("trace") is not None:
+        text = f"workload.trace is for method trace, and the method is {method}"
+        yield Problem(("workload", "trace"), text, ("search", "method"))
+    if search.get("compare_burst") and method != "sustained":
+        text = f"search.compare_burst stands beside method sustained, and the method is {method}"
+        yield Problem(("search", "compare_burst"), text, ("search", "method"))
+    slo = _section(data, "slo")
+    if slo.get("tiers") and (method == "burst" or search.get("compare_burst")):
+        text = "the burst method answers one SLO, not tiers"
+        yield Problem(("search", "compare_burst" if search.get("compare_burst") else "method"), text)
 
 
 def _search(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -82,6 +132,13 @@ def _search(data: Mapping[str, Any]) -> Iterator[Problem]:
         if small is not None and large is not None and small > large:
             text = f"search.{low} ({small:g}) is above search.{high} ({large:g})"
             yield Problem(("search", low), text, ("search", high))
+
+
+def _load(data: Mapping[str, Any]) -> Iterator[Problem]:
+    external = _section(data, "deployment").get("engine") == "external"
+    if external and _section(data, "load").get("mode") == "direct":
+        text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
+        yield Problem(("load", "mode"), text)
 
 
 def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -100,6 +157,8 @@ def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _lengths(data: Mapping[str, Any]) -> Iterator[Problem]:
     workload = _section(data, "workload")
+    if workload.get("trace") is not None:
+        return  # its own lengths count, and they are looked at when it is read
     lengths = workload.get("input_len")
     if not isinstance(lengths, list):
         lengths = [lengths]

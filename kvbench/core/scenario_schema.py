@@ -22,12 +22,17 @@ def scenario_schema_of(scenario: type[BaseModel], registry: Registry) -> dict[st
     defs = schema["$defs"]
     properties = schema["properties"]
     schema["required"] = [key for key in schema["required"] if key != "name"]
-    for key in ("workload", "slo", "search", "deployment"):
+    for key in ("workload", "slo", "search", "load", "simulate", "deployment"):
         description = scenario.model_fields[key].description
         properties[key] = {"$ref": f"#/$defs/{key.title()}", "description": description}
     properties["model"] = _model(defs.pop("ModelChoice"), defs)
     properties["connectors"] |= {"items": {"anyOf": _connectors(registry, defs)}}
-    defs["Slo"]["anyOf"] = [_has_number("ttft_ms"), _has_number("tpot_ms")]
+    for name in ("Slo", "Tier"):
+        has_limits = {"required": ["limits"], "properties": {"limits": {"minItems": 1}}}
+        defs[name]["anyOf"] = [_has_number("ttft_ms"), _has_number("tpot_ms"), has_limits]
+    has_tiers = {"required": ["tiers"], "properties": {"tiers": {"minProperties": 1}}}
+    defs["Slo"]["anyOf"].append(has_tiers)
+    _needs_by_method(schema, defs)
     _engine_options(defs["Deployment"], registry, defs)
     for unused in ("ConnectorChoice", "NoOptions", "BaseModel"):
         defs.pop(unused, None)
@@ -40,6 +45,20 @@ def _without(schema: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def _has_number(key: str) -> dict[str, Any]:
     return {"required": [key], "properties": {key: {"type": "number"}}}
+
+
+def _needs_by_method(schema: dict[str, Any], defs: dict[str, Any]) -> None:
+    """What is needed depends on the method: an SLO but for listed rates and replays, lengths or a trace."""
+    unsearched = {"required": ["method"], "properties": {"method": {"enum": ["fixed", "trace"]}}}
+    schema["anyOf"] = [
+        {"required": ["slo"]},
+        {"required": ["search"], "properties": {"search": unsearched}},
+    ]
+    lengths = ["input_len", "output_len"]
+    workload = defs["Workload"]
+    workload["required"] = [key for key in workload["required"] if key not in lengths]
+    traced = {"required": ["trace"], "properties": {"trace": {"type": "object"}}}
+    workload["anyOf"] = [{"required": lengths}, traced]
 
 
 def _model(shape: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from kvbench.core.hardware import hardware_of
 from kvbench.core.models import MODELS, KvDtype, ModelShape
 from kvbench.core.scenario_checks import nearest
 from kvbench.core.scenario_text import Location, quoted, shorten
@@ -57,14 +58,14 @@ class NoOptions(Section):
     """
 
 
-def _custom(text: str) -> PydanticCustomError:
+def custom(text: str) -> PydanticCustomError:
     # The text goes in as data: braces in what the user wrote are not placeholders.
     return PydanticCustomError("kvbench", "{text}", {"text": text})
 
 
 def _error_at(location: Location, text: str) -> ValidationError:
     """An error that pydantic merges with the others, at a place below the one being validated."""
-    detail = InitErrorDetails(type=_custom(text), loc=location, input=None)
+    detail = InitErrorDetails(type=custom(text), loc=location, input=None)
     return ValidationError.from_exception_data("scenario", [detail])
 
 
@@ -80,7 +81,7 @@ def _typed(name: object, raw: object, known: Mapping[str, type[BaseModel]]) -> B
 
 def _known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
     if name not in known:
-        raise _custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
+        raise custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
     return name
 
 
@@ -99,6 +100,12 @@ class ModelChoice(Section):
     kv_dtype: KvDtype = Field("bf16", description="element type of the KV cache")
     mla_dim: int = Field(0, ge=0, le=65536, description="latent width per layer (MLA); 0 with GQA")
     vocab_size: int = Field(32_000, ge=256, le=10_000_000, description="prompts are drawn from these ids")
+    active_parameters: float | None = Field(
+        None,
+        gt=0,
+        le=1e14,
+        description="parameters that a prompt token meets, without embeddings; known for presets",
+    )
     served_model_name: str = Field(
         "",
         validate_default=True,
@@ -124,7 +131,7 @@ class ModelChoice(Section):
     @model_validator(mode="after")
     def _has_width(self) -> ModelChoice:
         if self.layers and not self.mla_dim and not (self.kv_heads and self.head_dim):
-            raise _custom("needs kv_heads and head_dim (GQA), or mla_dim (MLA)")
+            raise custom("needs kv_heads and head_dim (GQA), or mla_dim (MLA)")
         return self
 
     @field_validator("served_model_name")
@@ -135,7 +142,7 @@ class ModelChoice(Section):
     @property
     def shape(self) -> ModelShape:
         """What the KV cache and the compute model need to know."""
-        fields = self.model_dump(exclude={"served_model_name"})
+        fields = self.model_dump(exclude={"served_model_name", "active_parameters"})
         preset = MODELS.get(self.name)
         return ModelShape(**fields, source=preset.source if preset else "")
 
@@ -175,6 +182,12 @@ class Deployment(Section):
     decode_host: str = Field(
         "", pattern=HOST_OR_NOTHING, description="where decode instances run, if not on host; printed only"
     )
+    hardware: str = Field(
+        "", max_length=80, description="GPUs of one instance, such as 8xH200; found by itself where it can be"
+    )
+    nic_gbit: float | None = Field(
+        None, gt=0, le=1e6, description="line rate of one instance's data NICs together, in Gbit/s, if known"
+    )
     base_port: int = Field(
         21000, ge=0, le=65535, description="first of the ports in use; 0: free ones are chosen at launch"
     )
@@ -204,11 +217,21 @@ class Deployment(Section):
     def _engine_known(cls, name: str, info: ValidationInfo) -> str:
         return _known_name("engine", name, info.context.engines) if info.context else name
 
+    @field_validator("hardware")
+    @classmethod
+    def _hardware_known(cls, text: str) -> str:
+        try:
+            if text:
+                hardware_of(text)
+            return text
+        except ValueError as error:
+            raise custom(str(error)) from None
+
     @field_validator("base_port")
     @classmethod
     def _unprivileged(cls, port: int) -> int:
         if 0 < port < 1024:
-            raise _custom(f"must be 0, or 1024 to 65535, not {port}: lower ports belong to the system")
+            raise custom(f"must be 0, or 1024 to 65535, not {port}: lower ports belong to the system")
         return port
 
     @field_validator("engine_options", mode="before")
@@ -248,7 +271,7 @@ class ConnectorChoice(Section):
     def _label_or_name(cls, label: str, info: ValidationInfo) -> str:
         label = label or str(info.data.get("name", "unnamed"))
         if not re.fullmatch(NAME_PATTERN[1:-1], label):
-            raise _custom(f"a label has letters, digits, `.`, `_` and `-`, unlike {label!r}")
+            raise custom(f"a label has letters, digits, `.`, `_` and `-`, unlike {label!r}")
         return label
 
     @field_validator("options", mode="before")
@@ -283,6 +306,24 @@ _INPUT_LEN_SCHEMA: Final = {
 }
 
 
+class Trace(Section):
+    """A file of recorded requests. Its lengths and its arrivals take the place of the workload's own."""
+
+    path: str = Field(min_length=1, max_length=4096, description="the file, from where kvbench is started")
+    format: Literal["auto", "mooncake", "jsonl", "csv"] = Field(
+        "auto",
+        description="mooncake: JSON lines with timestamp (ms), input_length, output_length, hash_ids; "
+        "jsonl, csv: timestamp or offset_s (s), input_len, output_len",
+    )
+    time_scale: float = Field(
+        1.0, gt=0, le=1e6, description="the time between requests is multiplied by it: 0.5 is twice as fast"
+    )
+    max_requests: int = Field(100_000, ge=1, le=10_000_000, description="requests taken from its beginning")
+    longest: int = Field(
+        0, ge=0, le=20_000_000, description="tokens of its longest request; found when the file is read"
+    )
+
+
 class Workload(Section):
     """What requests look like and how they arrive."""
 
@@ -294,32 +335,42 @@ class Workload(Section):
         1.0, gt=0, le=1000, description="gamma shape of the arrivals: 1 is Poisson, less is burstier"
     )
     request_timeout_s: float = Field(60.0, gt=0, le=86_400, description="deadline of one request")
+    trace: Trace | None = Field(
+        None, description="requests taken from a file instead (method trace); lengths are then its own"
+    )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        own = max(self.input_len) + self.output_len
+        return max(own, self.trace.longest) if self.trace else own
 
 
-class Slo(Section):
-    """The limits that a request must meet, and the share of requests that must."""
+MOST_WORKERS: Final = 256
+_WORKERS_SCHEMA: Final = {
+    "anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1, "maximum": MOST_WORKERS}]
+}
 
-    ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
-    tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
-    attainment: float = Field(0.95, gt=0, lt=1, description="share of requests that must meet every limit")
+
+def _auto_or_count(raw: Any) -> Any:
+    if raw == "auto" or (type(raw) is int and 1 <= raw <= MOST_WORKERS):
+        return raw
+    raise custom(f"must be auto, or a whole number from 1 to {MOST_WORKERS}, not {shorten(raw)}")
+
+
+class Load(Section):
+    """How the load is generated."""
+
+    workers: Annotated[
+        int | Literal["auto"], BeforeValidator(_auto_or_count), WithJsonSchema(_WORKERS_SCHEMA)
+    ] = Field("auto", description="processes that send requests; auto: as many as the load needs")
+    mode: Literal["router", "direct"] = Field(
+        "router", description="requests go through the router, or the load generator asks P and D itself"
+    )
 
 
 def whole_number(raw: Any) -> Any:
     """A literal compares by value, and so takes `true` and 1.0 for 1."""
     if type(raw) is not int:
-        raise _custom(f"must be a whole number, not {shorten(raw)}")
+        raise custom(f"must be a whole number, not {shorten(raw)}")
     return raw
-
-
-class Search(Section):
-    """How the highest rate is looked for. Rates are requests per second."""
-
-    start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
-    min_rate: float = Field(0.1, gt=0, le=1e6, description="below this no rate counts as found")
-    max_rate: float = Field(1000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
-    precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the answer's interval")
-    trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
-    min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
-    max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
-    max_trials: int = Field(12, ge=1, le=1000, description="trials in one cell at most")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence of a trial's verdict")

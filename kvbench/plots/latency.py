@@ -52,20 +52,23 @@ class _Metric:
     """One line of panels. ``high`` (its ``quantile``) and ``middle`` (P50): milliseconds by trial id."""
 
     name: str
-    limit_ms: float | None
+    limits_ms: Sequence[tuple[str, float]]
+    """(name, limit) of each line of the SLO."""
     quantile: str
     high: Mapping[str, float]
     middle: Mapping[str, float]
 
     def span(self) -> tuple[float, float]:
-        values = [*self.high.values(), *self.middle.values(), *([self.limit_ms] if self.limit_ms else [])]
+        values = [*self.high.values(), *self.middle.values(), *(limit for _, limit in self.limits_ms)]
         return min(values), max(values)
 
 
 def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
     """Latency against rate; None where no trial has a latency."""
     metrics = _metrics(run)
-    trials = [trial for trial in run.trials if any(trial.trial_id in metric.high for metric in metrics)]
+    # A ceiling probe floods the system to see what comes out: its latencies say nothing.
+    tried = [trial for trial in run.trials if trial.purpose != "ceiling"]
+    trials = [trial for trial in tried if any(trial.trial_id in metric.high for metric in metrics)]
     if not trials:
         return None
     palette, rows = PALETTES[theme], summary_table(run)
@@ -122,19 +125,27 @@ def _metrics(run: Run) -> list[_Metric]:
     """TTFT and TPOT as far as measured, each with the highest quantile that can be had."""
     slo = slo_of(run)
     share = slo.attainment or 0.99
-    asked = f"p{share * 100:g}"
-    computed = {trial.trial_id: _from_requests(run, trial, share) for trial in run.trials}
     found = []
-    for name, limit in zip(NAMES, (slo.ttft_ms, slo.tpot_ms), strict=True):
+    for name in NAMES:
+        lines = slo.lines(f"{name}_ms")
+        asked = lines[0][1] if lines else f"p{share * 100:g}"
+        share_of_name = float(asked[1:]) / 100 if asked.startswith("p") else share
+        computed = {trial.trial_id: _from_requests(run, trial, share_of_name) for trial in run.trials}
+        limits = [(_line_name(tier, statistic, asked), limit) for tier, statistic, limit in lines]
         middle = _column(run, f"{name}_ms_p50")
         for quantile in (asked, "p99", "p90", "mean"):
             high = _column(run, f"{name}_ms_{quantile}")
             if quantile == asked:
                 high = {key: value for key, each in computed.items() if (value := each.get(name))} | high
             if high:
-                found.append(_Metric(name, limit, quantile, high, middle))
+                found.append(_Metric(name, limits, quantile, high, middle))
                 break
     return found
+
+
+def _line_name(tier: str, statistic: str, drawn: str) -> str:
+    """What stands at an SLO's line: the tier, and the statistic where it is not that of the upper curve."""
+    return " ".join(word for word in (tier or "SLO", "" if statistic == drawn else statistic.upper()) if word)
 
 
 def _column(run: Run, column: str) -> dict[str, float]:
@@ -206,21 +217,20 @@ def _scale(axes: Axes, metric: _Metric) -> None:
 
 
 def _draw_limit(axes: Axes, metric: _Metric, palette: Palette, *, labelled: bool) -> None:
-    if not metric.limit_ms:
-        return
     dashes = (0, (5, 2))
-    axes.axhline(metric.limit_ms, color=palette.limit, linewidth=1.2, linestyle=dashes, zorder=1.5)
-    if labelled:
-        axes.annotate(
-            f"SLO\n{metric.limit_ms:g} ms",
-            (1, metric.limit_ms),
-            (5, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=palette.limit,
-            fontsize=8.5,
-            va="center",
-        )
+    for name, limit_ms in metric.limits_ms:
+        axes.axhline(limit_ms, color=palette.limit, linewidth=1.2, linestyle=dashes, zorder=1.5)
+        if labelled:
+            axes.annotate(
+                f"{name}\n{limit_ms:g} ms",
+                (1, limit_ms),
+                (5, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                color=palette.limit,
+                fontsize=8.5,
+                va="center",
+            )
 
 
 def _draw_found(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Look]) -> None:

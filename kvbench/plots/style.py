@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvbench.files import replaced
-from kvbench.provenance import caption, is_emulated, slo_of
+from kvbench.provenance import caption, mark_of, slo_of
 from kvbench.runs import Run
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Theme = Literal["light", "dark"]
 
 PNG_DPI: Final = 150
-BADGE: Final = "EMULATED: timing modelled, KV bytes real"
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,8 @@ class Words:
 
     @classmethod
     def of(cls, run: Run, heading: str) -> Words:
-        return cls(heading, slo_of(run).text(), caption(run), BADGE if is_emulated(run) else "")
+        mark = mark_of(run)
+        return cls(heading, slo_of(run).text(), caption(run), mark.badge if mark is not None else "")
 
 
 # Inches around the axes, for words, legend lines, axis labels and the limits' labels.

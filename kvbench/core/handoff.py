@@ -1,0 +1,45 @@
+"""What whoever dispatches requests between P and D needs, the router and the load generator alike. Pure."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """One server behind a dispatcher."""
+
+    url: str
+    bootstrap_url: str = ""
+    side_address: str = ""
+
+
+class AroundPrompt:
+    """A request's fields with a placeholder for the prompt, and their JSON around it.
+
+    A prompt of 32k token ids is 200 kB of JSON; it is encoded once and then only put in its place.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._placeholder = f"prompt-{secrets.token_hex(16)}"
+        self.fields: dict[str, Any] = {**fields, "prompt": self._placeholder}
+
+    def encode(self, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """JSON of what a connector made of ``fields``: what comes before the prompt, and after it."""
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        before, _, after = text.partition(b'"%b"' % self._placeholder.encode())
+        return before, after
+
+
+def engine_id_in(body: bytes) -> str:
+    """The engine id of the first data-parallel rank in a bootstrap answer; empty if there is none."""
+    try:
+        ranks = json.loads(body)
+        first = min(ranks, key=int)
+        return str(ranks[first].get("engine_id") or "")
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return ""

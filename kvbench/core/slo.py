@@ -1,0 +1,294 @@
+"""What a trial has to keep: limits for each request, for a percentile, for a mean; in tiers if asked for.
+
+Forms
+-----
+- **Joint attainment** (the default): ``ttft_ms``, ``tpot_ms`` and every limit on ``each`` request together;
+  the share of requests that keep all of them must reach ``attainment``.
+- **A percentile**: ``ttft_ms p90 <= 5000`` asks that 90 % of all requests stay within 5000 ms. That is the
+  same as the P90 being within, except that a request without an answer counts as one beyond the limit.
+- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. A mean of survivors can be bought by
+  dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
+
+Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+METRICS: Final = ("ttft_ms", "tpot_ms", "e2el_ms")
+NO_VALUE: Final = math.nan
+"""The observation of a request that says nothing of a mean: it failed, or its TPOT is undefined."""
+
+CriterionKind = Literal["share", "mean"]
+_SHORT: Final = re.compile(
+    r"\s*(?P<metric>[a-z0-9]+(?:_ms)?)(?:\s+(?P<statistic>[a-z]+[0-9.]*))?\s*(?:<=|≤|<)\s*"
+    r"(?P<limit>[0-9.]+(?:e[0-9]+)?)\s*(?:ms)?\s*",
+    re.IGNORECASE,
+)
+_SHORT_FORM: Final = "such as `ttft_ms p90 <= 5000`: metric, statistic (each, mean, p50 … p99.9), limit in ms"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """``metric`` in milliseconds, its ``statistic`` ("each", "mean", "p90") and the ``limit`` it must keep.
+
+    Raises ValueError for values that make no limit.
+    """
+
+    metric: str
+    statistic: str
+    limit: float
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"no limit can be set on {self.metric!r}; there are: {', '.join(METRICS)}")
+        if self.statistic not in ("each", "mean") and self.share is None:
+            raise ValueError(f"statistic must be each, mean, or p50 to p99.9, not {self.statistic!r}")
+        if not 0 < self.limit < math.inf:
+            raise ValueError(f"{self.metric} must be above 0, not {self.limit}")
+
+    @property
+    def share(self) -> float | None:
+        """The share of requests that a percentile asks for: 0.9 for p90. None for the other statistics."""
+        match = re.fullmatch(r"p(\d{1,2}(?:\.\d{1,4})?)", self.statistic)
+        share = float(match[1]) / 100 if match else 0.0
+        return share if 0 < share < 1 else None
+
+    @classmethod
+    def parse(cls, text: str) -> Limit:
+        """From ``ttft_ms p90 <= 5000``; without a statistic each request is meant. Raises ValueError."""
+        match = _SHORT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no limit; write one {_SHORT_FORM}")
+        metric, statistic = match["metric"].lower(), (match["statistic"] or "each").lower()
+        metric = metric if metric.endswith("_ms") else f"{metric}_ms"
+        statistic = {"median": "p50", "avg": "mean", "average": "mean"}.get(statistic, statistic)
+        try:
+            return cls(metric, statistic, float(match["limit"]))
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+
+    @classmethod
+    def from_json(cls, data: Any) -> Limit:
+        """From a mapping or from the short form. Raises ValueError."""
+        if isinstance(data, str):
+            return cls.parse(data)
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{data!r} is no limit; write one {_SHORT_FORM}")
+        try:
+            return cls(str(data["metric"]), str(data.get("statistic", "each")), float(data["limit"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{data!r} is no limit: {error}") from None
+
+    def short(self) -> str:
+        """The short form: what ``parse`` reads."""
+        return f"{self.metric} {self.statistic} <= {self.limit:.12g}"
+
+    def text(self) -> str:
+        """For people: ``TTFT P90 ≤ 5000 ms``."""
+        name = self.metric.removesuffix("_ms").upper()
+        middle = {"each": " ", "mean": " mean "}.get(self.statistic, f" {self.statistic.upper()} ")
+        return f"{name}{middle}≤ {self.limit:g} ms"
+
+    def kept(self, value_ms: float | None) -> bool:
+        """Whether one request keeps it. TPOT may be undefined (one token): that keeps it."""
+        if value_ms is None:
+            return self.metric == "tpot_ms"
+        return value_ms <= self.limit
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One thing that must hold: a share of 0/1 observations ≥ ``target``, or a mean ≤ ``target``."""
+
+    kind: CriterionKind
+    target: float
+    limits: tuple[Limit, ...] = ()
+    """A share: what a request must keep to count as 1, beside being answered. A mean: its one limit."""
+
+    def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
+        """One request's observation: 0.0 or 1.0, or its value in ms (NO_VALUE if it has none)."""
+        if self.kind == "mean":
+            value = values[self.limits[0].metric] if ok else None
+            return NO_VALUE if value is None else value
+        return float(ok and all(limit.kept(values[limit.metric]) for limit in self.limits))
+
+    def margin(self, values: Mapping[str, float | None], ok: bool) -> float:
+        """The largest of value / limit: at most 1 where it is kept. inf for a request that failed."""
+        if self.kind == "mean":
+            return self.observe(values, ok) / self.target
+        if not ok or not all(each.kept(None) for each in self.limits if values[each.metric] is None):
+            return math.inf
+        known = [(values[each.metric], each.limit) for each in self.limits]
+        return max((value / limit for value, limit in known if value is not None), default=0.0)
+
+    def text(self) -> str:
+        """For people: ``TTFT ≤ 250 ms and TPOT ≤ 15 ms for 95 % of requests``."""
+        if len(self.limits) == 1 and self.limits[0].statistic != "each":
+            return self.limits[0].text()
+        share = f"{self.target * 100:g} % of requests"
+        if not self.limits:
+            return f"{share} answered"
+        return " and ".join(limit.text() for limit in self.limits) + f" for {share}"
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits that a trial must keep; see the module's docstring for what they mean.
+
+    ``ttft_ms`` counts from the scheduled send. None is no limit. Raises ValueError for impossible values.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    attainment: float = 0.95
+    limits: tuple[Limit, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, limit in (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} must be above 0, not {limit}")
+        if not 0.0 < self.attainment <= 1.0:
+            raise ValueError(f"attainment must be above 0 and at most 1, not {self.attainment}")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Slo:
+        """From a scenario's or a plan's plain data, of any age. Raises ValueError."""
+        ttft_ms, tpot_ms, attainment = (data.get(key) for key in ("ttft_ms", "tpot_ms", "attainment"))
+        return cls(
+            None if ttft_ms is None else float(ttft_ms),
+            None if tpot_ms is None else float(tpot_ms),
+            0.95 if attainment is None else float(attainment),
+            tuple(Limit.from_json(each) for each in data.get("limits") or ()),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ttft_ms": self.ttft_ms,
+            "tpot_ms": self.tpot_ms,
+            "attainment": self.attainment,
+            "limits": [limit.short() for limit in self.limits],
+        }
+
+    @property
+    def each(self) -> tuple[Limit, ...]:
+        """The limits of the joint form."""
+        own = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
+        joint = [Limit(metric, "each", limit) for metric, limit in own if limit is not None]
+        return (*joint, *(limit for limit in self.limits if limit.statistic == "each"))
+
+    @property
+    def joint(self) -> bool:
+        """Whether a single request can meet the SLO: there are limits on each, or none of any kind."""
+        return bool(self.each) or not self.limits
+
+    @property
+    def has_limits(self) -> bool:
+        return bool(self.each or self.limits)
+
+    def all_criteria(self) -> tuple[Criterion, ...]:
+        """What must hold, the joint share first. Never empty: without limits an answer is asked for."""
+        each = self.each
+        others = [limit for limit in self.limits if limit.statistic != "each"]
+        shares = [Criterion("share", share, (limit,)) for limit in others if (share := limit.share)]
+        means = [Criterion("mean", limit.limit, (limit,)) for limit in others if limit.statistic == "mean"]
+        if each or not shares:
+            shares.insert(0, Criterion("share", self.attainment, each))
+        return (*shares, *means)
+
+    def criteria(self) -> tuple[tuple[CriterionKind, float], ...]:
+        """(kind, target) of each criterion, in the order of ``observe``."""
+        return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
+
+    def observe(
+        self, ttft_ms: float | None, tpot_ms: float | None, e2el_ms: float | None, ok: bool
+    ) -> tuple[float, ...]:
+        """One request's observation for each criterion; NaN where it says nothing of a mean."""
+        values = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": e2el_ms}
+        return tuple(criterion.observe(values, ok) for criterion in self.all_criteria())
+
+    def margins(
+        self, ttft_ms: float | None, tpot_ms: float | None, e2el_ms: float | None, ok: bool
+    ) -> tuple[float, ...]:
+        """For each criterion how near one request came to its limit: value / limit; inf if it failed."""
+        values = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": e2el_ms}
+        return tuple(criterion.margin(values, ok) for criterion in self.all_criteria())
+
+    def tightest(self, metric: str) -> float | None:
+        """The lowest limit on a metric, of whatever statistic; None if there is none."""
+        limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric == metric]
+        return min(limits, default=None)
+
+    def loosened(self, ttft_ms: float, tpot_ms: float) -> Slo:
+        """The SLO with some milliseconds forgiven, at the first token and per further token."""
+        added = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": ttft_ms}
+        return replace(
+            self,
+            ttft_ms=None if self.ttft_ms is None else self.ttft_ms + ttft_ms,
+            tpot_ms=None if self.tpot_ms is None else self.tpot_ms + tpot_ms,
+            limits=tuple(replace(each, limit=each.limit + added[each.metric]) for each in self.limits),
+        )
+
+    def misses_allowed(self, n: int) -> int:
+        """Most misses among ``n`` requests that still attain the share."""
+        return misses_allowed(n, self.attainment)
+
+    def e2el_ms(self, output_len: int) -> float:
+        """End-to-end latency of a request that just keeps its limits; a limit not given counts as nothing."""
+        gaps = max(0, output_len - 1)
+        parts = (self.tightest("ttft_ms") or 0.0) + (self.tightest("tpot_ms") or 0.0) * gaps
+        whole = self.tightest("e2el_ms")
+        return parts if whole is None else min(parts or whole, whole)
+
+    def text(self) -> str:
+        """For people, without the criterion that only asks for answers."""
+        told = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
+        return "; ".join(told) or "no SLO"
+
+
+def misses_allowed(n: int, share: float) -> int:
+    """Most misses among ``n`` that still leave the share."""
+    # The small term keeps 0.95 × 100 = 95.00000000000001 from asking for 96.
+    return n - math.ceil(share * n - 1e-9)
+
+
+def burst_slo(slo: Slo) -> Slo:
+    """The limits as the burst method reads them: on the means of TTFT and TPOT, whatever the form asked."""
+    metrics = ((metric, slo.tightest(metric)) for metric in METRICS)
+    means = tuple(Limit(metric, "mean", limit) for metric, limit in metrics if limit is not None)
+    # The hand that bisects looks at the means of what was answered, and at nothing else.
+    return Slo(attainment=1e-9, limits=means)
+
+
+def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
+    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest.
+
+    Tiers need not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this
+    order (sum of the limits' logarithms, a limit not given counting as a very wide one) only saves trials.
+    """
+
+    def width(name: str) -> tuple[float, float]:
+        slo = tiers[name]
+        limits = [slo.tightest(metric) for metric in ("ttft_ms", "tpot_ms")]
+        return sum(math.log(limit or 1e7) for limit in limits), -slo.attainment
+
+    return sorted(tiers, key=width)
+
+
+def tiers_text(tiers: Mapping[str, Slo]) -> str:
+    """For people: each tier's name with its limits."""
+    return " · ".join(f"{name}: {slo.text()}" for name, slo in tiers.items())
+
+
+def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
+    """Places of limits that repeat the metric and the statistic of an earlier one."""
+    seen: set[tuple[str, str]] = set()
+    for place, limit in enumerate(limits):
+        if (limit.metric, limit.statistic) in seen:
+            yield place
+        seen.add((limit.metric, limit.statistic))

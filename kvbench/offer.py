@@ -1,0 +1,176 @@
+"""What a trial offers: which requests at which times, and when it has been offered for long enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.arrivals import planned_offsets
+from kvbench.core.burst import burst_requests
+from kvbench.core.live import (
+    Criterion,
+    Decision,
+    LiveConfig,
+    LiveTrial,
+    completion_rate,
+    trial_length_s,
+)
+from kvbench.core.records import Cell, Method, RequestRecord
+from kvbench.core.scenario import Scenario
+from kvbench.core.slo import Slo
+from kvbench.core.traces import TracedRequest, request_rate, scaled
+from kvbench.load import Progress, Settled
+from kvbench.replay import burst_plan
+
+CEILING_S: Final = 2.0
+CEILING_LATENCIES: Final = 5.0
+"""Arrivals of a ceiling probe, at least: enough to fill whatever it is that limits the rate."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a trial is to offer. ``latency_s``: of one request alone, 0 if unknown. ``searched``: it may end
+    as soon as its verdict is sure, else all of it is offered. ``ceiling``: it asks what comes out at most.
+    """
+
+    cell: Cell
+    rate: float
+    seed: int
+    method: Method = "sustained"
+    searched: bool = True
+    ceiling: bool = False
+    latency_s: float = 0.0
+    thorough: bool = False
+    """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The planned sends in seconds, and the requests themselves where they are not all alike."""
+
+    offsets_s: NDArray[np.float64]
+    requests: Sequence[TracedRequest] | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.offsets_s)
+
+    @property
+    def length_s(self) -> float:
+        return float(self.offsets_s[-1]) if self.n else 0.0
+
+
+def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
+    """The load of one trial: a function of the scenario, the wish and the trace."""
+    cell, burstiness = wanted.cell, scenario.workload.burstiness
+    if wanted.method == "burst":
+        requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
+        return Offered(np.array([each.offset_s for each in requests]), requests)
+    if trace:
+        most = num_requests(scenario, wanted) if wanted.searched else None
+        requests = scaled(trace, request_rate(trace) / wanted.rate, most)
+        return Offered(np.array([each.offset_s for each in requests]), requests)
+    n = num_requests(scenario, wanted)
+    return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))
+
+
+def num_requests(scenario: Scenario, wanted: Wanted) -> int:
+    """Requests of a trial; of one that is searched as many as its verdict may take at most."""
+    search = scenario.search
+    if wanted.method == "burst":
+        return burst_requests(wanted.rate)
+    seconds = search.trial_s
+    if wanted.ceiling:
+        seconds = max(CEILING_S, CEILING_LATENCIES * wanted.latency_s)
+    elif wanted.searched:
+        seconds = search.max_trial_s or max(seconds, trial_length_s(wanted.rate, wanted.latency_s))
+    return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
+
+
+class Watch:
+    """Follows a trial by the rule of sequential looks (live.py), once for each SLO tier.
+
+    ``decisions`` has the tiers that are decided. A trial is over as soon as the tier that it was run for is.
+    """
+
+    def __init__(
+        self, scenario: Scenario, wanted: Wanted, offered: Offered, tiers: Mapping[str, Slo], tier: str = ""
+    ) -> None:
+        self._tiers = dict(tiers) if wanted.searched and not wanted.ceiling else {}
+        self._asked = tier if tier in self._tiers else next(iter(self._tiers), "")
+        self.decisions: dict[str, Decision] = {}
+        self._ceiling_s = offered.length_s if wanted.ceiling else math.inf
+        self._trials = {
+            name: LiveTrial(
+                LiveConfig(
+                    offsets_s=offered.offsets_s,
+                    rate=wanted.rate,
+                    latency_s=wanted.latency_s,
+                    ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
+                    confidence=scenario.search.confidence,
+                    thorough=wanted.thorough,
+                    hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
+                ),
+                [Criterion(kind, target) for kind, target in slo.criteria()],
+            )
+            for name, slo in self._tiers.items()
+        }
+
+    @property
+    def decision(self) -> Decision | None:
+        """That of the tier that the trial was run for."""
+        return self.decisions.get(self._asked)
+
+    def progressed(self, progress: Progress) -> bool:
+        """Takes in what became known; True if the trial may end."""
+        for name, live in self._trials.items():
+            told = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
+            decision = live.feed(progress.t_s, told, progress.waiting_first, progress.sent)
+            if decision is not None:
+                self.decisions.setdefault(name, decision)
+        if progress.t_s >= self._ceiling_s:
+            return True
+        decision = self.decision
+        # Undecided means that the time is up: what is on its way may end, the load is over anyway.
+        return decision is not None and decision.verdict != "undecided"
+
+
+def _hopeless_s(slo: Slo, output_len: int) -> float:
+    """After so long a request without an end has broken a limit for sure; inf where that cannot be said."""
+    each = {limit.metric for limit in slo.each}
+    certain = len(slo.each) == len(slo.limits) + sum(
+        limit is not None for limit in (slo.ttft_ms, slo.tpot_ms)
+    ) and ({"ttft_ms", "tpot_ms"} <= each or "e2el_ms" in each)
+    return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
+
+
+def ceiling_figures(records: Sequence[RequestRecord], offered: Offered) -> dict[str, Any]:
+    """What came out while a ceiling probe was offered: completions per second, and whether steadily."""
+    ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
+    found = completion_rate(ends, offered.length_s)
+    if found is None:
+        return {}
+    # Where little is left behind, what came out is what was offered, and no ceiling.
+    left = offered.n - sum(end <= offered.length_s for end in ends)
+    flooded = left > max(0.25 * offered.n, 3 * math.sqrt(offered.n))
+    return {"completion_rate": found[0], "completion_steady": found[1] and flooded}
+
+
+def _stopped(settled: Settled) -> bool:
+    return settled.error == "cancelled"
+
+
+def _observation(slo: Slo, settled: Settled) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    times = (settled.ttft_s, settled.tpot_s, settled.e2el_s)
+    ttft_ms, tpot_ms, e2el_ms = (None if time is None else time * 1e3 for time in times)
+    ok = settled.error == ""
+    return (
+        settled.index,
+        slo.observe(ttft_ms, tpot_ms, e2el_ms, ok),
+        slo.margins(ttft_ms, tpot_ms, e2el_ms, ok),
+    )
