@@ -111,8 +111,8 @@ def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestR
 def search(store: RunStore, cell: Cell, max_rate: float = 1000.0) -> CellResult:
     """A real search; its third trial is refused as invalid."""
     start = min(capacity(cell) * 0.3, max_rate)
-    searching = RateSearch(SearchLimits(start, min(0.01, start), max_rate, precision=0.08, max_trials=10))
-    confirmed_by = None
+    searching = RateSearch(SearchLimits(start, min(0.01, start), max_rate, precision=0.08, max_trials=20))
+    met: dict[float, str] = {}
     number = 0
     while (probe := searching.ask()) is not None:
         number += 1
@@ -124,10 +124,12 @@ def search(store: RunStore, cell: Cell, max_rate: float = 1000.0) -> CellResult:
             trial.findings = [Finding("step_lag", "invalid", trial.reason, "use a quieter machine")]
         store.add_trial(trial, requests)
         searching.tell(probe.rate, trial.verdict)
-        if probe.purpose == "confirm" and trial.verdict == "met":
-            confirmed_by = trial.trial_id
+        if trial.verdict == "met":
+            met[probe.rate] = trial.trial_id
+    answer = searching.answer()
+    confirmed_by = met.get(answer.max_request_rate or 0.0)
     checked = {"checked": 4, "equal": 4}
-    return CellResult(cell, "done", searching.answer().to_json(), checked, confirmed_by=confirmed_by)
+    return CellResult(cell, "done", answer.to_json(), checked, confirmed_by=confirmed_by)
 
 
 def make_run(
