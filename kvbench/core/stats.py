@@ -235,3 +235,43 @@ def trend(series: StepSeries, start_s: float, end_s: float, blocks: int = 10) ->
     slope = float(x @ means) / sxx
     residual = means - means.mean() - slope * x
     return Trend(slope, math.sqrt(float(residual @ residual) / (blocks - 2) / sxx))
+
+
+def t_quantile(p: float, degrees: float) -> float:
+    """Quantile of Student's t distribution, for 0.5 ≤ p < 1 (from the incomplete beta function)."""
+    if not 0.5 <= p < 1.0 or degrees <= 0:
+        raise ValueError(f"0.5 ≤ p < 1 and degrees > 0 are needed, not {p} and {degrees}")
+    x = beta_quantile(degrees / 2, 0.5, 2.0 * (1.0 - p))
+    return math.sqrt(degrees * (1.0 - x) / x) if x > 0.0 else math.inf
+
+
+def sectioned(values: FloatArray, sections: int, share: float | None) -> tuple[float, float]:
+    """(figure of all values, its standard error by sections of neighbours).
+
+    The figure is the mean, or with ``share`` that quantile. The spread of the sections' figures about the
+    whole's is used (not about their own mean, since a section's quantile is biased), and inflated where
+    neighbouring sections resemble each other. Raises ValueError for fewer values than sections.
+    """
+    if sections < 2 or len(values) < sections:
+        raise ValueError(f"{len(values)} values do not fill {sections} sections")
+
+    def figure(part: FloatArray) -> float:
+        return float(part.mean() if share is None else np.quantile(part, share, method="higher"))
+
+    whole = figure(values)
+    away = np.array([figure(part) for part in np.array_split(values, sections)]) - whole
+    spread = float(away @ away)
+    if not math.isfinite(spread) or spread <= 0.0:
+        return whole, 0.0 if spread == 0.0 else math.inf
+    alike = min(max(float(away[1:] @ away[:-1]) / spread, 0.0), 0.6)
+    return whole, math.sqrt(spread / (sections - 1) / sections * (1 + alike) / (1 - alike))
+
+
+def design_effect(flags: FloatArray, sections: int) -> float:
+    """How many neighbours count as one, at least 1: variance of section means over that of free flags."""
+    n = len(flags) // sections * sections
+    share = float(flags.mean()) if len(flags) else 0.0
+    if n < 2 * sections or not 0.0 < share < 1.0:
+        return 1.0
+    means = flags[:n].reshape(sections, -1).mean(axis=1)
+    return max(1.0, float(means.var(ddof=1)) * (n / sections) / (share * (1.0 - share)))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import json
 import logging
-import os
 import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.core.records import RequestRecord
-from kvbench.errors import InputError, ServerError
-from kvbench.http1 import Pool
-from kvbench.loadgen.control import Orders, report, tell
-from kvbench.loadgen.spec import LoadSpec, planned_requests
-from kvbench.loadgen.trial import Trial
-from kvbench.spawned import read_spec, run
+from kvbench.errors import KvbenchError
+from kvbench.loadfile import write_records
+from kvbench.loadgen.control import Orders, Reporter, tell
+from kvbench.loadgen.exchange import Exchange
+from kvbench.loadgen.loop import Loop
+from kvbench.loadgen.plan import PlannedRequest, planned_requests, prepare
+from kvbench.loadgen.pool import Pool
+from kvbench.loadgen.spec import LoadSpec
+from kvbench.loadgen.trial import Begin, Trial
+from kvbench.loadgen.wire import Server
+from kvbench.spawned import read_spec
 from kvbench.spawned import tell as tell_error
 
 log = logging.getLogger(__name__)
@@ -26,41 +27,56 @@ log = logging.getLogger(__name__)
 RESERVED_FDS = 64
 
 
-async def generate(spec: LoadSpec, stop: asyncio.Event) -> int:
+def generate(spec: LoadSpec) -> int:
     """Prepares, waits for "go" if asked to, runs the trial, writes the records. Returns the exit code."""
-    orders = Orders(stop)
-    pool = Pool(spec.base_url)
-    try:
-        await pool.resolve()
-    except OSError as error:
-        raise ServerError(f"cannot find the host of {spec.base_url}: {error}") from error
-    plan = planned_requests(spec, pool)
-    # Many connections opened long before the first send could be closed as idle by the server, so
-    # they are opened last, and again after a long wait for "go" only as far as they are missing.
-    connections = min(spec.expected_streams(), descriptors_for(spec.expected_streams()))
-    await _warm(pool, connections)
-    trial = Trial(spec, plan, pool, report)
+    loop = Loop()
+    orders = Orders(loop)
+    plan = planned_requests(spec)
+    pools, begin = dispatched(spec, plan, loop)
+    warm(spec, plan, pools)
+    trial = Trial(spec, plan, loop, pools, Reporter().report, begin)
     gc.collect()
     gc.freeze()
     gc.disable()
     tell({"event": "ready"})
     if spec.wait_for_go:
-        await orders.wait_for_go()
-    end = await trial.run(stop)
-    gc.enable()
-    await asyncio.to_thread(write_records, Path(spec.records_path), trial.records)
-    orders.close()
-    await pool.close()
+        orders.wait_for_go()
+    end = trial.run(orders, orders.start_at)
+    for line in trial.last_lines():
+        tell(line)
+    write_records(Path(spec.records_path), trial.records)
     tell(end)
     return 0
 
 
-async def _warm(pool: Pool, count: int) -> None:
-    try:
-        await pool.warm(count)
-    except OSError as error:
-        # The trial's own requests will meet the same and record it.
-        log.warning("cannot open %d connections beforehand: %s", count, error)
+def dispatched(spec: LoadSpec, plan: Sequence[PlannedRequest], loop: Loop) -> tuple[list[Pool], Begin]:
+    """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode."""
+    if spec.direct is not None:
+        # Not for everybody: the connectors take some 0.1 s to import.
+        from kvbench.loadgen.direct import Dispatch
+
+        dispatch = Dispatch(spec, loop)
+        dispatch.find()
+        dispatch.prepare(plan)
+        return dispatch.pools, dispatch.begin
+    server = Server(spec.base_url)
+    server.resolve()
+    prepare(spec, plan, server)
+    return [Pool(server, loop)], Exchange
+
+
+def warm(spec: LoadSpec, plan: Sequence[PlannedRequest], pools: Sequence[Pool]) -> None:
+    """Opens the connections that the trial will need, as far as the limits allow."""
+    if not plan:
+        return
+    streams = spec.expected_streams(len(plan), plan[-1].offset_s)
+    each = -(-streams // len(pools))
+    count = descriptors_for(each * len(pools)) // len(pools)
+    for pool in pools:
+        error = pool.warm(min(each, max(1, count)))
+        if error is not None:
+            # The trial's own requests will meet the same and record it.
+            log.warning("cannot open %d connections to %s beforehand: %s", each, pool.server.url, error)
 
 
 def descriptors_for(streams: int) -> int:
@@ -76,23 +92,16 @@ def descriptors_for(streams: int) -> int:
     return streams
 
 
-def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
-    """JSON lines in scheduled order, renamed into place."""
-    partial = path.with_name(path.name + ".part")
-    with partial.open("w") as file:
-        for record in records:
-            # Not to_json(): asdict copies every list of gaps first.
-            file.write(json.dumps(vars(record), separators=(",", ":")) + "\n")
-    os.replace(partial, path)
-
-
 def main(argv: Sequence[str]) -> int:
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         spec = read_spec(LoadSpec, argv)
         spec.check()
-    except InputError as error:
+        return generate(spec)
+    except KvbenchError as error:
         return tell_error("kvbench.loadgen", error)
-    return run("kvbench.loadgen", lambda stop: generate(spec, stop))
 
 
 if __name__ == "__main__":

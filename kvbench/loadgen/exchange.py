@@ -2,149 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from array import array
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvbench.core.records import ROUTER_TIMES, RequestError, RequestRecord, timing_header
-from kvbench.http1 import ClientConnection
-from kvbench.loadgen.spec import LoadSpec, PlannedRequest
-from kvbench.loadgen.stream import StreamReader, clipped, whole_body_error
+from kvbench.loadgen.answer import Answer
+from kvbench.loadgen.leg import Leg
+from kvbench.loadgen.plan import PlannedRequest
+from kvbench.loadgen.stream import clipped, whole_body_error
 
 if TYPE_CHECKING:
     from kvbench.loadgen.trial import Trial
 
-READS_PER_SLICE: Final = 24
-"""Reads parsed before the event loop gets its turn: about 0.1 ms."""
 DECIMALS: Final = 7
-"""Times in the records are rounded to 0.1 µs, which keeps the file small and is below the clock's noise."""
+"""Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
+
+Failure = tuple[RequestError, str]
 
 
 class Exchange:
-    """A sink for one answer that keeps bytes and stamps; ``settle`` finds out later what they mean."""
+    """A request of the plan. This one is answered by one server; see ``direct`` for two.
 
-    __slots__ = (
-        "connection",
-        "ended",
-        "failure",
-        "first_stamp",
-        "headers",
-        "parts",
-        "plan",
-        "record",
-        "scheduled",
-        "sent",
-        "stamps",
-        "status",
-        "trial",
-    )
+    ``stream`` is the leg whose answer is the stream of tokens, once it is known. All objects are made before
+    the request is due, so that nothing is left to do then but to send.
+    """
 
-    def __init__(self, trial: Trial, plan: PlannedRequest, scheduled: float, record: RequestRecord) -> None:
+    def __init__(self, trial: Trial, plan: PlannedRequest, scheduled_s: float) -> None:
         self.trial = trial
-        self.plan = plan
-        self.scheduled = scheduled
-        self.record = record
-        self.sent: float | None = None
-        self.connection: ClientConnection | None = None
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.parts: list[bytes] = []
-        self.stamps: list[float] = []
-        self.first_stamp: float | None = None
-        self.failure: tuple[RequestError, str] | None = None
-        self.ended = False
+        self.index = plan.index
+        self.scheduled_s = scheduled_s
+        self.record = RequestRecord(
+            request_id=plan.request_id,
+            scheduled_s=round(plan.offset_s, DECIMALS),
+            input_len=plan.input_len,
+            requested_output_len=plan.output_len,
+        )
+        self.stream: Leg | None = self._stream_leg()
+        self.over = False
+        self.failure: Failure | None = None
+        self.failed_leg: Leg | None = None
 
-    # the sink
+    def start(self, plan: PlannedRequest) -> None:
+        """Sends. The plan may forget the request's bytes after it."""
+        assert self.stream is not None
+        self.stream.start(plan.parts)
 
-    def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
-        self.status = status
-        self.headers = headers
+    def _stream_leg(self) -> Leg | None:
+        """The leg whose answer is the stream, if it is known before anything is sent."""
+        return Leg(self, self.trial.pools[0])
 
-    def on_body(self, data: bytes, stamp: float) -> None:
-        self.parts.append(data)
-        self.stamps.append(stamp)
-        # Only for the progress lines; the record's first token is read from the events.
-        if self.first_stamp is None and b'"choices"' in data:
-            self.first_stamp = stamp
-            self.trial.first_token(self)
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return (self.stream,) if self.stream is not None else ()
 
-    def on_end(self) -> None:
-        self.ended = True
+    @property
+    def first_token_ns(self) -> int | None:
+        """When the first token came, as far as what was read has been taken in."""
+        tokens = self.stream.answer.stream.token_stamps if self.stream is not None else ()
+        return tokens[0] if tokens else None
+
+    @property
+    def chunks(self) -> int:
+        """Token events of the stream."""
+        return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0
+
+    def leg_done(self, leg: Leg) -> None:
+        """A leg's answer is whole."""
+        self._end()
+
+    def leg_failed(self, leg: Leg, failure: Failure) -> None:
+        """A leg has failed, and so the request."""
+        self.end(failure, leg)
+
+    def end(self, failure: Failure, leg: Leg | None = None) -> None:
+        """Ends the request: no connection, past its deadline, cancelled, closed early."""
+        for each in self.legs:
+            each.take_all()  # which may show that it has ended after all
+        if self.over:
+            return
+        self.failure, self.failed_leg = failure, leg
+        for each in self.legs:
+            each.drop()
+        self._end()
+
+    def _end(self) -> None:
+        self.over = True
         self.trial.finished(self)
-
-    def on_failure(self, cause: str, malformed: bool) -> None:
-        self.fail("bad_stream" if malformed else "early_close", cause)
-
-    def fail(self, error: RequestError, detail: str) -> None:
-        """Ends the exchange from outside: no connection, past its deadline, cancelled, closed early."""
-        self.failure = (error, detail)
-        if self.connection is not None:
-            self.connection.abort()
-        self.trial.finished(self)
+        for leg in self.legs:
+            leg.release()
 
     # after the end
 
-    def settle(self, spec: LoadSpec, start: float) -> Iterator[None]:
-        """Fills in the record, a slice of the work for each step. Times become seconds since ``start``."""
-        record = self.record
-        reader = StreamReader()
-        for index, (data, stamp) in enumerate(zip(self.parts, self.stamps, strict=True), start=1):
-            reader.feed(data, stamp)
-            if index % READS_PER_SLICE == 0:
-                yield
-        reader.finish(whole=self.failure is None)
-        stamps = reader.token_stamps
-        if self.sent is not None:
-            record.sent_s = round(self.sent - start, DECIMALS)
-        record.status = self.status
-        if stamps and self.status == 200:
-            record.first_token_s = round(stamps[0] - start, DECIMALS)
-            record.last_token_s = round(stamps[-1] - start, DECIMALS)
-            record.itl_s = [round(b - a, DECIMALS) for a, b in pairwise(stamps)]
-            self._take_router_times(start, stamps[0])
-        record.output_len = reader.completion_tokens or 0
-        record.error, record.error_detail = self._class(reader, spec)
-        self.parts.clear()
-        self.stamps.clear()
+    def settle(self, start_s: float) -> RequestRecord:
+        """Fills in the record. Times become seconds since ``start_s``."""
+        record, leg = self.record, self.stream
+        start_ns = int(start_s * 1e9)
+        first = min((each.sent_s for each in self.legs if each.sent_s is not None), default=None)
+        if first is not None:
+            record.sent_s = round(first - start_s, DECIMALS)
+        first_leg = self.first_leg()
+        record.sent_kernel_s = relative_s(first_leg.sent_kernel_ns if first_leg else None, start_ns)
+        if leg is not None:
+            self._take_stream(leg, start_s, start_ns)
+        record.error, record.error_detail = self._class()
+        return record
 
-    def _take_router_times(self, start: float, first_token: float) -> None:
+    def first_leg(self) -> Leg | None:
+        """The leg that was sent first."""
+        return self.stream
+
+    def _take_stream(self, leg: Leg, start_s: float, start_ns: int) -> None:
+        record, answer = self.record, leg.answer
+        stream = answer.stream
+        stream.finish(whole=self.failure is None)
+        record.status = answer.status
+        record.output_len = stream.completion_tokens or 0
+        if leg.reads:
+            record.stamps = "read" if leg.fallbacks else "kernel"
+        tokens = stream.token_stamps
+        if tokens and answer.status == 200:
+            record.first_token_s = relative_s(tokens[0], start_ns)
+            record.last_token_s = relative_s(tokens[-1], start_ns)
+            stamps = np.array(tokens, np.int64)
+            record.itl_s = array("f", ((stamps[1:] - stamps[:-1]) / 1e9).astype(np.float32).tobytes())
+            self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
+
+    def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:
         """The router's times, if it told them and its clock is ours: within this request's first token."""
         times = {}
         for name in ROUTER_TIMES:
-            try:
-                times[name] = float(self.headers[timing_header(name)])
-            except (KeyError, ValueError):
-                continue
-        if self.sent is None or not all(self.sent - 1e-3 <= t <= first_token + 1e-3 for t in times.values()):
+            value = headers.get(timing_header(name))
+            if value is not None:
+                try:
+                    times[name] = float(value)
+                except ValueError:
+                    continue
+        if not times or self.record.sent_s is None:
             return
-        for name, time_s in times.items():
-            setattr(self.record, name, round(time_s - start, DECIMALS))
+        sent_s = self.record.sent_s + start_s
+        if all(sent_s - 1e-3 <= time_s <= first_token_s + 1e-3 for time_s in times.values()):
+            for name, time_s in times.items():
+                setattr(self.record, name, round(time_s - start_s, DECIMALS))
 
-    def _class(self, reader: StreamReader, spec: LoadSpec) -> tuple[RequestError, str]:
+    def _class(self) -> Failure:
         """The class of failure, the most telling first; ("", "") is success."""
-        if self.failure is not None and self.failure[0] in ("connect", "cancelled"):
-            return self.failure
-        if self.status not in (0, 200):
-            return "http_error", self._http_detail()
-        if self.failure is not None and self.failure[0] != "early_close":
-            return self.failure
-        if reader.error:
-            no_stream = reader.error == "bad_stream" and not reader.token_stamps
-            return whole_body_error(b"".join(self.parts)) if no_stream else (reader.error, reader.detail)
-        if self.failure is not None:
-            return self.failure
-        if not reader.done:
-            return "early_close", "the stream ended without [DONE]"
-        if reader.completion_tokens is None:
+        failure = self.failure
+        if failure is not None and failure[0] in ("connect", "cancelled"):
+            return failure
+        leg = self.stream
+        if leg is None:
+            assert failure is not None
+            return failure
+        answer = leg.answer
+        if answer.status not in (0, 200):
+            return http_failure(answer)
+        if failure is not None and failure[0] == "timeout" and not leg.reads:
+            return unanswered(leg, failure)
+        if failure is not None and failure[0] not in ("early_close", "reset"):
+            return failure
+        return _stream_failure(answer, failure) or self._length_failure(answer)
+
+    def _length_failure(self, answer: Answer) -> Failure:
+        tokens, wanted = answer.stream.completion_tokens, self.record.requested_output_len
+        if tokens is None:
             return "bad_stream", "the stream carries no usage, so its tokens cannot be counted"
-        if reader.completion_tokens != spec.output_len:
-            return "wrong_length", f"{reader.completion_tokens} tokens instead of {spec.output_len}"
-        if not reader.token_stamps:
+        if tokens != wanted:
+            return "wrong_length", f"{tokens} tokens instead of {wanted}"
+        if not answer.stream.token_stamps:
             return "bad_stream", "the stream carries no token events"
         return "", ""
 
-    def _http_detail(self) -> str:
-        location = self.headers.get("location")
-        where = f"redirect to {location}; " if location else ""
-        body = clipped(b"".join(self.parts))
-        return f"HTTP {self.status}: {where}{body}"
+
+def _stream_failure(answer: Answer, failure: Failure | None) -> Failure | None:
+    """What is wrong with the stream itself, or with how it ended."""
+    stream = answer.stream
+    if stream.error:
+        if stream.error == "bad_stream" and not stream.token_stamps:
+            return whole_body_error(bytes(answer.body))
+        return stream.error, stream.detail
+    if failure is not None:
+        if failure[0] == "early_close" and stream.half:
+            return "half_event", "the connection was closed in the middle of an event"
+        return failure
+    if stream.half:
+        return "half_event", "the stream ended in the middle of an event, without [DONE]"
+    if not stream.done:
+        return "early_close", "the stream ended without [DONE]"
+    return None
+
+
+def unanswered(leg: Leg, failure: Failure) -> Failure:
+    """For a request whose time was up before anything of an answer came."""
+    if leg.sent_s is None:
+        return "connect", "no connection was open when the request's time was up"
+    return "no_answer", failure[1].replace("no complete answer", "nothing of an answer")
+
+
+def http_failure(answer: Answer) -> Failure:
+    """For an answer with another status than 200."""
+    body = clipped(bytes(answer.body))
+    if 300 <= answer.status < 400:
+        return (
+            "redirect",
+            f"HTTP {answer.status}: redirect to {answer.headers.get('location', 'nowhere')}; {body}",
+        )
+    return "http_error", f"HTTP {answer.status}: {body}"
+
+
+def relative_s(when_ns: int | None, start_ns: int) -> float | None:
+    """Seconds since the trial's start, as the records have them."""
+    return None if when_ns is None else round((when_ns - start_ns) / 1e9, DECIMALS)

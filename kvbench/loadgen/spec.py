@@ -1,18 +1,12 @@
-"""The load generator's spec, and the requests it plans, as bytes."""
+"""The load generator's spec."""
 
 from __future__ import annotations
 
-import json
 import math
-import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.core.arrivals import planned_offsets
-from kvbench.core.prompts import PromptShape, token_prompts
 from kvbench.errors import InputError
-from kvbench.http1 import Pool
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,13 @@ class LoadSpec:
     slo: dict[str, Any] = field(default_factory=dict)
     progress_interval_s: float = 0.25
     wait_for_go: bool = False
+    worker: int = 0
+    workers: int = 1
+    """This process sends the plan's requests number ``worker``, ``worker + workers``, and so on."""
+    requests_path: str = ""
+    """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
+    direct: Any = None
+    """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
 
     def limits(self) -> Slo:
         """The SLO of the progress lines. Raises InputError."""
@@ -70,64 +71,23 @@ class LoadSpec:
             raise InputError(f"seed must not be negative, it is {self.seed}")
         if not self.progress_interval_s > 0:
             raise InputError(f"progress_interval_s must be above 0, it is {self.progress_interval_s}")
+        if not 0 <= self.worker < self.workers:
+            raise InputError(f"worker must be 0 to {self.workers - 1}, it is {self.worker}")
         if "chat" in self.path:
             raise InputError(
                 f"{self.path} takes no token ids", hint="use /v1/completions, which every such server has"
             )
+        if self.direct is not None and not isinstance(self.direct, dict):
+            raise InputError("the spec: 'direct' must be an object, or null")
         self.limits()
 
-    def expected_streams(self) -> int:
-        """Connections to open beforehand: what the SLO would have under way, and half more."""
+    def expected_streams(self, requests: int, seconds: float) -> int:
+        """Connections to open beforehand for so many requests that are sent within ``seconds``.
+
+        It is what the SLO would have under way, and half more.
+        """
         limits = self.limits()
-        seconds = ((limits.ttft_ms or 1000.0) + (limits.tpot_ms or 50.0) * self.output_len) / 1000.0
-        if math.isinf(self.request_rate):
-            return self.num_requests
-        expected = math.ceil(1.5 * self.request_rate * min(seconds, self.timeout_s))
-        return min(self.num_requests, max(64, expected))
-
-
-@dataclass(frozen=True)
-class PlannedRequest:
-    """One request, ready to be written to a connection at ``offset_s`` after the trial's start."""
-
-    request_id: str
-    offset_s: float
-    data: bytes
-
-
-def planned_requests(spec: LoadSpec, pool: Pool) -> list[PlannedRequest]:
-    """All requests of the trial in scheduled order; a pure function of the spec but for the request ids."""
-    offsets = planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed)
-    shape = PromptShape(spec.input_len, spec.vocab_size, spec.shared_prefix_len)
-    prompts = token_prompts(spec.num_requests, shape, spec.seed)
-    digits = [str(number) for number in range(spec.vocab_size)]
-    head, tail = _body_around_prompt(spec)
-    run = uuid.uuid4().hex[:12]
-    plan = []
-    for index, (offset, prompt) in enumerate(zip(offsets.tolist(), prompts, strict=True)):
-        request_id = f"kvb-{run}-{index}"
-        body = head + ",".join([digits[token] for token in prompt.tolist()]).encode() + tail
-        headers: Mapping[str, str] = {
-            "content-type": "application/json",
-            "accept": "text/event-stream",
-            **spec.headers,
-            "x-request-id": request_id,
-        }
-        plan.append(PlannedRequest(request_id, offset, pool.request("POST", spec.path, headers, body)))
-    return plan
-
-
-def _body_around_prompt(spec: LoadSpec) -> tuple[bytes, bytes]:
-    body = {
-        "model": spec.model,
-        "max_tokens": spec.output_len,
-        "min_tokens": spec.output_len,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **spec.extra_body,
-    }
-    body.pop("prompt", None)
-    text = json.dumps(body, separators=(",", ":"))
-    return f'{text[:-1]},"prompt":['.encode(), b"]}"
+        lasting_s = ((limits.ttft_ms or 1000.0) + (limits.tpot_ms or 50.0) * self.output_len) / 1000.0
+        rate = requests / seconds if seconds > 0 else math.inf
+        expected = 1.5 * rate * min(lasting_s, self.timeout_s)
+        return min(requests, max(64, math.ceil(min(expected, requests))))

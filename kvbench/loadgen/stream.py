@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,18 +26,25 @@ class StreamReader:
 
     A token event is an event with ``choices``, even if its text is empty. Several tokens may share
     one event, so tokens are counted by ``usage`` and never by events. An event gets the stamp of the
-    read that completed it.
+    read that completed it; stamps are in any unit.
     """
 
-    token_stamps: list[float] = field(default_factory=list)
+    token_stamps: MutableSequence[int] = field(default_factory=list)
     completion_tokens: int | None = None
     done: bool = False
+    half: bool = False
+    """The stream ended in the middle of an event; known after ``finish``."""
     error: RequestError = ""
     detail: str = ""
     _pending: bytes = b""
     _data: list[bytes] = field(default_factory=list)
 
-    def feed(self, data: bytes, stamp: float) -> None:
+    @property
+    def between_events(self) -> bool:
+        """Nothing of a next event has been read."""
+        return not self._pending and not self._data
+
+    def feed(self, data: bytes, stamp: int) -> None:
         """Takes the bytes of one read."""
         if self._pending:
             data = self._pending + data
@@ -49,7 +57,8 @@ class StreamReader:
         for line in lines:
             if not line:
                 if self._data:
-                    self._event(b"\n".join(self._data), stamp)
+                    if self.event(b"\n".join(self._data)):
+                        self.token_stamps.append(stamp)
                     self._data = []
             elif line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
@@ -59,38 +68,41 @@ class StreamReader:
     def finish(self, whole: bool = True) -> None:
         """The answer has ended; ``whole``: by its own framing. The end mark may lack its line break."""
         rest = self._pending.strip(b"\r\n")
+        begun = bool(rest) and b"data:".startswith(rest)
         if rest.startswith(b"data:"):
             self._data.append(rest[5:].strip())
-        elif whole and not b"data:".startswith(rest) and not rest.startswith(_OTHER_FIELDS):
+        elif whole and not begun and rest and not rest.startswith(_OTHER_FIELDS):
             self._fail("bad_stream", b"not a server-sent event: " + rest)
         if self._data == [b"[DONE]"]:
             self.done = True
+        else:
+            self.half = bool(self._data) or begun
+
+    def event(self, data: bytes) -> bool:
+        """Takes in the data of one whole event; returns whether it is a token event."""
+        if data == b"[DONE]":
+            self.done = True
+            return False
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError):
+            self._fail("bad_stream", b"not JSON: " + data)
+            return False
+        if not isinstance(event, dict):
+            self._fail("bad_stream", b"not an object: " + data)
+            return False
+        problem = error_in(event)
+        if problem:
+            self._fail("error_body", problem)
+            return False
+        usage = event.get("usage")
+        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+            self.completion_tokens = usage["completion_tokens"]
+        return bool(event.get("choices"))
 
     def _fail(self, error: RequestError, detail: bytes | str) -> None:
         if not self.error:
             self.error, self.detail = error, clipped(detail)
-
-    def _event(self, data: bytes, stamp: float) -> None:
-        if data == b"[DONE]":
-            self.done = True
-            return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            self._fail("bad_stream", b"not JSON: " + data)
-            return
-        if not isinstance(event, dict):
-            self._fail("bad_stream", b"not an object: " + data)
-            return
-        problem = error_in(event)
-        if problem:
-            self._fail("error_body", problem)
-            return
-        if event.get("choices"):
-            self.token_stamps.append(stamp)
-        usage = event.get("usage")
-        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
-            self.completion_tokens = usage["completion_tokens"]
 
 
 def error_in(event: dict[str, Any]) -> str:
@@ -107,7 +119,7 @@ def whole_body_error(body: bytes) -> tuple[RequestError, str]:
     """What an answer with status 200 that is no event stream is: an error told in JSON, or garbage."""
     try:
         answer = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "bad_stream", "not an event stream: " + clipped(body)
     problem = error_in(answer) if isinstance(answer, dict) else ""
     return (

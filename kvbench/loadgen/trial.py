@@ -1,278 +1,313 @@
-"""The trial: sends on schedule, keeps deadlines, and settles answers when there is time."""
+"""The trial: sends on schedule, keeps deadlines, and takes answers in when there is time."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
-from kvbench.http1 import Pool
 from kvbench.loadgen.alarm import Alarm
-from kvbench.loadgen.exchange import DECIMALS, Exchange
-from kvbench.loadgen.spec import LoadSpec, PlannedRequest
-from kvbench.loadgen.watch import Heartbeat, percentile_ms
+from kvbench.loadgen.clock import Clock
+from kvbench.loadgen.exchange import Exchange
+from kvbench.loadgen.leg import Leg
+from kvbench.loadgen.loop import EVENTS_AT_ONCE, READABLE, Loop
+from kvbench.loadgen.plan import PlannedRequest
+from kvbench.loadgen.pool import Pool
+from kvbench.loadgen.progress import Counts
+from kvbench.loadgen.spec import LoadSpec
+from kvbench.loadgen.watch import BEAT_S, Figures
 
-log = logging.getLogger(__name__)
-
-SPARE_CONNECTIONS: Final = 16
-"""New connections are opened in the background when fewer are idle."""
 START_DELAY_S: Final = 0.01
-QUIET_S: Final = 0.001
-"""Answers are settled only if no send is due within this time and the last beat was not later."""
+EARLY_S: Final = 8e-5
+"""A client wakes up so long before a send and waits awake, unless it is very busy: a core that sleeps needs
+as long to wake up."""
+PAUSE_S: Final = 0.0005
+"""On a busy client, chunks are left lying for so long and then read together: waking up for each few of them
+costs more than reading them. When they came is told by the kernel's stamps."""
+SHORTEST_S: Final = 5e-5
+"""A shorter sleep takes longer than it is."""
+BUSY_READS: Final = 200
+"""So many reads in a beat make a client busy (20,000 a second)."""
+VERY_BUSY_READS: Final = 600
+SLICE_S: Final = 0.0002
+"""So long are answers taken in between two turns of the loop."""
+SLICES_APART_S: Final = 0.002
+"""However much there is to read, some answers are taken in after so long."""
+PENDING_READS: Final = 20_000
+"""With more reads than that lying about (8 MB), streams are taken in before their end."""
+LOOK_BEATS: Final = 10
+"""Beats between two looks at how many there are."""
+
+
+Begin = Callable[["Trial", PlannedRequest, float], Exchange]
+"""Makes the exchange of a planned request that is due."""
+
+
+class Stop(Protocol):
+    """Whoever can end the trial early."""
+
+    def is_set(self) -> bool: ...
 
 
 class Trial:
-    """One run of a plan. ``run`` returns when every request that came due has ended."""
+    """One run of a plan. ``run`` returns when every request that came due has ended.
+
+    ``report`` prints a progress line, or refuses to.
+    """
 
     def __init__(
         self,
         spec: LoadSpec,
         plan: Sequence[PlannedRequest],
-        pool: Pool,
-        report: Callable[[dict[str, Any]], None],
+        loop: Loop,
+        pools: Sequence[Pool],
+        report: Callable[[dict[str, Any]], bool],
+        begin: Begin = Exchange,
     ) -> None:
+        self.loop = loop
+        self.pools = pools
+        self.clock = Clock()
+        self.figures = Figures()
+        self.monotonic = time.monotonic
+        self.records: list[RequestRecord] = []
+        """Of all requests that came due, in scheduled order."""
         self._spec = spec
         self._plan = plan
-        self._pool = pool
-        self._report = report
-        limits = spec.limits()
-        self._ttft_s = float("inf") if limits.ttft_ms is None else limits.ttft_ms / 1e3
-        self._tpot_s = float("inf") if limits.tpot_ms is None else limits.tpot_ms / 1e3
-        self._loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
+        self._begin = begin
+        self._counts = Counts(spec, report)
         self._start = 0.0
         self._next = 0
-        self._exchanges: list[Exchange] = []
+        self._alarm = Alarm()
+        self._due = self._wake = 0.0
+        self._next_beat = 0.0
+        self._ahead: Exchange | None = None
+        """The exchange of the next request."""
+        self._beats = 0
+        self._reads = 0
+        self._early_s = EARLY_S
+        self._busy = False
+        self._next_slice = 0.0
+        self._behind = False
+        """Much more was read than has been taken in."""
         self._in_flight: dict[Exchange, None] = {}
         self._waiting: dict[Exchange, None] = {}
-        self._late_first = 0
-        self._done = self._met = self._missed = 0
-        self._unsettled: deque[tuple[RequestRecord, Iterator[None]]] = deque()
-        self._settling = False
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._growing: asyncio.Task[None] | None = None
-        self._connect_failed_at = float("-inf")
-        self._next_report = 0.0
+        self._work: deque[Leg] = deque()
+        self._close: set[Leg] = set()
         self._stopped = False
+        self._grace_ends = float("inf")
 
-    async def run(self, stop: asyncio.Event) -> dict[str, Any]:
-        """Runs the plan, or the part of it before ``stop``. Returns the end event."""
-        self._start = time.monotonic() + START_DELAY_S
-        started_unix_s = time.time() + START_DELAY_S
-        heartbeat = Heartbeat(self._start, self._beat)
-        self._alarm = Alarm(self._send_due)
+    def run(self, stop: Stop, start_at: float | None = None) -> dict[str, Any]:
+        """Runs the plan, or the part of it before ``stop``, from ``start_at`` on. Returns the end event."""
+        self._start = time.monotonic() + START_DELAY_S if start_at is None else start_at
+        started_unix_s = time.time() + self._start - time.monotonic()
+        self._next_beat = min(self._start, time.monotonic()) + BEAT_S
+        self.loop.watch(self._alarm.fd, READABLE, lambda _event: None)
+        self.figures.begin()
         self._arm()
-        stopping = asyncio.ensure_future(stop.wait())
-        over = asyncio.ensure_future(self._over.wait())
-        await asyncio.wait({stopping, over}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._over.is_set():
-            await self._stop(over)
-        stopping.cancel()
-        over.cancel()
-        duration = time.monotonic() - self._start
-        watched = heartbeat.close()
+        while self._next < len(self._plan) or self._in_flight:
+            events = self.loop.turn(0.0 if self._work else -1.0)
+            self._reads += events
+            now = time.monotonic()
+            if now >= self._wake:
+                while now < self._due:
+                    now = time.monotonic()
+                self._on_time(stop)
+                self._arm()
+            # What lies in the kernel comes first, but not for ever.
+            if self._work and (events < EVENTS_AT_ONCE or self._behind or now >= self._next_slice):
+                self._take_slice()
+            if self._busy and not self._work and events < EVENTS_AT_ONCE:
+                self._pause(now + PAUSE_S)
+        duration_s = max(0.0, time.monotonic() - self._start)
+        client = {
+            **self.figures.to_json(),
+            "connections": sum(pool.size for pool in self.pools),
+            "clock_steps": self.clock.steps,
+            # The two clocks at the start, so that what other processes timed can be put beside it.
+            "started_monotonic_s": self._start,
+            "started_unix_s": started_unix_s,
+        }
+        self.loop.unwatch(self._alarm.fd)
         self._alarm.close()
-        if self._growing is not None:
-            self._growing.cancel()
-        while self._unsettled:
-            self._settle_slice()
-        self._report(self._progress(duration))
         return {
             "event": "end",
             "reason": "stopped" if self._stopped else "complete",
-            "duration_s": round(max(duration, 0.0), 6),
+            "duration_s": round(duration_s, 6),
             "started_unix_s": started_unix_s,
-            "client": {
-                **self._lags(),
-                **watched,
-                "connections": self._pool.size,
-                # The two clocks at the start, so that what other processes timed can be put beside it.
-                "started_monotonic_s": self._start,
-                "started_unix_s": started_unix_s,
-            },
+            "client": client,
         }
 
-    @property
-    def records(self) -> list[RequestRecord]:
-        """All requests that came due, in scheduled order."""
-        return [exchange.record for exchange in self._exchanges]
+    def last_lines(self) -> list[dict[str, Any]]:
+        """After the run: the progress lines that have to be printed before the end event."""
+        return self._counts.last_lines(self._state(time.monotonic()))
 
-    # sending
+    def _pause(self, until: float) -> None:
+        left = min(until, self._wake - PAUSE_S) - time.monotonic()
+        if left > SHORTEST_S:
+            time.sleep(left)
+
+    # on time: sends and beats
 
     def _arm(self) -> None:
+        self._due = self._wake = self._next_beat
         if self._next < len(self._plan):
-            self._alarm.set(self._start + self._plan[self._next].offset_s)
-        else:
-            self._check_over()
+            request = self._plan[self._next]
+            scheduled = self._start + request.offset_s
+            if scheduled < self._due:
+                self._due, self._wake = scheduled, scheduled - self._early_s
+            if self._ahead is None:
+                self._ahead = self._begin(self, request, scheduled)
+        self._alarm.set(self._wake)
 
-    def _send_due(self) -> None:
-        while self._next < len(self._plan):
-            plan = self._plan[self._next]
-            scheduled = self._start + plan.offset_s
+    def _on_time(self, stop: Stop) -> None:
+        plan, start = self._plan, self._start
+        while self._next < len(plan):
+            request = plan[self._next]
+            scheduled = start + request.offset_s
             if scheduled > time.monotonic():
                 break
             self._next += 1
-            record = RequestRecord(
-                request_id=plan.request_id,
-                scheduled_s=round(plan.offset_s, DECIMALS),
-                input_len=self._spec.input_len,
-                requested_output_len=self._spec.output_len,
-            )
-            self._send(Exchange(self, plan, scheduled, record))
-        self._arm()
+            self._send(request, scheduled)
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._beat(now, stop)
 
-    def _send(self, exchange: Exchange) -> None:
-        self._exchanges.append(exchange)
+    def _send(self, request: PlannedRequest, scheduled: float) -> None:
+        exchange = self._ahead or self._begin(self, request, scheduled)
+        self._ahead = None
         self._in_flight[exchange] = None
         self._waiting[exchange] = None
-        connection = self._pool.take()
-        if connection is None:
-            task = asyncio.ensure_future(self._connect_and_send(exchange))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
-        else:
-            exchange.connection = connection
-            exchange.sent = time.monotonic()
-            connection.send(exchange.plan.data, exchange)
-        if self._pool.idle < SPARE_CONNECTIONS:
-            self._grow()
+        self.records.append(exchange.record)
+        exchange.start(request)
+        request.prompt, request.parts = b"", ()
+        leg = exchange.first_leg()
+        if leg is not None and leg.sent_s is not None:
+            self.figures.sent(leg.sent_s - scheduled)
+        self.figures.streams_peak = max(self.figures.streams_peak, len(self._in_flight))
+        for pool in self.pools:
+            pool.grow(len(self._plan) - self._next)
 
-    async def _connect_and_send(self, exchange: Exchange) -> None:
-        try:
-            connection = await self._pool.connect()
-        except OSError as error:
-            self._connect_failed_at = time.monotonic()
-            if exchange in self._in_flight:
-                exchange.fail("connect", str(error) or type(error).__name__)
-            return
-        if exchange not in self._in_flight:
-            self._pool.release(connection)
-            return
-        exchange.connection = connection
-        exchange.sent = time.monotonic()
-        connection.send(exchange.plan.data, exchange)
+    def _beat(self, now: float, stop: Stop) -> None:
+        # Beats that fell due while the loop was busy come as one: each was late by its own amount.
+        while self._next_beat <= now:
+            self.figures.beat(now - self._next_beat)
+            self._next_beat += BEAT_S
+        self._beats += 1
+        # An urgent answer is waited for, and without stamps of the kernel's every delay would be measured.
+        self._busy = self._reads > BUSY_READS and not self._close and not self.figures.fallbacks
+        self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
+        self._reads = 0
+        if self.clock.stepped():
+            for exchange in list(self._in_flight):
+                for leg in exchange.legs:
+                    leg.take_all()
+        self.clock.follow()
+        self._expire(now)
+        if stop.is_set():
+            self._stop(now)
+        for pool in self.pools:
+            pool.expire()
+        self._look_closely()
+        if self._beats % LOOK_BEATS == 0:
+            self._take_in_early()
+        self._counts.tell(lambda: self._state(now), now)
 
-    def _grow(self) -> None:
-        """Opens spare connections, but never more than the rest of the plan can use."""
-        remaining = len(self._plan) - self._next
-        if self._growing is not None or remaining <= self._pool.idle:
-            return
-        if time.monotonic() - self._connect_failed_at < 1.0:
-            return
-        self._growing = asyncio.ensure_future(self._open_spares(min(remaining, 2 * SPARE_CONNECTIONS)))
-
-    async def _open_spares(self, count: int) -> None:
-        try:
-            await self._pool.warm(count)
-        except OSError as error:
-            self._connect_failed_at = time.monotonic()
-            log.warning("cannot open spare connections: %s", error)
-        finally:
-            self._growing = None
-
-    # what the exchanges tell
-
-    def first_token(self, exchange: Exchange) -> None:
-        self._waiting.pop(exchange, None)
-        if self._first_is_late(exchange):
-            self._late_first += 1
-
-    def finished(self, exchange: Exchange) -> None:
-        if self._in_flight.pop(exchange, False) is False:
-            return
-        self._waiting.pop(exchange, None)
-        if exchange.first_stamp is not None and self._first_is_late(exchange):
-            self._late_first -= 1
-        exchange.connection = None
-        self._done += 1
-        self._unsettled.append((exchange.record, exchange.settle(self._spec, self._start)))
-        self._check_over()
-
-    def _first_is_late(self, exchange: Exchange) -> bool:
-        return exchange.first_stamp is not None and exchange.first_stamp - exchange.scheduled > self._ttft_s
-
-    def _check_over(self) -> None:
-        if self._next >= len(self._plan) and not self._in_flight:
-            self._over.set()
-
-    async def _stop(self, over: asyncio.Future[Any]) -> None:
-        """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
-        self._stopped = True
-        self._next = len(self._plan)
-        if self._spec.stop_grace_s > 0:
-            self._check_over()
-            await asyncio.wait({over}, timeout=self._spec.stop_grace_s)
-        for exchange in list(self._in_flight):
-            exchange.fail("cancelled", "the trial was stopped")
-
-    # the beat: deadlines, settling, progress
-
-    def _beat(self, lag_s: float) -> None:
-        now = time.monotonic()
+    def _expire(self, now: float) -> None:
         expired = now - self._spec.timeout_s
         late = []
         for exchange in self._in_flight:  # in scheduled order, and all have the same timeout
-            if exchange.scheduled > expired:
+            if exchange.scheduled_s > expired:
                 break
             late.append(exchange)
         for exchange in late:
-            exchange.fail("timeout", f"no complete answer within {self._spec.timeout_s:g} s")
-        if self._unsettled and not self._settling and lag_s < QUIET_S:
-            self._settling = True
-            self._loop.call_soon(self._settle_soon)
-        if now >= self._next_report:
-            self._next_report = now + self._spec.progress_interval_s
-            self._report(self._progress(now - self._start))
+            exchange.end(("timeout", f"no complete answer within {self._spec.timeout_s:g} s"))
 
-    def _settle_soon(self) -> None:
-        """A slice, then the loop's other work, then the next slice, as long as nothing is due."""
-        self._settling = False
-        due = self._plan[self._next].offset_s + self._start if self._next < len(self._plan) else float("inf")
-        if not self._unsettled or due - time.monotonic() < QUIET_S:
-            return
-        self._settle_slice()
-        self._settling = True
-        self._loop.call_soon(self._settle_soon)
+    def _stop(self, now: float) -> None:
+        """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
+        if not self._stopped:
+            self._stopped = True
+            self._next = len(self._plan)
+            self._grace_ends = now + self._spec.stop_grace_s
+        if now >= self._grace_ends:
+            for exchange in list(self._in_flight):
+                exchange.end(("cancelled", "the trial was stopped"))
 
-    def _settle_slice(self) -> None:
-        record, work = self._unsettled[0]
-        for _ in work:
-            return
-        self._unsettled.popleft()
-        if record.error == "cancelled":
-            return
-        if record.ok and (record.ttft_s or 0.0) <= self._ttft_s and (record.tpot_s or 0.0) <= self._tpot_s:
-            self._met += 1
-        else:
-            self._missed += 1
+    # taking in
 
-    def _progress(self, t_s: float) -> dict[str, Any]:
-        """Counts for the line; a request that is past the TTFT limit without a first token has missed."""
-        oldest = time.monotonic() - self._ttft_s
-        overdue = 0
+    def take_soon(self, leg: Leg) -> None:
+        """What this leg has read is looked at when there is time, within a beat."""
+        if not leg.queued:
+            leg.queued = True
+            self._work.append(leg)
+
+    def watch_closely(self, leg: Leg) -> None:
+        """The end of this leg's answer may not show in its bytes."""
+        self._close.add(leg)
+
+    def _look_closely(self) -> None:
+        """First tokens, and ends that the loop's hot path has not noticed."""
         for exchange in self._waiting:
-            if exchange.scheduled > oldest:
-                break
-            overdue += 1
+            leg = exchange.stream
+            if leg is not None and leg.log:
+                self.take_soon(leg)
+        for leg in [leg for leg in self._close if leg.ended]:
+            self._close.discard(leg)
+        for leg in self._close:
+            if leg.log:
+                self.take_soon(leg)
+
+    def _take_in_early(self) -> None:
+        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log]
+        excess = sum(len(leg.log) for leg in legs) - 3 * PENDING_READS
+        self._behind = excess > 3 * PENDING_READS
+        if excess > 0:
+            average = (excess + 3 * PENDING_READS) / len(legs)
+            for leg in legs:
+                if len(leg.log) >= average:
+                    self.take_soon(leg)
+                    excess -= len(leg.log)
+                    if excess <= 0:
+                        break
+
+    def _take_slice(self) -> None:
+        """At least one piece of work, however busy the loop is, so that none waits for ever."""
+        until = time.monotonic() + SLICE_S
+        self._next_slice = until + SLICES_APART_S
+        while self._work:
+            leg = self._work.popleft()
+            leg.queued = False
+            if leg.take():
+                self.take_soon(leg)
+            if not leg.ended and leg.exchange in self._waiting:
+                self._first_token(leg.exchange)
+            now = time.monotonic()
+            if now >= until or now >= self._wake:
+                return
+
+    def _first_token(self, exchange: Exchange) -> None:
+        first_ns = exchange.first_token_ns
+        if first_ns is not None:
+            self._waiting.pop(exchange, None)
+            self._counts.first_token(exchange, first_ns / 1e9)
+
+    # what the exchanges tell
+
+    def finished(self, exchange: Exchange) -> None:
+        """The request has ended: its record is made."""
+        self._in_flight.pop(exchange)
+        self._waiting.pop(exchange, None)
+        record = exchange.settle(self._start)
+        self.figures.chunks += exchange.chunks
+        self._counts.settled(exchange, record)
+
+    def _state(self, now: float) -> dict[str, Any]:
         return {
-            "event": "progress",
-            "t_s": round(t_s, 3),
-            "sent": len(self._exchanges),
-            "done": self._done,
-            "met": self._met,
-            "missed": self._missed + overdue + self._late_first,
+            "t_s": round(now - self._start, 3),
+            "sent": len(self.records),
             "in_flight": len(self._in_flight),
             "waiting_first": len(self._waiting),
-        }
-
-    def _lags(self) -> dict[str, float]:
-        lags = [item.sent - item.scheduled for item in self._exchanges if item.sent is not None]
-        return {
-            "send_lag_p50_ms": percentile_ms(lags, 50),
-            "send_lag_p99_ms": percentile_ms(lags, 99),
-            "send_lag_max_ms": percentile_ms(lags, 100),
+            "overdue": self._counts.overdue(self._waiting, now),
+            "lag_ms": self.figures.worst_ms(),
         }

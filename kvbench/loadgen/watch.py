@@ -2,55 +2,112 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from kvbench.loadgen.alarm import Alarm
+from kvbench.loadgen.clock import Nanoseconds
 
 BEAT_S: Final = 0.01
+STALL_S: Final = 0.005
+"""A beat that is late by more is a stall of the loop."""
+LAGS_AT_ONCE: Final = 256
+_LONGEST_NS: Final = 2**31 - 1
 
 
-class Heartbeat:
-    """Calls back every 10 ms and notes how late the event loop was."""
+class Figures:
+    """What is counted of the client during one trial."""
 
-    def __init__(self, start: float, callback: Callable[[float], None]) -> None:
-        self._start = start
-        self._callback = callback
-        self._next = 1
-        self.lags_s: list[float] = []
+    def __init__(self) -> None:
+        self.streams_peak = 0
+        self.fallbacks = 0
+        self.chunks = 0
+        self._chunk_lags_ns = array("i")
+        self._new_lags_ns: list[Nanoseconds] = []
+        self._send_lags_s = array("d")
+        self._beat_lags_s = array("d")
+        self._worst_s = 0.0
+        self._began = time.monotonic()
         self._cpu = time.process_time()
         self._waited = _run_queue_wait_s()
+        self._collections = _collections()
+
+    def begin(self) -> None:
+        """The trial starts now."""
         self._began = time.monotonic()
-        self._alarm = Alarm(self._beat)
-        self._alarm.set(start + BEAT_S, BEAT_S)
+        self._cpu = time.process_time()
+        self._waited = _run_queue_wait_s()
+        self._collections = _collections()
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        # Beats that fell due while the loop was busy arrive as one: each was late by its own amount.
-        while (lag := now - (self._start + self._next * BEAT_S)) >= 0:
-            self.lags_s.append(lag)
-            self._next += 1
-        self._callback(self.lags_s[-1] if self.lags_s else 0.0)
+    def beat(self, lag_s: float) -> None:
+        """A beat came so late."""
+        self._beat_lags_s.append(lag_s)
+        self._worst_s = max(self._worst_s, lag_s)
 
-    def close(self) -> dict[str, float]:
-        """Stops and tells: lags in milliseconds, CPU and run-queue wait as shares of the wall time."""
-        self._alarm.close()
-        wall = max(time.monotonic() - self._began, 1e-9)
+    def sent(self, lag_s: float) -> None:
+        """A request was sent so late."""
+        self._send_lags_s.append(lag_s)
+        self._worst_s = max(self._worst_s, lag_s)
+
+    def read(self, lags_ns: Nanoseconds, fallbacks: int) -> None:
+        """Some reads: how long after the kernel had the bytes, and how many of them it did not stamp."""
+        self._new_lags_ns.append(lags_ns)
+        self.fallbacks += fallbacks
+        if len(self._new_lags_ns) >= LAGS_AT_ONCE:
+            self._put_together()
+
+    def _put_together(self) -> None:
+        """Keeps the lags in half the memory."""
+        if self._new_lags_ns:
+            lags_ns = np.minimum(np.concatenate(self._new_lags_ns), _LONGEST_NS)
+            self._chunk_lags_ns.frombytes(lags_ns.astype(np.int32).tobytes())
+            self._new_lags_ns.clear()
+
+    def worst_ms(self) -> float:
+        """The largest lag since this was last asked."""
+        worst, self._worst_s = self._worst_s, 0.0
+        return round(worst * 1e3, 3)
+
+    def to_json(self) -> dict[str, Any]:
+        """Lags in milliseconds, CPU and run-queue wait as shares of the time since ``begin``."""
+        self._put_together()
+        wall_s = max(time.monotonic() - self._began, 1e-9)
+        cpu_s = time.process_time() - self._cpu
+        reads = len(self._chunk_lags_ns)
+        stamps = "mixed" if 0 < self.fallbacks < reads else "read" if self.fallbacks else "kernel"
         return {
-            "loop_lag_p99_ms": percentile_ms(self.lags_s, 99),
-            "loop_lag_max_ms": percentile_ms(self.lags_s, 100),
-            "cpu_share": round((time.process_time() - self._cpu) / wall, 4),
-            "run_queue_wait_share": round((_run_queue_wait_s() - self._waited) / wall, 4),
+            **_percentiles("send_lag", self._send_lags_s, 1e3),
+            **_percentiles("chunk_lag", self._chunk_lags_ns, 1e-6),
+            **_percentiles("loop_lag", self._beat_lags_s, 1e3),
+            "loop_stalls": sum(lag > STALL_S for lag in self._beat_lags_s),
+            "cpu_share": round(cpu_s / wall_s, 4),
+            "run_queue_wait_share": round((_run_queue_wait_s() - self._waited) / wall_s, 4),
+            "cpu_s": round(cpu_s, 4),
+            "chunks": self.chunks,
+            "reads": reads,
+            "reads_without_stamp": self.fallbacks,
+            "streams_peak": self.streams_peak,
+            "stamps": stamps,
+            "gc_collections": _collections() - self._collections,
         }
 
 
-def percentile_ms(values_s: Sequence[float], percent: float) -> float:
-    """A percentile of seconds, in milliseconds; 0 of nothing."""
-    return round(float(np.percentile(values_s, percent)) * 1e3, 4) if len(values_s) else 0.0
+def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str, float]:
+    """In milliseconds; 0 of nothing."""
+    found = np.percentile(values, (50, 99, 100)) * factor if len(values) else (0.0, 0.0, 0.0)
+    return {
+        f"{name}_{what}_ms": round(float(value), 4)
+        for what, value in zip(("p50", "p99", "max"), found, strict=True)
+    }
+
+
+def _collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def _run_queue_wait_s() -> float:

@@ -1,0 +1,136 @@
+"""How one criterion stands after so many requests: kept, broken, or not to be told yet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.core.stats import (
+    design_effect,
+    lower_bound,
+    sectioned,
+    share_interval,
+    t_quantile,
+    upper_bound,
+)
+
+FloatArray = npt.NDArray[np.float64]
+Verdict = Literal["met", "missed", "undecided"]
+
+MET_REQUESTS: Final = 40
+PENDING: Final = 0.02
+"""With a larger share pending, a margin's quantile cannot be told."""
+MAX_SCORE: Final = 20.0
+LATE: Final = 1e3
+"""A margin above it is merely very late: inf (failed, never came) would spoil the sections' arithmetic."""
+UNKNOWN_CLUMP: Final = 2.5
+"""How many neighbours count as one where neither misses nor margins show it."""
+DEPENDENT: Final = 1.5
+"""Sections of one trial depend on each other, and so show clumps, and variances, too small by about this."""
+SHARE_SCALE: Final = 3.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look found. ``share`` within limits has its 95 % interval, for ``effective_n`` requests."""
+
+    verdict: Verdict
+    score: float
+    error: float
+    share: float
+    lower: float
+    upper: float
+    effective_n: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Strictness:
+    """How to look: ``alpha`` is the chance of error on either side, ``clump`` how many neighbours count as
+    one at least, ``pending`` how many requests of the same time are not settled yet."""
+
+    sections: int
+    alpha: float
+    clump: float
+    pending: int
+
+
+def share_look(values: FloatArray, margins: FloatArray, target: float, how: Strictness) -> Look:
+    """A share criterion. ``values``: 1 (kept) or 0; ``margins``: value / limit or nan; by arrival."""
+    n = len(values)
+    good = float((values >= 0.5).sum())
+    share = good / n
+    told = not np.isnan(margins).any()
+    score, error = math.nan, math.inf
+    flags = (values < 0.5).astype(np.float64)
+    if told:
+        late = np.minimum(margins, LATE)
+        margin, margin_error = sectioned(late, how.sections, target)
+        score, error = _score(margin, margin_error)
+        # Late ones come in clumps, which show also where none is too late: at the criterion's own quantile.
+        above = (late > margin).astype(np.float64)
+        flags = above if above.any() else flags
+    clump = design_effect(flags, how.sections) if told or 0 < good < n else UNKNOWN_CLUMP
+    effective = n / max(DEPENDENT * clump if clump > 1.0 else 1.0, how.clump)
+    certainty, whole = 1.0 - how.alpha / 2, n + how.pending
+    lower = lower_bound(good / whole * effective, effective, certainty)
+    upper = upper_bound((good + how.pending) / whole * effective, effective, certainty)
+    reach = _reach(certainty, how.sections, error) if told else math.inf
+    by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
+    verdict: Verdict = "undecided"
+    if n >= MET_REQUESTS and (lower >= target or (by_margin and share >= target and score > reach)):
+        verdict = "met"
+    elif upper < target or (by_margin and share < target and score < -reach):
+        verdict = "missed"
+    if not told:
+        score, error = _score_of_share(share, target, effective)
+    interval = share_interval(share * effective, effective, 0.95)
+    text = (
+        f"{good:.0f} of {n} requests ({share:.1%}) within the SLO, {target:.1%} asked; "
+        f"interval {interval[0]:.1%} to {interval[1]:.1%}"
+    )
+    return Look(verdict, score, error, share, *interval, effective, text)
+
+
+def mean_look(values: FloatArray, target: float, how: Strictness) -> Look:
+    """A mean criterion, by the t interval of the sections' means. An infinite value breaks it."""
+    share, n = float((values <= target).mean()), float(len(values))
+    mean, error = sectioned(values, how.sections, None) if np.isfinite(values).all() else (math.inf, 0.0)
+    reach = _reach(1.0 - how.alpha, how.sections, error)
+    verdict: Verdict = "undecided"
+    if n >= MET_REQUESTS and mean + reach <= target and how.pending <= PENDING * n:
+        verdict = "met"
+    elif mean - reach > target:
+        verdict = "missed"
+    score, score_error = _score(mean / target, error / target)
+    text = f"mean {mean:.4g} ± {error:.2g}, at most {target:.4g} asked"
+    return Look(verdict, score, score_error, share, 0.0, 1.0, n, text)
+
+
+def _reach(certainty: float, sections: int, error: float) -> float:
+    """How far the truth may be from a figure whose standard error was found by sections."""
+    return t_quantile(certainty, sections - 1) * math.sqrt(DEPENDENT) * error
+
+
+def _score(margin: float, error: float) -> tuple[float, float]:
+    """(score, its standard error) of a margin and its standard error."""
+    if not math.isfinite(margin) or margin >= LATE:
+        return -1.0, 0.1
+    if margin <= 1 / (1 + MAX_SCORE):
+        return MAX_SCORE, 0.1 * MAX_SCORE
+    return 1 / margin - 1, error / margin**2
+
+
+def _score_of_share(share: float, target: float, effective: float) -> tuple[float, float]:
+    """A score of a share alone: how much rarer misses are than allowed, on a logarithmic scale.
+
+    Its scale differs from that of a margin, but it is 0 at the target and falls with the rate all the same.
+    """
+    least = 0.5 / max(effective, 1.0)
+    allowed, missed = max(1.0 - target, least), max(1.0 - share, least)
+    error = math.sqrt(max(1.0 - missed, 0.0) / (missed * max(effective, 1.0)))
+    return math.log(allowed / missed) / SHARE_SCALE, error / SHARE_SCALE

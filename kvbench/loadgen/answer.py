@@ -1,0 +1,284 @@
+"""From an answer's bytes to its events: an exact fast way for the usual shape, and a general one for all.
+
+The usual shape is a chunked stream whose every chunk holds one whole event, and reads that end where chunks
+do. Each chunk's size is checked against its length, and an event is decoded as JSON unless it differs from
+one that was decoded before in nothing but a plain string. Whatever is not so, and each answer's head and
+end, goes through httptools and the StreamReader, which can take over at any chunk, and give back after it.
+Both ways give the same result.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+import httptools
+import numpy as np
+
+from kvbench.loadgen.clock import Nanoseconds
+from kvbench.loadgen.stream import StreamReader
+
+KEPT_BODY_BYTES: Final = 1_000_000
+"""Of a body that is no stream, for what it says of an error."""
+EVENT_END: Final = b"\n\n\r\n"
+"""Where an event's end and a chunk's end meet."""
+LAST_CHUNK: Final = b"0\r\n\r\n"
+MAX_KNOWN: Final = 32
+"""Reads that are remembered of one stream: a server may send the same chunk many times."""
+MAX_LENGTHS: Final = 64
+"""Lengths of chunks for which the beginning is remembered."""
+
+_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
+_TEXT: Final = b'"text":"'
+_PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
+
+
+class _UnusualError(Exception):
+    """A chunk that the fast way does not read."""
+
+
+class Answer:
+    """Takes the reads of one answer: an event stream, or a body of which ``body_limit`` bytes are kept."""
+
+    __slots__ = (
+        "_at_boundary",
+        "_known",
+        "_may_keep_alive",
+        "_parser",
+        "_parts",
+        "_stamp",
+        "body",
+        "body_limit",
+        "chunked",
+        "complete",
+        "first_body_ns",
+        "head_seen",
+        "headers",
+        "keep_alive",
+        "malformed",
+        "status",
+        "stream",
+        "surplus",
+        "until_close",
+    )
+
+    def __init__(self, body_limit: int = 0) -> None:
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._stamp = 0
+        self._at_boundary = False
+        self._may_keep_alive = False
+        self.stream = StreamReader(token_stamps=array("q"))
+        self._known = _Known(self.stream)
+        self.body = bytearray()
+        self.body_limit = body_limit
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.head_seen = self.chunked = self.until_close = self.keep_alive = False
+        self.complete = False
+        self.surplus = False
+        """More came than the answer: the connection is out of step."""
+        self.malformed = ""
+        self.first_body_ns: int | None = None
+
+    def take(self, reads: Sequence[bytes], stamps: Nanoseconds) -> None:
+        """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``."""
+        position = 0
+        while position < len(reads):
+            if self._regular():
+                position += self._take_regular(reads[position:], stamps[position:])
+            if position < len(reads):
+                self._feed(reads[position], int(stamps[position]))
+                position += 1
+
+    def closed(self) -> None:
+        """The connection was closed in order: the end of an answer without a length."""
+        if self.head_seen and self.until_close and not self.malformed:
+            self.complete = True
+
+    def release(self) -> None:
+        """Nothing more will come. Breaks the circle of references with the parser, as nothing collects it."""
+        self._parser = None
+
+    # the fast way
+
+    def _regular(self) -> bool:
+        """Whether the next byte begins a chunk of an event stream, and an event."""
+        return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
+
+    def _take_regular(self, reads: Sequence[bytes], stamps: Nanoseconds) -> int:
+        """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
+        known = self._known
+        try:
+            tokens = [known[read] for read in reads]
+        except _UnusualError:
+            # What came before it is taken again, which changes nothing: the last usage stays.
+            tokens, known.end = [], None
+            for read in reads:
+                try:
+                    tokens.append(known[read])
+                except _UnusualError:
+                    break
+        if known.end is not None:
+            del tokens[next(index for index, read in enumerate(reads) if read is known.end) + 1 :]
+            self.complete, self.keep_alive = True, self._may_keep_alive
+        count = len(tokens)
+        if not count:
+            return 0
+        if self.first_body_ns is None:
+            self.first_body_ns = int(stamps[0])
+        when = stamps[:count]
+        if tokens.count(1) < count:
+            when = np.repeat(when, tokens)
+        assert isinstance(self.stream.token_stamps, array)
+        self.stream.token_stamps.frombytes(when.tobytes())
+        if not self.stream.token_stamps:
+            chunks = b"".join(reads[:count]).split(EVENT_END)[:-1]
+            self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
+        return count
+
+    # the general way
+
+    def _feed(self, data: bytes, stamp: int) -> None:
+        if self.complete or self.malformed:
+            self.surplus = True
+            return
+        self._stamp = stamp
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.surplus = True
+            if not self.complete:
+                self.malformed = f"the answer is no HTTP/1.1: {error}"
+        if self._parts:
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._take_body(body, stamp)
+        # Within or after a size line, the last callback was another one, or the last byte is no line feed.
+        self._at_boundary = self._at_boundary and self.chunked and data[-2:] == b"\r\n"
+
+    def _take_body(self, body: bytes, stamp: int) -> None:
+        if self.first_body_ns is None:
+            self.first_body_ns = stamp
+        streamed = self.status == 200 and not self.body_limit
+        if streamed:
+            self.stream.feed(body, stamp)
+        if not streamed or not self.stream.token_stamps:
+            self._keep(body)
+
+    def _keep(self, body: bytes) -> None:
+        self.body += body[: (self.body_limit or KEPT_BODY_BYTES) - len(self.body)]
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.surplus = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.complete:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim answer, such as 100 Continue
+            self.headers = {}
+            return
+        self.status = status
+        self.head_seen = True
+        self._may_keep_alive = self._parser.should_keep_alive()
+        self.chunked = "chunked" in self.headers.get("transfer-encoding", "")
+        framed = self.chunked or "content-length" in self.headers
+        self.until_close = not framed and status not in (204, 304)
+        self._at_boundary = self.chunked and status == 200 and not self.body_limit
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._parts.append(body)
+
+    def on_chunk_header(self) -> None:
+        self._at_boundary = False
+
+    def on_chunk_complete(self) -> None:
+        self._at_boundary = self.status == 200 and not self.body_limit
+
+    def on_message_complete(self) -> None:
+        self._at_boundary = False
+        if self.head_seen and not self.complete:
+            self.complete = True
+            self.keep_alive = not self.until_close and self._parser.should_keep_alive()
+
+
+class _Known(dict[bytes, int]):
+    """How many token events a read brings; looked at once if it comes often.
+
+    Raises _UnusualError for a read that is not made of whole chunks with one whole event in each.
+    """
+
+    def __init__(self, stream: StreamReader) -> None:
+        super().__init__()
+        self._stream = stream
+        self._before: dict[int, bytes] = {}
+        self._after = b""
+        self.end: bytes | None = None
+        """The read that brought the end of the answer."""
+        self._plain = False
+        """Whether the chunks of a read may be skipped when they come again."""
+
+    def __missing__(self, read: bytes) -> int:
+        chunks = read.split(EVENT_END)
+        rest = chunks.pop()
+        if not chunks or rest not in (b"", LAST_CHUNK) or self.end is not None:
+            raise _UnusualError
+        count, self._plain = 0, True
+        for chunk in chunks:
+            count += self._tokens_in(chunk)
+        if rest:
+            self.end = read
+        elif self._plain and len(self) < MAX_KNOWN:
+            self[read] = count
+        return count
+
+    def _tokens_in(self, chunk: bytes) -> bool:
+        """Whether a chunk, which lacks its last four bytes, holds a token event."""
+        # A token event that differs in its text only from one of the same length, which was decoded.
+        before, after = self._before.get(len(chunk)), self._after
+        if before is not None and chunk.startswith(before) and chunk.endswith(after):
+            text = chunk[len(before) : len(chunk) - len(after)]
+            if not text.translate(None, _PLAIN):
+                return True
+        size, mark, event = chunk.partition(b"\r\n")
+        whole = mark and _HEX.fullmatch(size) and int(size, 16) == len(event) + 2
+        if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
+            raise _UnusualError
+        stream = self._stream
+        usage, problem, done = stream.completion_tokens, stream.error, stream.done
+        token = stream.event(event[5:].removeprefix(b" "))
+        changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
+        # A usage is told anew by each event that has one, so such an event cannot be skipped.
+        if token and not changed and b"completion_tokens" not in event and b"\\" not in event:
+            self._learn(chunk)
+        else:
+            self._plain = False
+        return token
+
+    def _learn(self, chunk: bytes) -> None:
+        """Keeps what stands around the text of a token event.
+
+        In JSON that was decoded, the last quote of ``"text":"`` always opens a string: the one before it
+        cannot be escaped, so it ends a name, or else it would begin a string that the last one ends, and
+        then ``text`` would stand outside of any.
+        """
+        start = chunk.find(_TEXT) + len(_TEXT)
+        end = chunk.find(b'"', start)
+        if start < len(_TEXT) or end < 0 or chunk[start:end].translate(None, _PLAIN):
+            return
+        if chunk[end:] != self._after:
+            self._after = chunk[end:]
+            self._before.clear()
+        if len(self._before) < MAX_LENGTHS:
+            self._before[len(chunk)] = chunk[:start]

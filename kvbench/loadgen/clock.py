@@ -1,0 +1,94 @@
+"""When bytes came and went: the kernel's stamps, put on the monotonic clock that all else counts by."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Nanoseconds = NDArray[np.int64]
+
+_TIMESPEC: Final = struct.Struct("=qq")
+_NANOSECONDS: Final = np.array([1_000_000_000, 1, 0, 0, 0, 0], np.int64)
+SLACK_NS: Final = 100_000
+"""A stamp may be so much before the sending, or after the reading, for the error of comparing two clocks."""
+FEW: Final = 6
+STEP_NS: Final = 100_000
+"""Real time that moves so much against monotonic time from one beat to the next has been set."""
+
+
+class Clock:
+    """The distance of real time from monotonic time, measured again at each beat."""
+
+    def __init__(self) -> None:
+        self.offset_ns = measured_offset_ns()
+        self.steps = 0
+
+    def stepped(self) -> bool:
+        """Whether real time has been set since ``follow``. What was stamped before must be taken in first."""
+        return abs(measured_offset_ns() - self.offset_ns) > STEP_NS
+
+    def follow(self) -> None:
+        """Measure again."""
+        offset_ns = measured_offset_ns()
+        self.steps += abs(offset_ns - self.offset_ns) > STEP_NS
+        self.offset_ns = offset_ns
+
+    def monotonic_ns(self, stamp: bytes) -> int:
+        """One ``struct scm_timestamping`` on the monotonic clock."""
+        seconds, nanoseconds = _TIMESPEC.unpack_from(stamp)
+        return int(seconds * 1_000_000_000 + nanoseconds - self.offset_ns)
+
+
+def measured_offset_ns() -> int:
+    """Real time − monotonic time; of three tries the one that was disturbed least."""
+    best, offset = None, 0
+    for _ in range(3):
+        before = time.monotonic_ns()
+        real = time.time_ns()
+        after = time.monotonic_ns()
+        if best is None or after - before < best:
+            best, offset = after - before, real - (before + after) // 2
+    return offset
+
+
+def arrivals(
+    stamps: Sequence[bytes], reads_ns: Sequence[int], sent_ns: int, offset_ns: int
+) -> tuple[Nanoseconds, Nanoseconds, int]:
+    """When each read's bytes came, how long they lay before they were read, and how many stamps are useless.
+
+    ``stamps``: one ``struct scm_timestamping`` a read, zeros for none. A stamp that is missing, from before
+    the request was sent, or from after the read, gives way to the read's own time.
+    """
+    if len(reads_ns) <= FEW:
+        return _few_arrivals(stamps, reads_ns, sent_ns, offset_ns)
+    read_ns = np.array(reads_ns, np.int64)
+    came_ns = np.frombuffer(b"".join(stamps), np.int64).reshape(-1, 6) @ _NANOSECONDS
+    came_ns -= offset_ns
+    lags_ns = read_ns - came_ns
+    # Seldom is any of them wrong, and two minima cost less than the comparisons.
+    if np.minimum.reduce(lags_ns) >= 0 and np.minimum.reduce(came_ns) >= sent_ns:
+        return came_ns, lags_ns, 0
+    useless = (lags_ns < -SLACK_NS) | (came_ns < sent_ns - SLACK_NS)
+    came_ns = np.minimum(np.where(useless, read_ns, came_ns), read_ns)
+    return came_ns, read_ns - came_ns, int(np.count_nonzero(useless))
+
+
+def _few_arrivals(
+    stamps: Sequence[bytes], reads_ns: Sequence[int], sent_ns: int, offset_ns: int
+) -> tuple[Nanoseconds, Nanoseconds, int]:
+    """The same without arrays, which cost as much for one read as for fifty."""
+    came, lags, useless = [], [], 0
+    for stamp, read_ns in zip(stamps, reads_ns, strict=True):
+        seconds, nanoseconds = _TIMESPEC.unpack_from(stamp)
+        came_ns = seconds * 1_000_000_000 + nanoseconds - offset_ns
+        if came_ns - read_ns > SLACK_NS or came_ns < sent_ns - SLACK_NS:
+            came_ns = read_ns
+            useless += 1
+        came.append(min(came_ns, read_ns))
+        lags.append(read_ns - came[-1])
+    return np.array(came, np.int64), np.array(lags, np.int64), useless

@@ -1,0 +1,246 @@
+"""A P/D pipeline on virtual time, fast enough for thousands of searches.
+
+A request passes three stations: prefill (FIFO servers, round robin), the transfer (a FIFO link), and decode
+(slots; all requests in the batch advance at one speed, which depends on how many they are). The first token
+comes one decode step after a slot is got, as a P/D pair's client sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+MANY: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one decode step: affine in the number of requests in the batch, and ``factor`` times as long
+    inside the band (a badly tuned kernel shape)."""
+
+    base_s: float
+    each_s: float = 0.0
+    band: tuple[int, int] = (MANY, MANY)
+    factor: float = 1.0
+
+    @property
+    def constant(self) -> bool:
+        return not self.each_s and self.factor == 1.0
+
+    def __call__(self, size: int) -> float:
+        step = self.base_s + self.each_s * size
+        return step * self.factor if self.band[0] <= size <= self.band[1] else step
+
+
+@dataclass(frozen=True)
+class System:
+    """One virtual system and its SLO. Times in seconds, rates in requests per second.
+
+    ``drift``: (relative amplitude, period in seconds) of a sine on the prefill time. ``variation``:
+    coefficient of variation of a log-normal prefill time. ``failing``: share of requests that fail at any
+    rate. ``truth`` says how the true rate is known: "md1" by formula, "runs" by long runs, "above" or "below"
+    where the search must report that there is none within its limits. ``hard``: in 60 latencies too few
+    requests pass to tell the rate to 5 %; shown, but left out of the figure for all systems.
+    """
+
+    name: str
+    about: str
+    prefill_s: float
+    tokens: int
+    step: Step
+    ttft_s: float
+    tpot_s: float = math.inf
+    attainment: float = 0.95
+    prefill_servers: int = 1
+    transfer_s: float = 0.0
+    slots: int = MANY
+    burstiness: float = 1.0
+    variation: float = 0.0
+    failing: float = 0.0
+    drift: tuple[float, float] = (0.0, 1.0)
+    truth: Literal["md1", "runs", "above", "below"] = "runs"
+    hard: bool = False
+    min_rate: float = 0.05
+    max_rate: float = 200.0
+
+    @property
+    def idle_s(self) -> float:
+        """End-to-end latency of one request alone."""
+        return self.prefill_s + self.transfer_s + self.tokens * self.step(1)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of each request, in order of arrival; times in seconds since the trial's start."""
+
+    arrived_s: FloatArray
+    first_s: FloatArray
+    end_s: FloatArray
+    failed: npt.NDArray[np.bool_]
+    tokens: int
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        return self.first_s - self.arrived_s
+
+    @property
+    def e2el_s(self) -> FloatArray:
+        return self.end_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        return (self.end_s - self.first_s) / (self.tokens - 1)
+
+    def load(self, system: System) -> FloatArray:
+        """Each request's worst ratio of a value to its limit: at most 1 keeps the SLO; inf for a failure."""
+        worst = np.maximum(self.ttft_s / system.ttft_s, self.tpot_s / system.tpot_s)
+        return np.where(self.failed, np.inf, worst)
+
+
+def offsets(system: System, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:
+    """Open-loop arrivals for so many seconds: gamma gaps, as kvbench's generator plans them."""
+    n = max(8, math.ceil(rate * seconds * 1.1 + 6 * math.sqrt(rate * seconds / system.burstiness) + 10))
+    at: FloatArray = np.cumsum(rng.gamma(system.burstiness, 1 / (rate * system.burstiness), n))
+    return at[: max(2, int(np.searchsorted(at, seconds)))]
+
+
+def run_open(system: System, at: FloatArray, rng: np.random.Generator, clock_s: float = 0.0) -> Outcomes:
+    """Serve requests that arrive at ``at``; ``clock_s``: time since the search began (for the drift)."""
+    ready = _through(_prefill(system, at, rng, clock_s), system.transfer_s)
+    if system.step.constant and system.slots >= MANY:
+        step = system.step(1)
+        first, end = ready + step, ready + system.tokens * step
+    else:
+        first, end = _decode(system, ready)
+    failed = rng.random(len(at)) < system.failing if system.failing else np.zeros(len(at), bool)
+    return Outcomes(at, first, end, failed, system.tokens)
+
+
+def _prefill(system: System, at: FloatArray, rng: np.random.Generator, clock_s: float) -> FloatArray:
+    work = np.full(len(at), system.prefill_s)
+    if system.variation:
+        sigma = math.sqrt(math.log1p(system.variation**2))
+        work *= rng.lognormal(-(sigma**2) / 2, sigma, len(at))
+    amplitude, period = system.drift
+    if amplitude:
+        work *= 1 + amplitude * np.sin(2 * np.pi * (at + clock_s) / period)
+    if system.prefill_servers == 1:
+        return _fifo(at, work)
+    done = np.empty_like(at)
+    for server in range(system.prefill_servers):
+        mine = slice(server, None, system.prefill_servers)
+        done[mine] = _fifo(at[mine], work[mine])
+    return done
+
+
+def _through(at: FloatArray, seconds: float) -> FloatArray:
+    """Through a FIFO station that takes ``seconds`` for each; arrivals may come out of order."""
+    if not seconds:
+        return at
+    order = np.argsort(at, kind="stable")
+    done = np.empty_like(at)
+    done[order] = _fifo(at[order], np.full(len(at), seconds))
+    return done
+
+
+def _fifo(at: FloatArray, work: FloatArray) -> FloatArray:
+    """When each leaves a single server (Lindley's recursion, unrolled)."""
+    total = np.cumsum(work)
+    done: FloatArray = total + np.maximum.accumulate(at - (total - work))
+    return done
+
+
+def _decode(system: System, ready: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(first token, last token) of each request; slots are given in the order of readiness."""
+    order = np.argsort(ready, kind="stable")
+    queue = ready[order].tolist()
+    n, tokens, slots = len(queue), system.tokens, system.slots
+    steps = _Steps(system.step)
+    first, end, done_at = [0.0] * n, [0.0] * n, [0.0] * n
+    now = clock = 0.0  # ``clock`` counts the tokens that a request in the batch since the start has got
+    head = tail = 0
+    while head < n:
+        size = tail - head
+        step = steps[size]
+        finish = now + (done_at[head] - clock) * step if size else math.inf
+        if tail < n and size < slots and queue[tail] <= finish:
+            at = queue[tail]
+            if at > now:
+                if size:
+                    clock += (at - now) / step
+                now = at
+            done_at[tail] = clock + tokens
+            first[tail] = now + steps[size + 1]
+            tail += 1
+            continue
+        now, clock = finish, done_at[head]
+        end[head] = now
+        head += 1
+    firsts, ends = np.empty(n), np.empty(n)
+    firsts[order], ends[order] = first, end
+    return firsts, ends
+
+
+class _Steps(dict[int, float]):
+    """A step function's values, kept."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __missing__(self, size: int) -> float:
+        value = self[size] = self._step(max(1, size))
+        return value
+
+
+def run_closed(system: System, concurrency: int, seconds: float, rng: np.random.Generator) -> Outcomes:
+    """Serve ``concurrency`` users, each of whom sends the next request when its last has ended.
+
+    They begin spread over the latency of one request alone, not all at once, and are all counted.
+    """
+    sigma = math.sqrt(math.log1p(system.variation**2))
+    arrived = (np.arange(concurrency) * system.idle_s / concurrency).tolist()
+    ready: list[float] = []
+    first: list[float] = []
+    done_at: list[float] = []
+    end: list[float] = []
+    free, link, now, clock = [0.0] * system.prefill_servers, 0.0, 0.0, 0.0
+    steps, head, tail, tokens = _Steps(system.step), 0, 0, system.tokens
+
+    def admit(index: int) -> None:
+        nonlocal link
+        server, at = index % system.prefill_servers, arrived[index]
+        work = system.prefill_s * (rng.lognormal(-(sigma**2) / 2, sigma) if sigma else 1.0)
+        work *= 1 + system.drift[0] * math.sin(2 * math.pi * at / system.drift[1])
+        free[server] = max(free[server], at) + work
+        link = max(link, free[server]) + system.transfer_s
+        ready.append(max(link, ready[-1] if ready else 0.0))
+
+    for index in range(concurrency):
+        admit(index)
+    while head < len(ready):
+        size = tail - head
+        step = steps[size]
+        finish = now + (done_at[head] - clock) * step if size else math.inf
+        if tail < len(ready) and size < system.slots and ready[tail] <= finish:
+            if ready[tail] > now:
+                clock += (ready[tail] - now) / step if size else 0.0
+                now = ready[tail]
+            done_at.append(clock + tokens)
+            first.append(now + steps[size + 1])
+            tail += 1
+            continue
+        now, clock = finish, done_at[head]
+        end.append(now)
+        head += 1
+        if now < seconds:
+            arrived.append(now)
+            admit(len(arrived) - 1)
+    n = len(end)
+    failed = rng.random(n) < system.failing
+    return Outcomes(np.array(arrived[:n]), np.array(first[:n]), np.array(end), failed, tokens)

@@ -1,0 +1,209 @@
+"""Other tools' rules for the same question, written from their descriptions, on the same virtual systems.
+
+Each is given its best: the right metric (the share of requests within limits, or the percentile that belongs
+to it), no failures of its own, no start-up time. What is left is the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .pipeline import FloatArray, Outcomes, System, offsets, run_closed, run_open
+from .trials import Found
+
+PROBE_S = 60.0
+Rule = Callable[["Bench"], float | None]
+
+
+@dataclass
+class Bench:
+    """Offers loads to one system and keeps the bill: trials and seconds from first send to last answer."""
+
+    system: System
+    seed: int
+    trials: int = 0
+    measured_s: float = 0.0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng([13, self.seed])
+
+    def requests(self, rate: float, count: int) -> Outcomes:
+        """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
+        gaps = self.rng.gamma(self.system.burstiness, 1.0, count)
+        at: FloatArray = np.cumsum(gaps)
+        return self._pay(run_open(self.system, at * (count / rate / at[-1]), self.rng, self.measured_s))
+
+    def seconds(self, rate: float, seconds: float) -> Outcomes:
+        """An open loop of so many seconds."""
+        return self._pay(
+            run_open(self.system, offsets(self.system, rate, seconds, self.rng), self.rng, self.measured_s)
+        )
+
+    def users(self, concurrency: int, seconds: float) -> tuple[Outcomes, float]:
+        """A closed loop; also its requests per second over the whole run."""
+        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng))
+        return outcomes, len(outcomes.end_s) / float(outcomes.end_s.max())
+
+    def _pay(self, outcomes: Outcomes) -> Outcomes:
+        self.trials += 1
+        self.measured_s += float(outcomes.end_s.max())
+        return outcomes
+
+    def kept(self, outcomes: Outcomes) -> bool:
+        """Enough requests within limits, over the whole run."""
+        return float((outcomes.load(self.system) <= 1.0).mean()) >= self.system.attainment
+
+    def margin(self, outcomes: Outcomes) -> float:
+        """The percentile that belongs to the attainment, relative to its limit, less 1: above 0 is a miss."""
+        return min(float(np.quantile(outcomes.load(self.system), self.system.attainment)), 1e3) - 1.0
+
+
+def seed_rule(bench: Bench) -> float | None:
+    """n = 5 × rate requests at the rate; the mean of TTFT and of TPOT must keep the limits; bisected."""
+    system = bench.system
+
+    def holds(rate: float) -> bool:
+        out = bench.requests(rate, max(1, round(5 * rate)))
+        return float(out.ttft_s.mean()) <= system.ttft_s and float(out.tpot_s.mean()) <= system.tpot_s
+
+    return _bisect(holds, system, 0.05)
+
+
+def plain_rule(bench: Bench) -> float | None:
+    """60 s at each rate, the percentile of the whole run, doubling, then bisection to 5 %."""
+    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench.system, 0.05)
+
+
+def _bisect(holds: Callable[[float], bool], system: System, precision: float) -> float | None:
+    """Double or halve from where the search of kvbench starts, then bisect."""
+    rate = min(max(4.0 / system.idle_s, system.min_rate), system.max_rate)
+    lower: float | None = None
+    upper: float | None = None
+    while lower is None or upper is None:
+        if holds(rate):
+            lower = rate
+            if rate >= system.max_rate:
+                return rate
+            rate = min(2 * rate, system.max_rate)
+        else:
+            upper = rate
+            if rate <= system.min_rate:
+                return None
+            rate = max(rate / 2, system.min_rate)
+        if lower is not None and upper is not None and lower > upper:
+            lower, upper = None, lower  # never seen in order: go on downwards
+    while upper / lower > 1 + precision:
+        middle = math.sqrt(lower * upper)
+        lower, upper = (middle, upper) if holds(middle) else (lower, middle)
+    return lower
+
+
+def vllm_rule(bench: Bench) -> float | None:
+    """serve_sla (until 2026-02): whole rates from 1 to 65536, PCHIP through the margins of 3 runs of 1000.
+
+    The first points are 65536 and 1; the next is the interpolated root, until the bracket is one wide.
+    A run's percentile is taken over all of it.
+    """
+    seen: dict[int, float] = {}
+
+    def margin(rate: int) -> float:
+        if rate not in seen:
+            runs = [bench.margin(bench.requests(float(rate), 1000)) for _ in range(3)]
+            seen[rate] = float(np.mean(runs))
+        return seen[rate]
+
+    if margin(65536) <= 0:
+        return 65536.0
+    if margin(1) > 0:
+        return None
+    for _ in range(30):
+        lower = max(rate for rate in seen if seen[rate] <= 0)
+        above = [rate for rate in seen if seen[rate] > 0 and rate > lower]
+        upper = min(above)
+        if upper - lower <= 1:
+            break
+        rates = np.array(sorted(seen), dtype=np.float64)
+        root = _pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
+        margin(min(max(round(root), lower + 1), upper - 1))
+    return float(max(rate for rate in seen if seen[rate] <= 0))
+
+
+def _pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
+    """Root of the monotone cubic (Fritsch and Carlson's slopes) through the points, between two of them."""
+    h, d = np.diff(x), np.diff(y) / np.diff(x)
+    slopes = np.empty_like(x)
+    slopes[0], slopes[-1] = d[0], d[-1]
+    for i in range(1, len(x) - 1):
+        if d[i - 1] * d[i] <= 0:
+            slopes[i] = 0.0
+        else:
+            left, right = 2 * h[i] + h[i - 1], h[i] + 2 * h[i - 1]
+            slopes[i] = (left + right) / (left / d[i - 1] + right / d[i])
+    i = int(np.searchsorted(x, low, side="right")) - 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        t = (middle - x[i]) / h[i]
+        value = (
+            (1 + 2 * t) * (1 - t) ** 2 * y[i]
+            + t * (1 - t) ** 2 * h[i] * slopes[i]
+            + t**2 * (3 - 2 * t) * y[i + 1]
+            + t**2 * (t - 1) * h[i] * slopes[i + 1]
+        )
+        low, high = (middle, high) if value <= 0 else (low, middle)
+    return low
+
+
+def aiperf_rule(bench: Bench) -> float | None:
+    """Concurrency: doubling to a bracket, then bisection to 5 %, 60 s a point; the rate is the throughput."""
+    return _by_concurrency(bench, 1, 0.05, 1 << 12)
+
+
+def guidellm_rule(bench: Bench) -> float | None:
+    """Goodput: concurrency from 4, doubling up to 1024, bisection to 10 %, at most 15 probes of 60 s."""
+    return _by_concurrency(bench, 4, 0.10, 1024, most=15)
+
+
+def _by_concurrency(bench: Bench, start: int, precision: float, limit: int, most: int = 40) -> float | None:
+    rates: dict[int, float] = {}
+
+    def holds(users: int) -> bool:
+        outcomes, rate = bench.users(users, PROBE_S)
+        rates[users] = rate
+        return bench.kept(outcomes)
+
+    lower, upper, users = 0, limit + 1, start
+    while upper > limit and users <= limit and len(rates) < most:
+        if holds(users):
+            lower, users = users, 2 * users
+        else:
+            upper = users
+    while upper <= limit and upper - lower > max(1, precision * lower) and len(rates) < most:
+        middle = (lower + upper) // 2
+        if holds(middle):
+            lower = middle
+        else:
+            upper = middle
+    return rates[lower] if lower else None
+
+
+RULES: dict[str, Rule] = {
+    "vLLM serve_sla": vllm_rule,
+    "AIPerf bisection": aiperf_rule,
+    "GuideLLM goodput": guidellm_rule,
+    "60 s bisection": plain_rule,
+    "seed (5 s burst)": seed_rule,
+}
+
+
+def run_rule(name: str, system: System, seed: int) -> Found:
+    """What that rule finds, and what it costs."""
+    bench = Bench(system, seed)
+    rate = RULES[name](bench)
+    return Found(
+        rate, "converged" if rate is not None else "slo_unattainable", bench.trials, bench.measured_s
+    )

@@ -1,0 +1,137 @@
+"""One search on virtual time: the live rule is fed as a generator's progress lines would feed it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvbench.core.live import (
+    CEILING_LATENCIES,
+    Criterion,
+    Decision,
+    LiveConfig,
+    LiveTrial,
+    completion_rate,
+    trial_length_s,
+)
+from kvbench.core.search import Hint, Measured, Probe, RateSearch, SearchLimits
+from kvbench.core.stats import StepSeries
+
+from .pipeline import Outcomes, System, offsets, run_open
+
+BEAT_S: Final = 0.25
+START_CONCURRENCY: Final = 4.0
+"""As the sweep does: a search starts where this many requests would be under way."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to. ``measured_s``: time in which load was offered, in seconds."""
+
+    rate: float | None
+    status: str
+    trials: int
+    measured_s: float
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One trial of a search, for whoever wants to watch: what was asked, and what came of it."""
+
+    probe: Probe
+    decision: Decision | None
+    measured: Measured
+
+
+def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
+    """Feed a whole trial in beats, as late and as much out of order as it would be known."""
+    late = outcomes.ttft_s > system.ttft_s
+    hopeless_s = outcomes.arrived_s + trial.config.hopeless_s
+    known = np.minimum(np.where(late, outcomes.arrived_s + system.ttft_s, outcomes.end_s), hopeless_s)
+    load = outcomes.load(system)
+    order = np.argsort(known, kind="stable")
+    times = known[order]
+    firsts = np.sort(outcomes.first_s)
+    values = [(1.0,) if good else (0.0,) for good in (load <= 1.0).tolist()]
+    margins = [(margin,) for margin in load.tolist()]
+    at, t_s = 0, 0.0
+    last_s = float(known.max()) + 10 * BEAT_S
+    while t_s <= last_s:
+        t_s += BEAT_S
+        upto = int(np.searchsorted(times, t_s, side="right"))
+        fresh = [(index, values[index], margins[index]) for index in order[at:upto].tolist()]
+        at = upto
+        sent = int(np.searchsorted(outcomes.arrived_s, t_s, side="right"))
+        waiting = sent - int(np.searchsorted(firsts, t_s, side="right"))
+        decision = trial.feed(t_s, fresh, waiting, sent)
+        if decision is not None:
+            return decision
+    raise AssertionError(f"the live rule has not decided after {t_s:.0f} s, when all is known")
+
+
+def live_trial(
+    system: System, probe: Probe, latency_s: float, rng: np.random.Generator, clock_s: float = 0.0
+) -> tuple[Decision, Outcomes]:
+    """One trial at the probe's rate: the live rule's decision, and what became of all that was planned."""
+    seconds = trial_length_s(probe.rate, latency_s)
+    at = offsets(system, probe.rate, seconds, rng)
+    outcomes = run_open(system, at, rng, clock_s)
+    config = LiveConfig(
+        at,
+        probe.rate,
+        latency_s,
+        ttft_limit_s=system.ttft_s,
+        thorough=probe.thorough,
+        hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
+    )
+    live = LiveTrial(config, [Criterion("share", system.attainment)])
+    return drive(live, outcomes, system), outcomes
+
+
+def search(
+    system: System, seed: int, hint: Hint | None = None, watch: Callable[[Ran], None] = lambda ran: None
+) -> Found:
+    """One whole search: from a cold start with a ceiling probe, or from a hint."""
+    rng = np.random.default_rng([11, seed])
+    latency_s, clock_s = system.idle_s, 0.0
+    start = min(max(START_CONCURRENCY / latency_s, system.min_rate), system.max_rate)
+    limits = SearchLimits(start, system.min_rate, system.max_rate, attainment=system.attainment)
+    finder = RateSearch(limits, hint, ceiling=True)
+    while (probe := finder.ask()) is not None:
+        if probe.purpose == "ceiling":
+            measured = _ceiling(system, probe, rng, clock_s)
+            finder.tell(probe.rate, "undecided", measured)
+            watch(Ran(probe, None, measured))
+            clock_s += measured.duration_s
+            continue
+        decision, outcomes = live_trial(system, probe, latency_s, rng, clock_s)
+        finder.tell(probe.rate, decision.verdict, decision.measured)
+        watch(Ran(probe, decision, decision.measured))
+        clock_s += decision.at_s
+        done = outcomes.end_s <= decision.at_s
+        if decision.verdict != "missed" and done.any():
+            latency_s = float(np.median(outcomes.e2el_s[done]))
+    answer = finder.answer()
+    return Found(answer.max_request_rate, answer.status, answer.trials, clock_s)
+
+
+def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> Measured:
+    """A saturating burst: what was completed while it was offered."""
+    seconds = CEILING_LATENCIES * system.idle_s
+    outcomes = run_open(system, offsets(system, probe.rate, seconds, rng), rng, clock_s)
+    found = completion_rate(outcomes.end_s, seconds)
+    if found is None:
+        return Measured(duration_s=seconds)
+    under_way = StepSeries.of_intervals(outcomes.arrived_s.tolist(), outcomes.end_s.tolist())
+    flooded = under_way.at(seconds) > 0.25 * len(outcomes.end_s)
+    return Measured(completion_rate=found[0], grows=not (found[1] and flooded), duration_s=seconds)
+
+
+def hint_near(system: System, rate: float, seed: int) -> Hint:
+    """A trusted hint that is off by up to 20 %, as a neighbouring cell's would be."""
+    off = math.exp(float(np.random.default_rng([17, seed]).uniform(-0.2, 0.2)))
+    return Hint(min(max(rate * off, system.min_rate), system.max_rate))

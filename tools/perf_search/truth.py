@@ -1,0 +1,104 @@
+"""The true highest rate of each virtual system: by formula, or by long runs whose result is kept here.
+
+``truth.json`` holds each rate with a fingerprint of the system it was computed for; a system that was changed
+is computed anew (``python -m tools.perf_search --truth``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvbench.core.queueing import md1_max_rate
+
+from .pipeline import System, offsets, run_open
+
+PATH: Final = Path(__file__).with_name("truth.json")
+REQUESTS: Final = 250_000
+SEEDS: Final = 4
+ROUGH_REQUESTS: Final = 40_000
+WIDTHS: Final = (0.04, 0.02, 0.015)
+"""Relative half-widths of the ranges in which misses are fitted over the rate, one after the other."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The true rate in requests per second, and the median end-to-end latency there in seconds."""
+
+    rate: float
+    latency_s: float
+
+
+def fingerprint(system: System) -> str:
+    """Changes with anything that could change the rate."""
+    return hashlib.sha256(repr(system).encode()).hexdigest()[:16]
+
+
+def known() -> dict[str, Truth]:
+    """The kept truths of systems that have not changed since, by fingerprint."""
+    rows = json.loads(PATH.read_text()) if PATH.exists() else {}
+    return {row["fingerprint"]: Truth(row["rate"], row["latency_s"]) for row in rows.values()}
+
+
+def keep(found: dict[str, tuple[System, Truth]]) -> None:
+    """Write the truths, by name."""
+    rows = {
+        name: {"rate": truth.rate, "latency_s": truth.latency_s, "fingerprint": fingerprint(system)}
+        for name, (system, truth) in found.items()
+    }
+    PATH.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def compute(system: System) -> Truth:
+    """Analytic, or from runs of a million requests around the root; a limit where there is no root."""
+    if system.truth in ("above", "below"):
+        return Truth(system.max_rate if system.truth == "above" else system.min_rate, system.idle_s)
+    rate = _md1(system) if system.truth == "md1" else _by_runs(system)
+    return Truth(rate, attainment(system, rate, ROUGH_REQUESTS, 0)[1])
+
+
+def _md1(system: System) -> float:
+    """The first token comes one decode step after the service: the queue's limit is that much shorter."""
+    return md1_max_rate(system.prefill_s, system.ttft_s - system.step(1), system.attainment)
+
+
+def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[float, float]:
+    """(share of requests within the SLO, median end-to-end latency in seconds), without the first 2 %."""
+    rng = np.random.default_rng([7, seed])
+    outcomes = run_open(system, offsets(system, rate, requests / rate, rng), rng)
+    steady = slice(len(outcomes.end_s) // 50, None)
+    share = float((outcomes.load(system)[steady] <= 1.0).mean())
+    return share, float(np.median(outcomes.e2el_s[steady]))
+
+
+def _by_runs(system: System) -> float:
+    """Highest root: bracketed from above, then the logarithm of the misses is fitted over the rate."""
+    high = system.max_rate
+    while attainment(system, high / 1.25, ROUGH_REQUESTS, 1)[0] < system.attainment:
+        high /= 1.25
+    low = high / 1.25
+    while high / low > 1.03:
+        middle = math.sqrt(low * high)
+        kept = attainment(system, middle, ROUGH_REQUESTS, 1)[0] >= system.attainment
+        low, high = (middle, high) if kept else (low, middle)
+    centre = math.sqrt(low * high)
+    for width in WIDTHS:
+        x = np.linspace(1 - width, 1 + width, 5)
+        shares = [
+            np.mean([attainment(system, centre * at, REQUESTS, 10 + seed)[0] for seed in range(SEEDS)])
+            for at in x
+        ]
+        misses = np.log(np.maximum(1.0 - np.array(shares), 1e-6))
+        grid = np.linspace(1 - 2 * width, 1 + 2 * width, 4001)
+        over = np.polyval(np.polyfit(x, misses, 2 if width > 0.02 else 1), grid) - math.log(
+            1 - system.attainment
+        )
+        crossing = np.flatnonzero((over[:-1] < 0) & (over[1:] >= 0))
+        centre *= float(grid[crossing[0]]) if len(crossing) else 1.0 - math.copysign(2 * width, over[-1])
+    return centre
