@@ -37,11 +37,11 @@ pytestmark = pytest.mark.timeout(90)
 
 def test_a_light_load_takes_one_worker_on_any_machine() -> None:
     assert workers_for(20, 16, 400, cores=64) == 1
-    assert workers_for(300, 150, 20_000, cores=64) == 1
+    assert workers_for(300, 80, 20_000, cores=64) == 1
 
 
 def test_a_heavy_load_takes_as_many_as_its_chunks_need_and_the_cores_allow() -> None:
-    assert workers_for(1000, 1000, 100_000, cores=64) == 18
+    assert workers_for(1000, 1000, 100_000, cores=64) == 27
     assert workers_for(1000, 1000, 100_000, cores=8) == 7
     assert workers_for(1000, 1000, 100_000, cores=2) == 1
     assert workers_for(float("inf"), 16, 100_000, cores=8) == 7

@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from kvbench.core.metrics import Slo, Window
-from kvbench.core.records import RequestRecord, TrialRecord
+from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
 from kvbench.core.ttftparts import parts_of, shares_of
 from kvbench.core.use import Use
 
@@ -174,7 +174,7 @@ def _waited_s(record: RequestRecord, ended_s: float) -> float | None:
     """TTFT, or how long it had been waiting without a first token."""
     if record.ttft_s is not None and record.error in ("", "cancelled"):
         return record.ttft_s
-    return ended_s - record.scheduled_s if record.error in ("timeout", "cancelled") else None
+    return ended_s - record.scheduled_s if record.error in UNENDED else None
 
 
 def _late_tail(judged: Sequence[RequestRecord]) -> list[RequestRecord]:

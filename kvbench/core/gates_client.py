@@ -51,8 +51,8 @@ def client_limited(evidence: Evidence) -> Finding | None:
 def router_limited(evidence: Evidence) -> Finding | None:
     """kvbench's router was neither out of CPU nor late.
 
-    evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99) against
-    the client's limits. limits: a router of somebody else tells neither.
+    evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99)
+    against the client's limits. limits: a router of somebody else tells neither.
     """
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)

@@ -245,6 +245,19 @@ class RateSearch:
                 reason,
                 **self._figures(None),
             )
+        if settled is not None and settled >= self.limits.max_rate:
+            reason = f"not missed at {settled:g}, the highest rate allowed: raise max_rate"
+            return Answer(
+                rate,
+                min(root.lower, rate),
+                None,
+                "above",
+                "censored",
+                True,
+                len(self._told),
+                reason,
+                **self._figures(rate),
+            )
         bounds = min(root.lower, rate), max(root.upper, rate)
         confirmed = settled is not None
         return Answer(rate, *bounds, "", status, confirmed, len(self._told), reason, **self._figures(rate))

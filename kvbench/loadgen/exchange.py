@@ -58,12 +58,6 @@ class Exchange:
         return (self.stream,) if self.stream is not None else ()
 
     @property
-    def first_token_ns(self) -> int | None:
-        """When the first token came, as far as what was read has been taken in."""
-        tokens = self.stream.answer.stream.token_stamps if self.stream is not None else ()
-        return tokens[0] if tokens else None
-
-    @property
     def chunks(self) -> int:
         """Token events of the stream."""
         return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0

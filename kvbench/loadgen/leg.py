@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 READS_AT_ONCE: Final = 256
 """Reads taken in one go: about 0.2 ms."""
 _ID_BITS: Final = 0xFFFFFFFF
+_CHUNKED: Final = re.compile(
+    rb"HTTP/1\.1 200 [^\r\n]*\r\n(?:[^\r\n]+\r\n)*?transfer-encoding: ?chunked\r\n", re.IGNORECASE
+)
 
 
 class Leg:
@@ -112,6 +116,20 @@ class Leg:
         # The end of a chunked answer is always an empty line after another line, unless a read cut it.
         elif what[-4:] == b"\r\n\r\n" or len(what) < 4 or not self.answer.head_seen:
             self.exchange.trial.take_soon(self)
+
+    def first_token_ns(self) -> int | None:
+        """When the first token came, as far as that shows without taking in; None if it does not show.
+
+        It shows in a stream in chunks, whose end cannot come unnoticed. All else must be taken in first.
+        """
+        tokens = self.answer.stream.token_stamps
+        if tokens:
+            return tokens[0]
+        if self.log and not self.answer.head_seen and _CHUNKED.match(self.log[0]):
+            for data, read_ns in zip(self.log[::3], self.log[2::3], strict=True):
+                if b'"choices":[{' in data:
+                    return int(read_ns)
+        return None
 
     def take(self) -> bool:
         """Takes in some of what was read; returns whether there is more."""

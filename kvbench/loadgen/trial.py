@@ -35,8 +35,8 @@ SLICE_S: Final = 0.0002
 """So long are answers taken in between two turns of the loop."""
 SLICES_APART_S: Final = 0.002
 """However much there is to read, some answers are taken in after so long."""
-PENDING_READS: Final = 20_000
-"""With more reads than that lying about (8 MB), streams are taken in before their end."""
+PENDING_READS: Final = 16_000
+"""With more reads than that lying about (6 MB), streams are taken in before their end."""
 LOOK_BEATS: Final = 10
 """Beats between two looks at how many there are."""
 
@@ -248,9 +248,9 @@ class Trial:
 
     def _look_closely(self) -> None:
         """First tokens, and ends that the loop's hot path has not noticed."""
-        for exchange in self._waiting:
+        for exchange in list(self._waiting):
             leg = exchange.stream
-            if leg is not None and leg.log:
+            if leg is not None and leg.log and not self._first_token(exchange, leg):
                 self.take_soon(leg)
         for leg in [leg for leg in self._close if leg.ended]:
             self._close.discard(leg)
@@ -281,16 +281,19 @@ class Trial:
             if leg.take():
                 self.take_soon(leg)
             if not leg.ended and leg.exchange in self._waiting:
-                self._first_token(leg.exchange)
+                self._first_token(leg.exchange, leg)
             now = time.monotonic()
             if now >= until or now >= self._wake:
                 return
 
-    def _first_token(self, exchange: Exchange) -> None:
-        first_ns = exchange.first_token_ns
-        if first_ns is not None:
-            self._waiting.pop(exchange, None)
-            self._counts.first_token(exchange, first_ns / 1e9)
+    def _first_token(self, exchange: Exchange, leg: Leg) -> bool:
+        """Whether its first token has come, which is counted then."""
+        first_ns = leg.first_token_ns() if leg is exchange.stream else None
+        if first_ns is None:
+            return False
+        self._waiting.pop(exchange, None)
+        self._counts.first_token(exchange, first_ns / 1e9)
+        return True
 
     # what the exchanges tell
 

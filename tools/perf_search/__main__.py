@@ -12,106 +12,16 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from . import truth as truths
-from .pipeline import System
-from .rivals import RULES, run_rule
+from .jobs import METHODS, Job, Row, rows_of, run_job, truth_of
+from .rivals import RULES
 from .systems import SYSTEMS
-from .trials import Found, hint_near, search
 
-OURS = "kvbench"
-WARM = "kvbench, warm start"
-METHODS = (OURS, WARM, *RULES)
 GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials and 60 latencies (medians)"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One search."""
-
-    method: str
-    system: System
-    truth: truths.Truth
-    seed: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """The figures of one method on one system, or on all: found/true, trials, measuring time in latencies."""
-
-    method: str
-    system: str
-    runs: int
-    low: float
-    median: float
-    high: float
-    within: float
-    trials: float
-    latencies: float
-    right: float
-    """Share of runs that said rightly that there is no rate to be found; nan where there is one."""
-
-    def to_json(self) -> dict[str, float | int | str | None]:
-        return {name: None if value != value else value for name, value in vars(self).items()}
-
-
-def run_job(job: Job) -> Found:
-    """One search, in whichever process."""
-    if job.method in RULES:
-        return run_rule(job.method, job.system, job.seed)
-    hint = hint_near(job.system, job.truth.rate, job.seed) if job.method == WARM else None
-    return search(job.system, job.seed, hint)
-
-
-def is_right(job: Job, found: Found) -> bool:
-    """Of a system without a rate to find: did it say so? A rival that is above the limits is not to blame."""
-    if job.system.truth == "below":
-        return found.rate is None
-    if job.method in RULES:
-        return found.rate is not None and found.rate >= 0.95 * job.system.max_rate
-    return found.status == "censored"
-
-
-def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
-    """The figures of some searches of one method."""
-    numbers = [(job, found) for job, found in pairs if job.system.truth in ("md1", "runs")]
-    others = [is_right(job, found) for job, found in pairs if job.system.truth in ("above", "below")]
-    ratio = np.array([(found.rate or 0.0) / job.truth.rate for job, found in numbers])
-    low, median, high = np.percentile(ratio, [5, 50, 95]) if len(ratio) else [np.nan] * 3
-    return Row(
-        method,
-        name,
-        len(pairs),
-        float(low),
-        float(median),
-        float(high),
-        float((np.abs(ratio - 1) <= 0.05).mean()) if len(ratio) else np.nan,
-        float(np.median([found.trials for _, found in pairs])),
-        float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
-        float(np.mean(others)) if others else np.nan,
-    )
-
-
-def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
-    """A row for each method and system, then one for each method over all systems that are not hard."""
-    pairs = list(zip(jobs, results, strict=True))
-    methods = list(dict.fromkeys(job.method for job in jobs))
-    names = list(dict.fromkeys(job.system.name for job in jobs))
-    rows = [
-        row_of(method, name, [p for p in pairs if (p[0].method, p[0].system.name) == (method, name)])
-        for name in names
-        for method in methods
-    ]
-    for method in methods:
-        fair = [pair for pair in pairs if pair[0].method == method and not pair[0].system.hard]
-        if fair:
-            rows.append(row_of(method, "all", fair))
-    return rows
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -133,12 +43,6 @@ def table_of(rows: Sequence[Row]) -> Table:
         within, right = (f"{value:.1%}" if value == value else "" for value in (row.within, row.right))
         table.add_row(name, row.method, *shown, within, f"{row.trials:g}", f"{row.latencies:.0f}", right)
     return table
-
-
-def truth_of(system: System) -> truths.Truth:
-    """As kept, or computed anew for a system that was changed."""
-    kept = truths.known().get(truths.fingerprint(system))
-    return kept if kept is not None else truths.compute(system)
 
 
 def main() -> None:
