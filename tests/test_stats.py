@@ -106,6 +106,45 @@ def test_batch_means() -> None:
         stats.batch_means([1.0], 2)
 
 
+@pytest.mark.parametrize(
+    ("p", "degrees", "table"),
+    [(0.975, 1, 12.706), (0.95, 3, 2.353), (0.975, 7, 2.365), (0.995, 10, 3.169), (0.975, 1000, 1.962)],
+)
+def test_students_t_against_the_table(p: float, degrees: float, table: float) -> None:
+    assert stats.t_quantile(p, degrees) == pytest.approx(table, abs=1e-3)
+    assert stats.t_quantile(0.5, degrees) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_students_t_refuses_what_it_cannot() -> None:
+    for p, degrees in ((0.3, 5.0), (1.0, 5.0), (0.9, 0.0)):
+        with pytest.raises(ValueError, match="needed"):
+            stats.t_quantile(p, degrees)
+
+
+def test_sections_know_the_error_of_a_mean_and_of_a_quantile() -> None:
+    random = np.random.default_rng(3)
+    means, quantiles = [], []
+    for _ in range(200):
+        mean, error = stats.sectioned(random.normal(5.0, 2.0, 800), 8, None)
+        means.append((mean - 5.0) / error)
+        quantile, error = stats.sectioned(random.exponential(1.0, 800), 8, 0.9)
+        quantiles.append((quantile - math.log(10)) / error)
+    assert 0.8 < np.std(means) < 1.5  # t with 7 degrees: 1.18
+    assert 0.7 < np.std(quantiles) < 1.6
+    assert stats.sectioned(np.ones(10), 5, 0.95) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="do not fill"):
+        stats.sectioned(np.ones(3), 4, None)
+
+
+def test_the_design_effect_counts_clumps() -> None:
+    random = np.random.default_rng(4)
+    free = (random.random(8000) < 0.1).astype(float)
+    assert stats.design_effect(free, 40) == pytest.approx(1.0, abs=0.6)
+    clumped = np.repeat((random.random(800) < 0.1).astype(float), 10)
+    assert stats.design_effect(clumped, 40) == pytest.approx(10.0, rel=0.5)
+    assert stats.design_effect(np.zeros(100), 4) == stats.design_effect(np.ones(3), 4) == 1.0
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=30))
 def test_step_series_counts_open_intervals(intervals: list[tuple[float, float]]) -> None:
     starts = [start for start, _ in intervals]

@@ -12,12 +12,14 @@ import uvloop
 from kvbench.emulator.server import serve
 from kvbench.emulator.spec import parse_spec
 from kvbench.errors import InputError, KvbenchError, PortInUseError
+from kvbench.timeslice import shorten_slice
 
 EXIT_PORT_IN_USE: Final = 98
 
 
 def main(argv: list[str]) -> int:
     """Runs one engine; returns the exit code."""
+    shorten_slice()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -17,12 +17,14 @@ from kvbench.errors import InputError, KvbenchError
 from kvbench.exact.server import ExactServer
 from kvbench.exact.spec import ExactSpec
 from kvbench.spawned import read_spec, tell
+from kvbench.timeslice import shorten_slice
 
 PR_SET_TIMERSLACK: Final = 29  # linux/prctl.h; by default the kernel may wake us 50 µs late
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one server; returns the exit code."""
+    shorten_slice()
     try:
         spec = read_spec(ExactSpec, argv)
         spec.check()

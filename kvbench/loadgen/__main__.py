@@ -21,6 +21,7 @@ from kvbench.loadgen.trial import Begin, Trial
 from kvbench.loadgen.wire import Server
 from kvbench.spawned import read_spec
 from kvbench.spawned import tell as tell_error
+from kvbench.timeslice import shorten_slice
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def descriptors_for(streams: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    shorten_slice()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -18,6 +18,7 @@ from kvbench.router.processes import fork, listening_sockets, watch
 from kvbench.router.spec import RouterSpec
 from kvbench.spans import SpanLog
 from kvbench.spawned import read_spec, run, tell
+from kvbench.timeslice import shorten_slice
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def several_processes(spec: RouterSpec) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    shorten_slice()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream takes a descriptor on each side
     try:
