@@ -18,6 +18,7 @@ from kvbench.core.live import (
     LiveConfig,
     LiveTrial,
     Observation,
+    ceiling_measured,
     completion_rate,
     trial_length_s,
 )
@@ -244,6 +245,17 @@ def test_the_rate_of_completions() -> None:
     assert not late[1]
     assert completion_rate([1.0] * 9, 20.0) is None
     assert completion_rate([], 1.0) is None
+
+
+def test_a_ceiling_is_one_only_if_much_is_left_behind() -> None:
+    ends = np.arange(2.0, 20.0, 0.1)  # 10 a second
+    flooded = ceiling_measured(ends, 600, 20.0, 1.0)
+    assert flooded.completion_rate == pytest.approx(10.0, rel=0.02)
+    assert not flooded.grows
+    easy = ceiling_measured(ends, len(ends) + 12, 20.0, 1.0)
+    assert easy.completion_rate == flooded.completion_rate
+    assert easy.grows
+    assert ceiling_measured([], 600, 20.0, 1.0) == Measured(duration_s=20.0)
 
 
 @settings(max_examples=60, deadline=None)

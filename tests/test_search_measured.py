@@ -46,7 +46,9 @@ def run(search: RateSearch, trial: Trial) -> Answer:
         assert newest["verdict"] in ("met", "undecided")
     again = RateSearch(limits, None, ceiling=search_ceiling(search))
     for told_before in search.history:
-        assert again.ask() is not None
+        question = again.ask()
+        assert question is not None
+        assert (question.rate, question.purpose) == (told_before.rate, told_before.purpose)
         measured = told_before.measured
         kept = None if measured is None else Measured.from_json(json.loads(json.dumps(measured.to_json())))
         again.tell(told_before.rate, told_before.verdict, kept)
@@ -122,6 +124,8 @@ def test_the_way_of_a_cold_start_with_a_ceiling() -> None:
     assert search.ask() == Probe(512, "ceiling")
     search.tell(512, "undecided", Measured(completion_rate=40.0))
     assert search.ask() == Probe(36, "start", thorough=True)
+    answer = search.answer()
+    assert (answer.status, answer.max_request_rate, answer.censored) == ("undecided", None, "")
 
 
 def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:

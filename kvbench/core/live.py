@@ -45,8 +45,13 @@ that decided, at most 1 where a share criterion's value is 1. inf for a request 
 
 TRIAL_LATENCIES: Final = 12.0
 TRIAL_REQUESTS: Final = 600
-"""A trial's time is up after so many of its own latencies, but not before so many requests."""
+QUICK_REQUESTS: Final = 2000
+QUICK_S: Final = 40.0
+"""A trial's time is up after so many of its own latencies, but not before so many requests, and where they
+come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
+a few are under way at once, a dozen latencies tell next to nothing."""
 CEILING_LATENCIES: Final = 5.0
+FLOODED: Final = 1.5
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
 """The first look at the criteria, in latencies, and by how much later each further one."""
@@ -68,7 +73,12 @@ SECTIONED_REQUESTS: Final = 160
 
 def trial_length_s(rate: float, latency_s: float) -> float:
     """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
-    return max(2 * TRIAL_LATENCIES * latency_s, TRIAL_REQUESTS / rate)
+    return max(2 * TRIAL_LATENCIES * latency_s, _requests_s(rate))
+
+
+def _requests_s(rate: float) -> float:
+    """How long the requests take that a trial needs at least."""
+    return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
 
 
 def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tuple[float, bool] | None:
@@ -86,6 +96,22 @@ def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tup
     noise = 2.0 * math.sqrt(float(counts[2]) + 1.0)
     steady = until_s >= 2.0 * ends[0] and counts[2] - counts[1] <= max(noise, 0.1 * counts[1])
     return float(counts[1] + counts[2]) / (2.0 * float(edges[1] - edges[0])), bool(steady)
+
+
+def ceiling_measured(
+    ends_s: Sequence[float] | FloatArray, sent: int, until_s: float, latency_s: float
+) -> Measured:
+    """What a ceiling probe tells the search, of ``sent`` requests offered up to ``until_s``.
+
+    ``ends_s``: when each was completed; ``latency_s``: of one request alone. It was no ceiling (``grows``) if
+    completions still became more, or if what was left behind is no more than must be under way anyhow.
+    """
+    found = completion_rate(ends_s, until_s)
+    if found is None:
+        return Measured(duration_s=until_s)
+    left = sent - int((np.asarray(ends_s, np.float64) <= until_s).sum())
+    flooded = left > FLOODED * found[0] * latency_s
+    return Measured(completion_rate=found[0], grows=not (found[1] and flooded), duration_s=until_s)
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,6 @@ class LiveTrial:
         self._count = self._hopeless = 0
         self._series = _Series()
         self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
-        self._requests_s = float(self._offsets[min(TRIAL_REQUESTS, n) - 1])
         gaps = np.diff(self._offsets, prepend=0.0)
         mean = float(gaps.mean())
         self._clumping = max(1.0, float(gaps.var()) / mean**2 if mean > 0 else 1.0)
@@ -246,8 +271,8 @@ class LiveTrial:
 
     def _up(self, latency_s: float) -> float:
         """When the time is up: so many of the trial's own latencies, within what was planned."""
-        wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s, self._requests_s)
-        return min(self._max_s, wanted)
+        wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
+        return min(self._max_s, max(wanted, _requests_s(self.config.rate)))
 
     def _alpha(self) -> float:
         """The chance of error of one look, for either side."""

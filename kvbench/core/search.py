@@ -232,35 +232,17 @@ class RateSearch:
             elif not over:
                 reason = f"trials at {bracket.ceiling or rate:g} and around it were refused"
         tried = self._tried()
+        lower, upper = min(root.lower, rate), max(root.upper, rate)
+        known: tuple[float | None, float | None, float | None, Literal["", "above", "below"]]
+        known = (rate, lower, upper, "")
         if settled is None and all(told.verdict == "missed" for told in tried):
             # Nothing but misses: any rate would be a guess.
-            return Answer(
-                None,
-                None,
-                bracket.upper,
-                "below",
-                status,
-                False,
-                len(self._told),
-                reason,
-                **self._figures(None),
-            )
-        if settled is not None and settled >= self.limits.max_rate:
-            reason = f"not missed at {settled:g}, the highest rate allowed: raise max_rate"
-            return Answer(
-                rate,
-                min(root.lower, rate),
-                None,
-                "above",
-                "censored",
-                True,
-                len(self._told),
-                reason,
-                **self._figures(rate),
-            )
-        bounds = min(root.lower, rate), max(root.upper, rate)
-        confirmed = settled is not None
-        return Answer(rate, *bounds, "", status, confirmed, len(self._told), reason, **self._figures(rate))
+            known = (None, None, bracket.upper, "below" if tried else "")
+        elif settled is not None and settled >= self.limits.max_rate:
+            status, reason = "censored", f"not missed at {rate:g}, the highest rate allowed: raise max_rate"
+            known = (rate, lower, None, "above")
+        confirmed, trials = settled is not None, len(self._told)
+        return Answer(*known, status, confirmed, trials, reason, **self._figures(known[0]))
 
     def _status(self, bracket: _Bracket, confirmed: bool) -> tuple[Status, str]:
         lower, upper = bracket.lower, bracket.upper
@@ -308,7 +290,8 @@ class RateSearch:
             return Probe(self._start, "start")
         if completed > SATURATED * last.rate and last.rate >= self.limits.max_rate:
             return Probe(last.rate, "start")
-        return Probe(self._inside(completed * CEILING_SHARE), "start", thorough=True)
+        rising = last.measured is not None and last.measured.grows
+        return Probe(self._inside(completed * CEILING_SHARE), "start", thorough=not rising)
 
     def _next_measured(self, root: Root, bracket: _Bracket) -> Probe | None:
         if self._settled(root) is not None:
@@ -352,6 +335,8 @@ class RateSearch:
         last, precision = self._told[-1], self.limits.precision
         if last.purpose != "confirm" or last.verdict not in ("met", "undecided") or last.measured is None:
             return None
+        if all(told.verdict == "met" for told in self._tried()) and self._capacity() == math.inf:
+            return None  # nothing bounds it from above
         moved = abs(math.log(self._inside(root.median) / last.rate))
         sharp = root.width <= precision * WIDTH
         return last.rate if sharp and moved <= precision * SHIFT else None

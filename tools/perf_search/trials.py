@@ -15,11 +15,10 @@ from kvbench.core.live import (
     Decision,
     LiveConfig,
     LiveTrial,
-    completion_rate,
+    ceiling_measured,
     trial_length_s,
 )
 from kvbench.core.search import Hint, Measured, Probe, RateSearch, SearchLimits
-from kvbench.core.stats import StepSeries
 
 from .pipeline import Outcomes, System, offsets, run_open
 
@@ -123,12 +122,7 @@ def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: fl
     """A saturating burst: what was completed while it was offered."""
     seconds = CEILING_LATENCIES * system.idle_s
     outcomes = run_open(system, offsets(system, probe.rate, seconds, rng), rng, clock_s)
-    found = completion_rate(outcomes.end_s, seconds)
-    if found is None:
-        return Measured(duration_s=seconds)
-    under_way = StepSeries.of_intervals(outcomes.arrived_s.tolist(), outcomes.end_s.tolist())
-    flooded = under_way.at(seconds) > 0.25 * len(outcomes.end_s)
-    return Measured(completion_rate=found[0], grows=not (found[1] and flooded), duration_s=seconds)
+    return ceiling_measured(outcomes.end_s, len(outcomes.end_s), seconds, system.idle_s)
 
 
 def hint_near(system: System, rate: float, seed: int) -> Hint:
