@@ -242,7 +242,9 @@ class RateSearch:
             status, reason = "censored", f"not missed at {rate:g}, the highest rate allowed: raise max_rate"
             known = (rate, lower, None, "above")
         confirmed, trials = settled is not None, len(self._told)
-        return Answer(*known, status, confirmed, trials, reason, **self._figures(known[0]))
+        found, low, high, censored = known
+        figures = self._figures(found)
+        return Answer(found, low, high, censored, status, confirmed, trials, reason, **figures)
 
     def _status(self, bracket: _Bracket, confirmed: bool) -> tuple[Status, str]:
         lower, upper = bracket.lower, bracket.upper
