@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from sample_run import make_run
 
-from kvbench.plots import breakdown_figure, latency_figure, max_rate_figure, write_plots
+from kvbench.plots import breakdown_figure, burst_figure, latency_figure, max_rate_figure, write_plots
 from kvbench.plots.style import PALETTES, looks, nice_log_ticks
 from kvbench.runs import Run, load_run
 
@@ -180,3 +180,20 @@ def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(one: 
         timeout=60,
     )
     assert done.stdout == "3\nFalse\n", done.stderr
+
+
+def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: Run) -> None:
+    assert burst_figure(one) is None
+    measured = load_run(Path(__file__).parent.parent / "results" / "reference" / "burst-or-sustained")
+    figure = burst_figure(measured)
+    assert figure is not None
+    burst, held = figure.axes
+    assert "burst" in burst.get_title(loc="left")
+    assert "sustained" in held.get_title(loc="left")
+    # All of a burst is on its way at once when its last request has come.
+    (answer,) = measured.other_cells
+    assert answer.answer is not None
+    rate = answer.answer["max_request_rate"]
+    on_their_way = max(burst.lines[0].get_ydata())
+    assert on_their_way == round(5 * rate)
+    assert max(held.lines[0].get_ydata()) < on_their_way

@@ -35,7 +35,7 @@ def burst_figure(run: Run, theme: Theme = "light") -> Figure | None:
         return None
     palette = PALETTES[theme]
     with style(palette):
-        words = Words.of(run, "A burst is one batch; a sustained rate leaves no queue behind")
+        words = Words.of(run, "A burst beside the rate that holds")
         figure = new_figure((8.2, 2.5 * len(pairs)), words, palette, titled=True)
         grid = figure.subplots(
             len(pairs), 2, squeeze=False, sharey="row", gridspec_kw={"wspace": 0.08, "hspace": 0.6}
