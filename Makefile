@@ -5,6 +5,8 @@ PYTHON ?= python3
 SCENARIO ?= quickstart
 SWEEP_ARGS ?=
 PYTEST_ARGS ?=
+# Test files run side by side in so many processes; a file stays in one.
+JOBS ?= 2
 BIN := .venv/bin
 
 .PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search clean
@@ -12,7 +14,7 @@ BIN := .venv/bin
 
 help:
 	@echo "make sweep   set up, then find the highest request rates of scenario $(SCENARIO) (SCENARIO=, SWEEP_ARGS=)"
-	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=)"
+	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=, JOBS=)"
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
@@ -39,7 +41,7 @@ lint: setup
 
 # The test runner comes last, so that its closing line is the last one printed.
 test: lint
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 liars: setup
 	@$(BIN)/python -m tools.liars
