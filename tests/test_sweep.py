@@ -63,7 +63,8 @@ def test_kv_really_moved_whole_and_by_the_transport_asked_for(finished: tuple[in
             continue
         # 64 tokens of 2 KiB each, in 4 blocks of 16 tokens
         assert trial.engine["kv_bytes_per_request"] == 64 * 2048
-        assert trial.engine["kv_transfers"] == trial.summary["completed"]
+        # A trial that ends when its verdict is sure leaves requests behind whose KV had moved already.
+        assert trial.summary["completed"] <= trial.engine["kv_transfers"] <= trial.summary["sent"]
         assert "tcp" in trial.engine["transport"]
         decode = trial.engine["roles"]["decode"]["prompt_tokens_by_source"]
         assert decode.get("local_compute", 0) == 0
