@@ -93,6 +93,25 @@ def _pci(folder: Path) -> dict[str, Any]:
     }
 
 
+def pcie_link(folder: Path) -> dict[str, Any] | None:
+    """Speed (GT/s a lane) and width of a device's PCIe link, as it is and as it could be; null if unknown.
+
+    Source of the files' meaning: sysfs-bus-pci in the kernel's ABI documentation.
+    """
+    device = (folder / "device").resolve()
+    place = next(
+        (place for place in (device, device.parent) if (place / "current_link_width").exists()), None
+    )
+    if place is None:
+        return None
+    told: dict[str, Any] = {}
+    for way in ("current", "max"):
+        speed = re.match(r"[\d.]+", read(place / f"{way}_link_speed") or "")
+        told[f"{way}_gt_per_s"] = float(speed[0]) if speed else None
+        told[f"{way}_width"] = read_int(place / f"{way}_link_width") or None
+    return told
+
+
 def rdma(root: Path = Path("/")) -> list[dict[str, Any]]:
     """RDMA devices with the state, rate and link layer of each port and its table of GIDs."""
     return [
@@ -101,6 +120,9 @@ def rdma(root: Path = Path("/")) -> list[dict[str, Any]]:
             "firmware": read(device / "fw_ver"),
             "board": read(device / "board_id"),
             **_pci(device),
+            "interfaces": [folder.name for folder in children(device / "device/net")],
+            "virtual_function": (device / "device/physfn").exists(),
+            "pcie": pcie_link(device),
             "ports": [_rdma_port(port) for port in children(device / "ports")],
         }
         for device in children(root / "sys/class/infiniband")
@@ -121,10 +143,11 @@ def _rdma_port(port: Path) -> dict[str, Any]:
                     "nic": read(attributes / "ndevs" / entry.name),
                 }
             )
-    state = read(port / "state")
+    state, physical = read(port / "state"), read(port / "phys_state")
     return {
         "port": int(port.name),
         "state": state.split(":")[-1].strip() if state else None,
+        "phys_state": physical.split(":")[-1].strip() if physical else None,
         "rate": read(port / "rate"),
         "link_layer": read(port / "link_layer"),
         "gids": gids,

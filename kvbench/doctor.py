@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvbench import connectors, transfer
+from kvbench.bad_settings import settings_checks
 from kvbench.connectors.base import Connector
 from kvbench.core.scenario_sections import Deployment
-from kvbench.devices import gpus, rdma
+from kvbench.devices import gpus
 from kvbench.engine_checks import (
     Check,
     Surroundings,
@@ -30,6 +31,7 @@ from kvbench.engine_checks import (
 )
 from kvbench.environment import cgroup_cpu_limit, load_average
 from kvbench.errors import EXIT_FAILED, EXIT_OK
+from kvbench.nic_checks import Machine, nic_checks
 from kvbench.transfer.base import Problem
 
 ROOT: Final = Path("/")
@@ -46,7 +48,8 @@ def examine(vllm: Path | None = None) -> list[Check]:
 
     ``vllm`` is the command to look at in place of the one on the PATH.
     """
-    listed, cards = rdma(ROOT), gpus()
+    cards = gpus()
+    machine = Machine.at(ROOT, len(cards or ()))
     return [
         python_check(),
         *connector_checks(),
@@ -54,7 +57,9 @@ def examine(vllm: Path | None = None) -> list[Check]:
         open_files_check(),
         shm_check(),
         *cpu_checks(),
-        *rdma_checks(listed),
+        *rdma_checks(machine.devices),
+        *nic_checks(machine, installed()),
+        *settings_checks(machine, os.environ),
         gpu_check(cards),
         *engine_version_checks(vllm, cards),
     ]
@@ -175,7 +180,7 @@ def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
     return checks
 
 
-def rdma_checks(devices: Iterable[dict[str, Any]], root: Path = ROOT) -> list[Check]:
+def rdma_checks(devices: Iterable[Mapping[str, Any]], root: Path = ROOT) -> list[Check]:
     """RDMA devices, and with any also the limit of locked memory and access to the verbs interface."""
     ports = [(device["name"], port) for device in devices for port in device["ports"]]
     if not ports:

@@ -8,6 +8,7 @@
     │   ├── PortInUseError
     │   └── ProcessDiedError
     ├── TransferError            1   a KV transfer failed, or did not end within its deadline
+    ├── LabError                 1   a lab of network namespaces could not be set up, changed or taken down
     ├── StoreError               1   a run folder cannot be read or written
     │   └── NewerSchemaError
     └── ServerError              1   the server under test answered something unusable
@@ -68,6 +69,10 @@ class ProcessDiedError(LaunchError):
 
 class TransferError(KvbenchError):
     """A KV transfer failed, or did not end within its deadline."""
+
+
+class LabError(KvbenchError):
+    """A lab of network namespaces could not be set up, changed or taken down."""
 
 
 class StoreError(KvbenchError):
