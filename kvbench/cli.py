@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from kvbench import __version__
-from kvbench.errors import EXIT_INTERRUPTED, KvbenchError
+from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, KvbenchError
+from kvbench.microbench_options import MicrobenchOptions
+from kvbench.options import LoadOptions, OutputOption, ScenarioArg, ScenarioOptions, SetOption, asks
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Command = TypeVar("Command", bound=Callable[..., "int | None"])
 
 app = typer.Typer(
     name="kvbench",
@@ -27,113 +33,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ScenarioArg = Annotated[
-    str, typer.Argument(help="A scenario file, or the name of a bundled one.", show_default="quickstart")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE", help="Override a scenario value, e.g. slo.ttft_ms=300. Repeatable."
-    ),
-]
-ConnectorOption = Annotated[
-    list[str] | None,
-    typer.Option("--connector", metavar="NAME", help="Only this connector of the scenario. Repeatable."),
-]
-OutputOption = Annotated[Path, typer.Option("--output", metavar="DIR", help="Where run folders are written.")]
-BaseUrlOption = Annotated[
-    str | None,
-    typer.Option(
-        "--base-url", metavar="URL", help="Measure a running OpenAI-compatible server; needs no scenario."
-    ),
-]
-InputLenOption = Annotated[
-    str | None,
-    typer.Option("--input-len", metavar="N[,N…]", help="Input lengths in tokens.", rich_help_panel="Load"),
-]
-OutputLenOption = Annotated[
-    int | None,
-    typer.Option("--output-len", metavar="N", help="Output tokens per request.", rich_help_panel="Load"),
-]
-TtftOption = Annotated[
-    float | None,
-    typer.Option("--ttft-ms", metavar="MS", help="SLO: time to first token.", rich_help_panel="SLO"),
-]
-TpotOption = Annotated[
-    float | None,
-    typer.Option("--tpot-ms", metavar="MS", help="SLO: time per output token.", rich_help_panel="SLO"),
-]
-AttainmentOption = Annotated[
-    float | None,
-    typer.Option(
-        "--attainment",
-        metavar="SHARE",
-        help="Share of requests that must meet every limit, e.g. 0.95.",
-        rich_help_panel="SLO",
-    ),
-]
-SloOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--slo",
-        metavar="LIMIT",
-        help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. Repeatable.",
-        rich_help_panel="SLO",
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        "--method",
-        metavar="NAME",
-        help="sustained (default), burst, sustained,burst, fixed or trace.",
-        rich_help_panel="Method",
-    ),
-]
-RatesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--rates",
-        metavar="R[,R…]",
-        help="Measure these rates, without an SLO (method fixed).",
-        rich_help_panel="Method",
-    ),
-]
-TraceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Replay recorded requests: a Mooncake trace, JSON lines or CSV.",
-        rich_help_panel="Method",
-    ),
-]
-TimeScaleOption = Annotated[
-    float | None,
-    typer.Option(
-        "--time-scale",
-        metavar="X",
-        help="Multiply the time between traced requests: 0.5 is twice as fast.",
-        rich_help_panel="Method",
-    ),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        help="Load generator processes; by default as many as the load needs.",
-        rich_help_panel="Load",
-    ),
-]
-DirectOption = Annotated[
-    bool,
-    typer.Option(
-        "--direct",
-        help="The load generator asks P and D itself, with no router in the path.",
-        rich_help_panel="Load",
-    ),
-]
+lab_app = typer.Typer(
+    help="Two hosts with N shaped NICs as network namespaces on this machine: up, exec, status, down, fault.",
+    no_args_is_help=True,
+)
+app.add_typer(lab_app, name="lab")
 
 
 def _version(value: bool) -> None:
@@ -151,73 +55,55 @@ def _root(
     """kvbench measures how the KV cache travels from prefill to decode, and what that does to serving."""
 
 
-@app.command()
-def sweep(
-    scenario: ScenarioArg = "quickstart",
-    set_: SetOption = None,
-    connector: ConnectorOption = None,
-    base_url: BaseUrlOption = None,
-    input_len: InputLenOption = None,
-    output_len: OutputLenOption = None,
-    ttft_ms: TtftOption = None,
-    tpot_ms: TpotOption = None,
-    attainment: AttainmentOption = None,
-    slo: SloOption = None,
-    method: MethodOption = None,
-    rates: RatesOption = None,
-    trace: TraceOption = None,
-    time_scale: TimeScaleOption = None,
-    workers: WorkersOption = None,
-    direct: DirectOption = False,
-    output: OutputOption = Path("results"),
-) -> None:
+def command(function: Command) -> Command:
+    """Make a function the command of its name.
+
+    What it returns is the exit code, None is 0; an error that it raises is said clearly and brings its own.
+    """
+
+    app.command()(_with_exit_code(function))
+    return function
+
+
+def lab_command(name: str, **settings: Any) -> Callable[[Command], Command]:
+    """Make a function the command of that name below ``kvbench lab``, in the way of ``command``."""
+
+    def register(function: Command) -> Command:
+        lab_app.command(name, **settings)(_with_exit_code(function))
+        return function
+
+    return register
+
+
+def _with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def run(**options: Any) -> None:
+        with _said_clearly():
+            raise typer.Exit(function(**options) or EXIT_OK)
+
+    return run
+
+
+@command
+@asks()
+def sweep(options: LoadOptions, output: OutputOption = Path("results")) -> int:
     """Search the highest request rate that meets the SLO, for each connector and input length."""
     from kvbench import sweep as sweeping
-    from kvbench.request import Wish
 
-    with _said_clearly():
-        wish = Wish(
-            scenario=scenario,
-            overrides=tuple(set_ or ()),
-            connectors=tuple(connector or ()),
-            base_url=base_url,
-            input_len=input_len,
-            output_len=output_len,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            attainment=attainment,
-            slo=tuple(slo or ()),
-            method=method,
-            rates=rates,
-            trace=trace,
-            time_scale=time_scale,
-            workers=workers,
-            direct=direct,
-        )
-        raise typer.Exit(sweeping.command(wish, output, _console()))
+    return sweeping.command(options.wish(), output, _console())
 
 
-@app.command()
+@command
+@asks(without=("attainment", "method", "rates"))
 def bench(
+    *,
     rate: Annotated[
         float | None,
         typer.Option(
             "--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001
         ),
     ] = None,
-    scenario: ScenarioArg = "quickstart",
-    set_: SetOption = None,
-    connector: ConnectorOption = None,
-    base_url: BaseUrlOption = None,
-    input_len: InputLenOption = None,
-    output_len: OutputLenOption = None,
-    ttft_ms: TtftOption = None,
-    tpot_ms: TpotOption = None,
-    slo: SloOption = None,
-    trace: TraceOption = None,
-    time_scale: TimeScaleOption = None,
-    workers: WorkersOption = None,
-    direct: DirectOption = False,
+    options: LoadOptions,
     router_cost: Annotated[
         bool,
         typer.Option(
@@ -225,36 +111,18 @@ def bench(
         ),
     ] = False,
     output: OutputOption = Path("results"),
-) -> None:
+) -> int:
     """Measure one request rate, for each connector and input length."""
     from kvbench import sweep as sweeping
-    from kvbench.request import Wish
 
-    if rate is None and trace is None:
+    replay = options.trace is not None
+    if rate is None and not replay:
         raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
-    with _said_clearly():
-        wish = Wish(
-            scenario=scenario,
-            overrides=tuple(set_ or ()),
-            connectors=tuple(connector or ()),
-            base_url=base_url,
-            input_len=input_len,
-            output_len=output_len,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            slo=tuple(slo or ()),
-            trace=trace,
-            time_scale=time_scale,
-            replay=trace is not None,
-            fixed_rate=rate,
-            workers=workers,
-            direct=direct,
-            both_modes=router_cost,
-        )
-        raise typer.Exit(sweeping.command(wish, output, _console()))
+    wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+    return sweeping.command(wish, output, _console())
 
 
-@app.command()
+@command
 def launch(
     scenario: ScenarioArg = "quickstart",
     connector: Annotated[
@@ -268,39 +136,34 @@ def launch(
     print_: Annotated[
         bool, typer.Option("--print", help="Only print the exact shell commands; for any machine.")
     ] = False,
-) -> None:
+) -> int:
     """Bring one deployment up, print its URLs, and keep it until Ctrl-C."""
     from kvbench import launch as launching
 
-    with _said_clearly():
-        if print_:
-            raise typer.Exit(launching.print_commands(scenario, connector, tuple(set_ or ()), nsys=nsys))
-        raise typer.Exit(launching.command(scenario, connector, tuple(set_ or ()), _console(), nsys=nsys))
+    sets = tuple(set_ or ())
+    if print_:
+        return launching.print_commands(scenario, connector, sets, nsys=nsys)
+    return launching.command(scenario, connector, sets, _console(), nsys=nsys)
 
 
-@app.command()
+@command
+@asks()
 def plan(
-    scenario: ScenarioArg = "quickstart",
-    set_: SetOption = None,
-    connector: ConnectorOption = None,
+    options: ScenarioOptions,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, with each process's argv.")
     ] = False,
 ) -> None:
     """Print what a sweep would do: cells, processes, ports, time. Starts nothing."""
     from kvbench import planning
-    from kvbench.request import Wish
 
-    with _said_clearly():
-        wish = Wish(scenario=scenario, overrides=tuple(set_ or ()), connectors=tuple(connector or ()))
-        planning.command(wish, _console(), as_json=json_)
+    planning.command(options.wish(), _console(), as_json=json_)
 
 
-@app.command()
+@command
+@asks()
 def simulate(
-    scenario: ScenarioArg = "quickstart",
-    set_: SetOption = None,
-    connector: ConnectorOption = None,
+    options: ScenarioOptions,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -325,26 +188,28 @@ def simulate(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the comparison of splits as JSON.")] = False,
     output: OutputOption = Path("results"),
-) -> None:
+) -> int:
     """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
     from kvbench import simulate as simulating
     from kvbench import splits as splitting
-    from kvbench.request import Wish
 
-    with _said_clearly():
-        wish = Wish(
-            scenario=scenario,
-            overrides=tuple(set_ or ()),
-            connectors=tuple(connector or ()),
-            fixed_rate=rate,
-        )
-        if splits is not None or gpus is not None:
-            chosen = splitting.Choice(splits, gpus, json_)
-            raise typer.Exit(splitting.command(wish, chosen, output, _console(), like))
-        raise typer.Exit(simulating.command(wish, output, _console(), like))
+    wish = replace(options.wish(), fixed_rate=rate)
+    if splits is not None or gpus is not None:
+        chosen = splitting.Choice(splits, gpus, json_)
+        return splitting.command(wish, chosen, output, _console(), like)
+    return simulating.command(wish, output, _console(), like)
 
 
-@app.command()
+@command
+@asks()
+def microbench(options: MicrobenchOptions, output: OutputOption = Path("results")) -> int:
+    """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
+    from kvbench import microbench_command
+
+    return microbench_command.command(options, output, _console())
+
+
+@command
 def schema() -> None:
     """Print the JSON Schema of the scenario format, for editors."""
     import json
@@ -352,11 +217,10 @@ def schema() -> None:
     from kvbench.core.scenario import scenario_schema
     from kvbench.scenario_files import registry
 
-    with _said_clearly():
-        typer.echo(json.dumps(scenario_schema(registry()), indent=2))
+    typer.echo(json.dumps(scenario_schema(registry()), indent=2))
 
 
-@app.command()
+@command
 def report(
     run: Annotated[list[Path], typer.Argument(help="Run folders.", exists=True, file_okay=False)],
     force: Annotated[
@@ -367,25 +231,23 @@ def report(
     """Write the report of a run again from its raw files, or compare several runs."""
     from kvbench import report as reporting
 
-    with _said_clearly():
-        reporting.command(run, _console(), force=force)
+    reporting.command(run, _console(), force=force)
 
 
-@app.command()
+@command
 def timeline(
     run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
     trial: Annotated[
         str | None, typer.Argument(help="A trial's id; by default the last.", show_default=False)
     ] = None,
-) -> None:
+) -> int:
     """Write a trial's requests through client, router, P, KV transfer and D as a trace for Perfetto."""
     from kvbench import timeline as drawing
 
-    with _said_clearly():
-        raise typer.Exit(drawing.command(run, trial, _console()))
+    return drawing.command(run, trial, _console())
 
 
-@app.command()
+@command
 def doctor(
     scenario: Annotated[
         str | None,
@@ -395,18 +257,17 @@ def doctor(
     gates: Annotated[
         bool, typer.Option("--gates", help="Only list what every trial is checked for.")
     ] = False,
-) -> None:
+) -> int:
     """Say what is installed here, what each connector lacks, and how to mend it."""
     from kvbench import doctor as examination
     from kvbench import gatetable
 
-    with _said_clearly():
-        if gates:
-            raise typer.Exit(gatetable.command(_console()))
-        raise typer.Exit(examination.command(_console(), scenario, tuple(set_ or ())))
+    if gates:
+        return gatetable.command(_console())
+    return examination.command(_console(), scenario, tuple(set_ or ()))
 
 
-@app.command()
+@command
 def selftest(
     streams: Annotated[
         str, typer.Option("--streams", metavar="N[,N…]", help="Streams that are open at a time.")
@@ -419,27 +280,102 @@ def selftest(
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write the figures as JSON to a file, too."),
     ] = None,
-) -> None:
+) -> int:
     """Measure this host's own error and ceiling against a server with an exact schedule."""
     from kvbench import selftest as testing
 
-    with _said_clearly():
-        raise typer.Exit(testing.command(streams, seconds, _console(), as_json=json_, output=output))
+    return testing.command(streams, seconds, _console(), as_json=json_, output=output)
 
 
-@app.command()
+@command
 def init(
     file: Annotated[Path, typer.Argument(help="The scenario file to write.")] = Path("scenario.yaml"),
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing: take every default for this machine.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-) -> None:
+) -> int:
     """Write a commented scenario for this machine: devices found, connectors that can run, SLOs asked."""
     from kvbench import wizard
 
-    with _said_clearly():
-        raise typer.Exit(wizard.command(file, _console(), yes=yes, force=force))
+    return wizard.command(file, _console(), yes=yes, force=force)
+
+
+LabName = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab.")]
+
+
+@lab_command("up")
+def lab_up(
+    nics: Annotated[int, typer.Option("--nics", metavar="N", help="NICs between the hosts A and B.")] = 2,
+    rate: Annotated[
+        str, typer.Option("--rate", metavar="RATE", help="What each NIC carries each way: 300mbit, 1gbit.")
+    ] = "1gbit",
+    mtu: Annotated[int, typer.Option("--mtu", metavar="BYTES", help="The NICs' MTU.")] = 1500,
+    name: LabName = "kv",
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="X.Y", help="Beginning of the addresses: X.Y.i.1 and X.Y.i.2.")
+    ] = "10.77",
+    rootless: Annotated[
+        bool, typer.Option("--rootless", help="By a user namespace, even as root; others always do that.")
+    ] = False,
+) -> None:
+    """Set a lab up; it stands until `kvbench lab down`."""
+    from kvbench import labcommand
+    from kvbench.core.labplan import LabPlan
+
+    labcommand.up(LabPlan(name, nics, rate, mtu, prefix), _console(), rootless=rootless)
+
+
+@lab_command("exec", context_settings={"allow_interspersed_args": False})
+def lab_exec(
+    host: Annotated[str, typer.Argument(help="A or B.", metavar="HOST")],
+    words: Annotated[list[str], typer.Argument(help="The command and its arguments.", metavar="-- COMMAND")],
+    name: LabName = "kv",
+) -> None:
+    """Run a command in host A or B of a lab; its exit code is passed on."""
+    from kvbench import labcommand
+
+    labcommand.execute(host, words[1:] if words[0] == "--" else words, name)
+
+
+@lab_command("status")
+def lab_status(
+    json_: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say which labs are here, what has passed their NICs, and which faults are planted."""
+    from kvbench import labcommand
+
+    labcommand.status(_console(), as_json=json_)
+
+
+@lab_command("down")
+def lab_down(
+    name: LabName = "kv",
+    all_: Annotated[bool, typer.Option("--all", help="Every lab that no process is using.")] = False,
+) -> None:
+    """Take a lab down with all that runs in it, and what killed processes left."""
+    from kvbench import labcommand
+
+    labcommand.down(name, _console(), everything=all_)
+
+
+@lab_command("fault")
+def lab_fault(
+    kind: Annotated[str, typer.Argument(help="pull, partition, reset, slow or loss.", metavar="KIND")],
+    nic: Annotated[int, typer.Option("--nic", metavar="I", help="Which NIC, from 0.")],
+    amount: Annotated[
+        str,
+        typer.Option("--amount", metavar="X", help="loss: a share such as 1%; slow: a rate such as 300mbit."),
+    ] = "",
+    heal: Annotated[bool, typer.Option("--heal", help="Take the fault away.")] = False,
+    name: LabName = "kv",
+) -> None:
+    """Plant a fault on a NIC, or take it away, and say what its counter tells."""
+    from kvbench import labcommand
+    from kvbench.lab import Lab
+    from kvbench.labstate import Fault
+
+    labcommand.fault(Lab.standing(name), Fault(kind, nic, amount), _console(), heal=heal)
 
 
 def _console() -> Console:

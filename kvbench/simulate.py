@@ -6,8 +6,6 @@ measured ones are, and are marked *simulated* everywhere.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench import connectors, environment
 from kvbench.calibration import Surroundings, measured_run, surroundings
 from kvbench.cell import CellRunner, Fixed, Knowledge
 from kvbench.core.plan import DeploymentPlan, Plan
@@ -26,13 +23,12 @@ from kvbench.equality import Equality
 from kvbench.errors import InputError
 from kvbench.planning import plan_of
 from kvbench.progress import Display, Watcher
-from kvbench.provenance import SIMULATED
 from kvbench.replay import load_trace
 from kvbench.request import Wish, resolve
 from kvbench.roster import profile_of
 from kvbench.runs import Run
-from kvbench.store import RunInfo, RunStore
-from kvbench.sweep import Sweep, exit_code
+from kvbench.store import RunStore
+from kvbench.sweep import Sweep, create_store, exit_code
 from kvbench.virtualtrial import VirtualDeployment, VirtualTrials, timing_of
 
 
@@ -82,10 +78,7 @@ class VirtualSweep(Sweep):
 
     def _cell_runner(self, deployment: Any, planned: DeploymentPlan) -> CellRunner:
         trials = VirtualTrials(self._scenario, deployment, self._store, self._trace)
-        pairs = frozenset(
-            each.label for each in self._plan.deployments if connectors.get(each.connector).disaggregated
-        )
-        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, pairs, self._fixed)
+        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
 
 
 def _words(around: Surroundings, moves: bool) -> str:
@@ -109,20 +102,6 @@ def simulable(wish: Wish) -> tuple[Scenario, bytes]:
     return scenario, source
 
 
-def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan) -> RunStore:
-    """A new run folder, marked as simulated."""
-    machine = environment.describe()
-    info = RunInfo(
-        kind="simulate",
-        argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
-        seed=scenario.seed,
-        git=machine.get("git"),
-        hosts=[str(machine.get("hostname"))],
-        labels=(SIMULATED,),
-    )
-    return RunStore.create(output, scenario.name, source, plan.to_json(), machine, info)
-
-
 def command(wish: Wish, output: Path, console: Console, like: Path | None = None) -> int:
     """Simulate a sweep, write its report, print its table; returns the exit code.
 
@@ -135,7 +114,7 @@ def command(wish: Wish, output: Path, console: Console, like: Path | None = None
     measured = None if like is None else measured_run(like)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    store = create_store(output, scenario, source, plan)
+    store = create_store(output, scenario, source, plan, "simulate")
     console.print(f"run folder: {store.path}", markup=False)
     try:
         with store, Display(console, len(plan.cells)) as display:

@@ -20,20 +20,20 @@ from rich.table import Table
 
 from kvbench import connectors
 from kvbench.calibration import measured_run
+from kvbench.celltables import table
 from kvbench.core.binding import LIMIT_SHORT
 from kvbench.core.plan import DeploymentPlan, InstancePlan, Plan, Role
 from kvbench.core.records import SCHEMA_VERSION
 from kvbench.core.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes, write_json
-from kvbench.markdown import table
 from kvbench.planning import plan_of
 from kvbench.progress import Display
 from kvbench.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.request import Wish
 from kvbench.runs import Run, load_run
-from kvbench.simulate import VirtualSweep, create_store, simulable
-from kvbench.sweep import exit_code
+from kvbench.simulate import VirtualSweep, simulable
+from kvbench.sweep import create_store, exit_code
 from kvbench.tables import MISSING, Row, number, percent, summary_table
 
 _SPLIT: Final = re.compile(r"(\d{1,2}):(\d{1,2})")
@@ -262,7 +262,7 @@ def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Pa
     measured = None if like is None else measured_run(like)
     plan, meaning = split_plan(scenario, splits)
     quiet = Console(stderr=True, quiet=choice.as_json)
-    store = create_store(output, scenario, source, plan)
+    store = create_store(output, scenario, source, plan, "simulate")
     with store, Display(quiet if choice.as_json else console, len(plan.cells)) as display:
         sweep = VirtualSweep(scenario, plan, store, display)
         sweep.measured = measured

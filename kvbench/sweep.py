@@ -27,6 +27,7 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.planning import plan_of
 from kvbench.ports import with_ports
 from kvbench.progress import Display, Watcher
+from kvbench.provenance import SIMULATED
 from kvbench.replay import load_trace, trace_summary
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, unusable
@@ -78,8 +79,10 @@ def exit_code(results: Sequence[CellResult]) -> int:
 
 
 def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, kind: str) -> RunStore:
-    """A new run folder with the plan and the machine in it."""
+    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate."""
     machine = environment.describe()
+    engine = engines.get(scenario.deployment.engine)
+    simulated = kind == "simulate"
     return RunStore.create(
         output,
         scenario.name,
@@ -92,7 +95,7 @@ def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, ki
             seed=scenario.seed,
             git=machine.get("git"),
             hosts=[str(machine.get("hostname"))],
-            labels=engines.get(scenario.deployment.engine).labels_of(scenario.deployment.engine_options),
+            labels=(SIMULATED,) if simulated else engine.labels_of(scenario.deployment.engine_options),
         ),
     )
 
@@ -200,10 +203,14 @@ class Sweep:
             self._watcher.trial_progress,
             self._trace,
         )
-        pairs = frozenset(
+        return CellRunner(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
+
+    @property
+    def _pairs(self) -> frozenset[str]:
+        """Labels of the deployments that hand KV over."""
+        return frozenset(
             each.label for each in self._plan.deployments if connectors.get(each.connector).disaggregated
         )
-        return CellRunner(self._scenario, trials, self._knowledge, self._watcher, pairs, self._fixed)
 
     def _finish(self, *results: CellResult) -> None:
         """Stores the results of one cell, the main one first."""

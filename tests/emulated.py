@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,17 @@ def spec(**changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
+def greedy(prompt: Any, max_tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a request for so many tokens, to be answered with their ids."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
 @dataclass
 class EngineProcess:
     """A running engine."""
@@ -69,14 +81,7 @@ class EngineProcess:
 
     def complete(self, prompt: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """A greedy completion with token ids; asserts success."""
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
-        reply = self.post("/v1/completions", body)
+        reply = self.post("/v1/completions", greedy(prompt, max_tokens, **more))
         assert reply.status_code == 200, reply.text
         answer: dict[str, Any] = reply.json()
         return answer
@@ -84,6 +89,28 @@ class EngineProcess:
     def tokens(self, prompt: Any, max_tokens: int = 8, **more: Any) -> list[int]:
         ids: list[int] = self.complete(prompt, max_tokens, **more)["choices"][0]["token_ids"]
         return ids
+
+    def tokens_together(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any
+    ) -> list[list[int]]:
+        """What the engine answers to requests that are all in its sockets before it reads the first.
+
+        It is stopped while they are sent, so how slow a client is does not matter.
+        """
+        with contextlib.ExitStack() as stack:
+            self.process.send_signal(signal.SIGSTOP)
+            stack.callback(self.process.send_signal, signal.SIGCONT)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+            asked = []
+            for prompt in prompts:
+                connection = http.client.HTTPConnection("127.0.0.1", self.spec["port"], timeout=60)
+                stack.callback(connection.close)
+                connection.request("POST", "/v1/completions", json.dumps(greedy(prompt, max_tokens, **more)))
+                asked.append(connection)
+            self.process.send_signal(signal.SIGCONT)
+            replies = [((reply := connection.getresponse()).status, reply.read()) for connection in asked]
+        assert {status for status, _ in replies} == {200}, replies
+        return [json.loads(body)["choices"][0]["token_ids"] for _, body in replies]
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of /metrics."""
@@ -223,14 +250,7 @@ class Pair:
         return reply
 
     def tokens(self, prompt: Any, max_tokens: int = 8, **more: Any) -> list[int]:
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
-        reply = self.post(body)
+        reply = self.post(greedy(prompt, max_tokens, **more))
         assert reply.status_code == 200, reply.text
         ids: list[int] = reply.json()["choices"][0]["token_ids"]
         return ids

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import kvbench
+
+from kvbench.options import LoadOptions
 
 COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor", "init", "timeline")
 
@@ -23,6 +27,23 @@ def test_each_command_has_help_and_few_options(command: str) -> None:
     assert done.status == 0
     # About ten, and --help; sweep and bench have more, in panels: load, SLO, method.
     assert done.out.count(" --") <= (18 if command in ("sweep", "bench") else 12)
+
+
+def test_every_option_of_a_load_reaches_the_wish() -> None:
+    repeated = ("set_", "connector", "slo")
+    given: dict[str, Any] = {
+        each.name: [each.name] if each.name in repeated else each.name for each in fields(LoadOptions)
+    }
+    told = asdict(LoadOptions(**given).wish()).values()
+    for name, value in given.items():
+        assert (tuple(value) if name in repeated else value) in told
+
+
+def test_bench_does_not_offer_what_only_a_search_has() -> None:
+    assert " --method " in kvbench("sweep", "--help").out
+    done = kvbench("bench", "quickstart", "--rate", "1", "--method", "burst")
+    assert done.status == 2
+    assert "No such option" in done.err
 
 
 def test_version() -> None:

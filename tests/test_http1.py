@@ -13,7 +13,7 @@ import uvloop
 
 from kvbench.errors import InputError, PortInUseError
 from kvbench.http1 import ClientConnection, Pool, Request, Response, fetch, request_bytes, serve
-from kvbench.http1.server import MAX_BODY_BYTES, MAX_HEADER_BYTES
+from kvbench.http1.connection import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 HOST = "127.0.0.1"
 DEADLINE_S = 10.0

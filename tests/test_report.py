@@ -7,7 +7,7 @@ import io
 import json
 import math
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ from kvbench.report import FORMATS, command, render_terminal, write_report
 from kvbench.routercost import router_costs
 from kvbench.runs import CellResult, Run, load_run
 from kvbench.store import RunInfo, RunStore
-from kvbench.tables import VALUE_COLUMNS, Answer, Row, number, percent, render_checks, summary_table
+from kvbench.tables import VALUE_COLUMNS, Answer, Row, number, percent, summary_table
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +317,7 @@ def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_text_from_outside_does_not_break_a_markdown_table(full: Run) -> None:
-    from kvbench.markdown import table
+    from kvbench.celltables import table
 
     assert table(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y z |"
 
@@ -381,29 +381,6 @@ def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
     with pytest.raises(NewerSchemaError):
         command([path], Console(file=io.StringIO()))
-
-
-# --- doctor --------------------------------------------------------------------------------------
-
-
-@dataclass
-class FakeCheck:
-    name: str
-    status: str
-    detail: str
-    fix: str = ""
-
-
-def test_checks_are_printed_with_what_mends_them() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    checks = [
-        FakeCheck("python", "ok", "3.11"),
-        FakeCheck("connector nixl", "missing", "absent", "make setup"),
-    ]
-    assert render_checks(checks, console) == 0
-    assert render_checks([FakeCheck("python", "missing", "3.8", "upgrade")], console) == 1
-    assert isinstance(console.file, io.StringIO)
-    assert "→ make setup" in console.file.getvalue()
 
 
 # ---------------------------------------------------------------- what the router adds

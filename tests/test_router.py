@@ -19,9 +19,10 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.core.handoff import engine_id_in
 from kvbench.errors import InputError
 from kvbench.http1 import Pool, Reply, Request, Response, Server, fetch, serve
-from kvbench.router.app import Router, engine_id_in
+from kvbench.router.app import Router
 from kvbench.router.body import ClientBody
 from kvbench.router.spec import RouterSpec
 

@@ -84,8 +84,13 @@ def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run
         unknown = {"decode_queue"} if trial.cell.connector == "mooncake" else set()
         assert set(parts) - set(known) == unknown
         rows = run.requests(trial.trial_id)
+        rows = rows[rows.error == ""]  # a trial whose verdict is sure leaves some behind, without these times
+        assert len(rows)
         assert (rows.router_received_s >= rows.sent_s - 1e-3).all()
         assert (rows.decode_first_byte_s <= rows.first_token_s + 1e-3).all()
+        if trial.cell.connector == "mooncake":  # asked at once, P's answer may come after D's last token
+            rows = rows[rows.prefill_answered_s.notna()]
+            assert len(rows)
         assert (rows.prefill_answered_s > rows.prefill_sent_s).all()
     assert "Where the time to the first token goes" in (run.path / "report.md").read_text()
     assert (run.path / "figures" / "ttft_breakdown.png").is_file()

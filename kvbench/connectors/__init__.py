@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import ValidationError
 
 from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
@@ -32,3 +37,16 @@ def get(name: str) -> Connector:
     connector = importlib.import_module(f"{__name__}.{name}").CONNECTOR
     assert isinstance(connector, Connector)
     return connector
+
+
+def profile(name: str, version: str, options: Mapping[str, Any], where: str) -> Connector:
+    """The connector as it is for an engine's version (empty: the newest) and for options as JSON has them.
+
+    Raises InputError, with ``where`` the options stand, for any that the connector does not take.
+    """
+    connector = get(name)
+    try:
+        checked = connector.options_model.model_validate_json(json.dumps(options))
+    except ValidationError as error:
+        raise InputError(f"{where}: {error.errors()[0]['msg']}") from error
+    return connector.profile(version, checked)

@@ -11,7 +11,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from kvbench.core.models import MODELS
-from kvbench.core.scenario_sections import NAME_PATTERN, Deployment, Registry
+from kvbench.core.scenario_base import NAME_PATTERN, Registry
+from kvbench.core.scenario_sections import Deployment
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 

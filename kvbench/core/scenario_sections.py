@@ -1,8 +1,6 @@
 """The sections of a scenario file as checked, frozen values, each field with its bounds and meaning.
 
-Durations are seconds and limits milliseconds, as the names' suffixes say. The options of
-connectors and engines are typed by them; their models come in as a ``Registry``, in pydantic's
-validation context, since this module knows neither.
+Durations are seconds and limits milliseconds, as the names' suffixes say.
 """
 
 from __future__ import annotations
@@ -10,80 +8,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.hardware import hardware_of
 from kvbench.core.models import MODELS, KvDtype, ModelShape
+from kvbench.core.scenario_base import (
+    NAME_PATTERN,
+    NoOptions,
+    Section,
+    as_tuple,
+    custom,
+    error_at,
+    known_name,
+    typed,
+)
 from kvbench.core.scenario_checks import nearest
-from kvbench.core.scenario_text import Location, quoted, shorten
+from kvbench.core.scenario_text import quoted, shorten
 
-VERSION: Final = 1
-NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
-"""Names and labels become parts of file names."""
 HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
-
-
-@dataclass(frozen=True)
-class Registry:
-    """The option models of the connectors and engines that a scenario may name."""
-
-    connectors: Mapping[str, type[BaseModel]]
-    engines: Mapping[str, type[BaseModel]]
-
-
-class Section(BaseModel):
-    """A mapping of the file: unknown keys, numbers in quotes and infinities are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class NoOptions(Section):
-    """Stands for options that have not been given or not been checked.
-
-    Fields that hold options are declared as Any: their type is known to the registry only.
-    """
-
-
-def custom(text: str) -> PydanticCustomError:
-    # The text goes in as data: braces in what the user wrote are not placeholders.
-    return PydanticCustomError("kvbench", "{text}", {"text": text})
-
-
-def _error_at(location: Location, text: str) -> ValidationError:
-    """An error that pydantic merges with the others, at a place below the one being validated."""
-    detail = InitErrorDetails(type=custom(text), loc=location, input=None)
-    return ValidationError.from_exception_data("scenario", [detail])
-
-
-def _typed(name: object, raw: object, known: Mapping[str, type[BaseModel]]) -> BaseModel:
-    """Options checked by the model of their connector or engine. JSON, so that lists become tuples."""
-    if isinstance(raw, BaseModel) and not isinstance(raw, NoOptions):
-        return raw
-    if not isinstance(name, str) or name not in known:
-        return NoOptions()  # the name itself is refused where it stands
-    data = {} if isinstance(raw, NoOptions) or raw is None else raw
-    return known[name].model_validate_json(json.dumps(data), strict=True)
-
-
-def _known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
-    if name not in known:
-        raise custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
-    return name
-
 
 PrefixWord = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
@@ -124,7 +77,7 @@ class ModelChoice(Section):
         if not isinstance(preset, str) or preset not in MODELS:
             shown = preset if isinstance(preset, str) else json.dumps(preset)
             text = f"no model preset is called {quoted(shown)}; {nearest(str(preset), MODELS)}"
-            raise _error_at(("preset",), text)
+            raise error_at(("preset",), text)
         shape = {key: value for key, value in asdict(MODELS[preset]).items() if key != "source"}
         return shape | {key: value for key, value in raw.items() if key != "preset"}
 
@@ -215,7 +168,7 @@ class Deployment(Section):
     @field_validator("engine")
     @classmethod
     def _engine_known(cls, name: str, info: ValidationInfo) -> str:
-        return _known_name("engine", name, info.context.engines) if info.context else name
+        return known_name("engine", name, info.context.engines) if info.context else name
 
     @field_validator("hardware")
     @classmethod
@@ -239,7 +192,7 @@ class Deployment(Section):
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
         if not info.context:
             return raw
-        return _typed(info.data.get("engine"), raw, info.context.engines)
+        return typed(info.data.get("engine"), raw, info.context.engines)
 
 
 class ConnectorChoice(Section):
@@ -264,7 +217,7 @@ class ConnectorChoice(Section):
     @field_validator("name")
     @classmethod
     def _connector_known(cls, name: str, info: ValidationInfo) -> str:
-        return _known_name("connector", name, info.context.connectors) if info.context else name
+        return known_name("connector", name, info.context.connectors) if info.context else name
 
     @field_validator("label")
     @classmethod
@@ -279,12 +232,7 @@ class ConnectorChoice(Section):
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
         if not info.context:
             return raw
-        return _typed(info.data.get("name"), raw, info.context.connectors)
-
-
-def as_tuple(raw: Any) -> Any:
-    """YAML knows lists only; frozen values hold tuples."""
-    return tuple(raw) if isinstance(raw, list) else raw
+        return typed(info.data.get("name"), raw, info.context.connectors)
 
 
 def _one_or_more(raw: Any) -> Any:
@@ -367,10 +315,3 @@ class Load(Section):
     mode: Literal["router", "direct"] = Field(
         "router", description="requests go through the router, or the load generator asks P and D itself"
     )
-
-
-def whole_number(raw: Any) -> Any:
-    """A literal compares by value, and so takes `true` and 1.0 for 1."""
-    if type(raw) is not int:
-        raise custom(f"must be a whole number, not {shorten(raw)}")
-    return raw

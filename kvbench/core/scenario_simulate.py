@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvbench.core.scenario_sections import Section
+from kvbench.core.scenario_base import Section
 
 
 class KvLink(Section):

@@ -11,16 +11,16 @@ import signal
 import socket
 import struct
 import time
-from collections import deque
 from pathlib import Path
 from typing import Final
 
 from kvbench.exact import wire
 from kvbench.exact.ledger import Ledger
 from kvbench.exact.log import Stream
-from kvbench.exact.script import Playwright, Script
+from kvbench.exact.script import Playwright
 from kvbench.exact.sockets import Connection, ask_for_stamps, listen, stamp_of
 from kvbench.exact.spec import ExactSpec
+from kvbench.exact.timetable import Timetable
 
 READ_BYTES: Final = 64 * 1024
 BURST: Final = 128
@@ -43,10 +43,7 @@ class ExactServer:
         self.port: int = self._listener.getsockname()[1]
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._connections: dict[int, Connection] = {}
-        self._firsts: list[tuple[float, int, Stream]] = []
-        self._gaps: deque[Stream] = deque()
-        """In order of their deadlines: the gap is the same for all."""
-        self._free_at = 0.0
+        self._timetable = Timetable(spec)
         self._ledger = Ledger(spec, self.kernel_stamps)
         self._stopping = False
         self._parent = os.getppid()
@@ -81,7 +78,7 @@ class ExactServer:
 
     def _send_due(self) -> float:
         """Writes what is due, at most a burst of it; returns the next deadline."""
-        gaps, firsts, clock = self._gaps, self._firsts, time.monotonic
+        gaps, firsts, clock = self._timetable.gaps, self._timetable.firsts, time.monotonic
         token, gap_s, keeps = self._playwright.token, self._spec.gap_s, self._spec.log_tokens
         size = len(token)
         for _ in range(BURST):
@@ -129,18 +126,7 @@ class ExactServer:
             return
         stream.plain -= 1
         stream.due += self._spec.gap_s
-        self._queue(stream)
-
-    def _queue(self, stream: Stream) -> None:
-        """Into the order of deadlines; a request that was read late belongs before some that were not."""
-        gaps = self._gaps
-        place = len(gaps)
-        while place and gaps[place - 1].due > stream.due:
-            place -= 1
-        if place == len(gaps):
-            gaps.append(stream)
-        else:
-            gaps.insert(place, stream)
+        self._timetable.go_on(stream)
 
     def _last(self, stream: Stream, head: bytes) -> None:
         connection = stream.connection
@@ -221,8 +207,7 @@ class ExactServer:
         stream = connection.stream
         if stream is not None:
             self._end(stream, why)
-            with contextlib.suppress(ValueError):  # it may wait for its first token
-                self._gaps.remove(stream)
+            self._timetable.drop(stream)
         with contextlib.suppress(OSError):
             if connection.then == "reset":
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -324,7 +309,9 @@ class ExactServer:
         if head.method == b"POST" and path == "/v1/completions":
             self._admit(connection, head, wire.parse_body(body))
             return
-        status, kind, data = self._ledger.page(head.method, path, query, self._waiting())
+        status, kind, data = self._ledger.page(
+            head.method, path, query, self._timetable.waiting(time.monotonic())
+        )
         if head.close:
             connection.then = "close"
         data = wire.plain(status, data, kind=kind, close=head.close)
@@ -339,25 +326,4 @@ class ExactServer:
         self._ledger.began(stream)
         connection.stream, stream.connection = stream, connection
         stream.send = connection.sock.send
-        self._schedule(stream, script)
-
-    def _schedule(self, stream: Stream, script: Script) -> None:
-        spec = self._spec
-        stream.head, stream.plain, stream.last = script.head, script.plain, script.last
-        stream.then, stream.scripted, stream.last_tokens = script.then, script.outcome, script.last_tokens
-        if spec.queue == "md1":
-            self._free_at = max(self._free_at, stream.arrival) + spec.service_s
-            due = self._free_at
-        else:
-            due = stream.arrival + spec.first_token_s
-        stream.first_due = stream.due = due + script.later_gaps * spec.gap_s
-        if not script.never:
-            heapq.heappush(self._firsts, (stream.due + script.late_s, stream.index, stream))
-            stream.due += script.late_s
-
-    def _waiting(self) -> int:
-        """Requests in the queue that are not being served yet."""
-        if self._spec.queue != "md1":
-            return 0
-        begun = time.monotonic() + self._spec.service_s
-        return sum(stream.first_due > begun for _, _, stream in self._firsts)
+        self._timetable.admit(stream, script)

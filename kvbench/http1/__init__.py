@@ -7,10 +7,11 @@ bytes; JSON is the caller's affair.
 from __future__ import annotations
 
 from kvbench.http1.client import ClientConnection, ReplySink, request_bytes
+from kvbench.http1.connection import Handler
 from kvbench.http1.framing import ChunkWatch
 from kvbench.http1.pool import MalformedAnswerError, Pool, Reply, ReplyCollector, fetch
 from kvbench.http1.response import Request, Response, error_body
-from kvbench.http1.server import Handler, Server, serve
+from kvbench.http1.server import Server, serve
 
 __all__ = [
     "ChunkWatch",

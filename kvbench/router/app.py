@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Final
 
+from kvbench.core.handoff import engine_id_in
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError, ServerError
 from kvbench.http1 import Pool, Reply, Request, Response, error_body, fetch
@@ -264,13 +265,3 @@ async def _ask_engine_id(backend: Backend, timeout_s: float) -> None:
             await asyncio.sleep(BOOTSTRAP_RETRY_S)
     finally:
         await pool.close()
-
-
-def engine_id_in(body: bytes) -> str:
-    """The engine id of the first data-parallel rank in a bootstrap answer; empty if there is none."""
-    try:
-        ranks = json.loads(body)
-        first = min(ranks, key=int)
-        return str(ranks[first].get("engine_id") or "")
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return ""

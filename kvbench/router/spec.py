@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from kvbench import connectors
 from kvbench.connectors.base import Connector, PrefillPeer
+from kvbench.core.handoff import BackendSpec
 from kvbench.errors import InputError
 from kvbench.http1 import Pool
 from kvbench.spawned import parse_spec
-
-
-@dataclass(frozen=True)
-class BackendSpec:
-    """One server behind the router."""
-
-    url: str
-    bootstrap_url: str = ""
-    side_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,12 +38,7 @@ class RouterSpec:
 
     def profile(self) -> Connector:
         """The connector whose dispatch functions are used. Raises InputError."""
-        connector = connectors.get(self.connector)
-        try:
-            options = connector.options_model.model_validate_json(json.dumps(self.options))
-        except ValidationError as error:
-            raise InputError(f"the spec's options: {error.errors()[0]['msg']}") from error
-        return connector.profile(self.version, options)
+        return connectors.profile(self.connector, self.version, self.options, "the spec's options")
 
     def backends(self, role: str, connector: Connector) -> list[Backend]:
         """The servers of a role. Raises InputError for what the connector cannot work with."""
