@@ -73,6 +73,8 @@ class Level:
     server_late_further_p99_ms: float | None
     server_chunks_per_core_s: float | None
     load_average: float | None
+    reads_by: str = ""
+    """"compiled" or "python": which way of the load generator's read what came."""
 
     @property
     def trusted(self) -> bool:
@@ -187,6 +189,7 @@ def measure(
         levels.append(_level(launcher, wanted, seconds, folder))
     host["load_average_after"] = load_average()
     host["kernel_stamps"] = all(level.stamps == "kernel" for level in levels)
+    host["reads_by"] = levels[-1].reads_by if levels else ""
     return Selftest(host, tuple(levels), tuple(skipped))
 
 
@@ -281,6 +284,7 @@ def level_of(
         server_late_further_p99_ms=percentile(errors.late_further_ms, 99),
         server_chunks_per_core_s=round(chunks / log["cpu_s"]) if log["cpu_s"] else None,
         load_average=load,
+        reads_by=str(result.client.get("reads_by", "")),
     )
 
 
@@ -348,9 +352,11 @@ def _print(found: Selftest, console: Console) -> None:
     host = found.host
     load = " ".join(f"{value:.2f}" for value in host["load_average"] or ())
     stamps = "the kernel stamps what arrives" if host["kernel_stamps"] else "stamps are taken at the read"
+    way = "reads in C" if host["reads_by"] == "compiled" else "reads in Python (no compiled part)"
     files = f"{host['open_files_soft'] or 'unlimited'} (at most {host['open_files_hard'] or 'unlimited'})"
     console.print(
-        f"{host['cores']} cores, load average {load} before; {stamps}; open files {files}", markup=False
+        f"{host['cores']} cores, load average {load} before; {stamps}; {way}; open files {files}",
+        markup=False,
     )
     for problem in found.skipped:
         console.print(problem, markup=False)

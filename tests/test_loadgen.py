@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,18 +305,21 @@ def test_an_exact_schedule_is_seen_as_it_is() -> None:
         assert len(record.itl_s) == OUTPUT_LEN - 1
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def made_certificate(folder: Path) -> tuple[str, str]:
     """A key and a certificate of 127.0.0.1's own."""
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificate with the openssl command, which is not installed")
-    folder = tmp_path_factory.mktemp("tls")
     key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-keyout", key, "-out", cert, "-subj", "/CN=test", "-days", "2"]
     command += ["-addext", f"subjectAltName=IP:{HOST}"]
     subprocess.run(command, check=True, capture_output=True, timeout=30)
     return key, cert
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return made_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from kvbench.loadgen.answer import Answer
 from kvbench.loadgen.clock import arrivals
+from kvbench.loadgen.compiled import READS
+from kvbench.loadgen.known import usual_in_python
+from kvbench.loadgen.loop import TIMES
 from kvbench.loadgen.stream import StreamReader
 from kvbench.loadgen.wire import NO_STAMP
 
@@ -26,6 +29,13 @@ class GeneralAnswer(Answer):
 
     def _regular(self) -> bool:
         return False
+
+
+class PythonAnswer(Answer):
+    """The fast way without its compiled part."""
+
+    __slots__ = ()
+    usual = staticmethod(usual_in_python)
 
 
 def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
@@ -143,7 +153,9 @@ def test_the_fast_way_says_what_the_general_one_says(
 ) -> None:
     head = HEAD[:-2] + b"connection: close\r\n\r\n" if closing else HEAD
     data, sizes = head + b"".join(stream[0]), [len(head), *stream[1]]
-    assert taken(data, sizes, batches) == taken(data, sizes, batches, GeneralAnswer)
+    wanted = taken(data, sizes, batches, GeneralAnswer)
+    assert taken(data, sizes, batches) == wanted
+    assert taken(data, sizes, batches, PythonAnswer) == wanted
 
 
 @settings(max_examples=200)
@@ -168,15 +180,36 @@ def test_an_answer_may_be_anything(data: bytes, sizes: list[int]) -> None:
     taken(data, sizes)
 
 
-def test_the_usual_stream_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\xff", b"~"]), max_size=5).map(
+    b"".join
+)
+
+
+@pytest.mark.skipif(READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused")
+@given(st.lists(PIECE, max_size=8), st.lists(PIECE, max_size=3), PIECE, st.integers(0, 9))
+def test_compiled_or_not_the_same_reads_are_usual(
+    texts: list[bytes], begins: list[bytes], after: bytes, start: int
+) -> None:
+    after, first = after + b"\n", begins[0] if begins else b""
+    reads = [
+        (begins[place % len(begins)] if begins else b"") + text + after for place, text in enumerate(texts)
+    ]
+    before = {len(read): first for read in reads[::2] if len(read) >= len(first) + len(after)}
+    start = min(start, len(reads))
+    found = READS.usual(reads, start, before, after)
+    assert found == usual_in_python(reads, start, before, after)
+
+
+@pytest.mark.parametrize("kind", [Answer, PythonAnswer])
+def test_the_usual_stream_is_decoded_once(kind: type[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
     read = StreamReader.event
     monkeypatch.setattr(StreamReader, "event", lambda self, data: decoded.append(data) or read(self, data))
-    words = [f" word{number}" for number in range(200)]
+    words = [f" word{10 ** (number % 7) + number}" for number in range(200)]
     reads = [HEAD, *map(chunk, map(event, words)), chunk(USAGE) + chunk(DONE) + LAST]
-    outcome = taken(b"".join(reads), list(map(len, reads)))
+    outcome = taken(b"".join(reads), list(map(len, reads)), kind=kind)
     assert (len(outcome["tokens"]), outcome["usage"], outcome["done"]) == (200, 3, True)
-    assert len(decoded) < 10
+    assert len(decoded) == 3  # whatever the lengths of their words, one of the tokens, the usage, and the end
 
 
 def test_an_event_has_the_stamp_of_the_read_that_completed_it() -> None:
@@ -208,6 +241,7 @@ def test_the_stream_reader_survives_anything(data: bytes, size: int) -> None:
 
 
 def stamp_of(real_ns: int) -> bytes:
+    """A ``struct scm_timestamping``."""
     return np.array([real_ns // 10**9, real_ns % 10**9, 0, 0, 0, 0], np.int64).tobytes()
 
 
@@ -217,8 +251,9 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
     stamps = [*(stamp_of(each + offset) for each in real), NO_STAMP, NO_STAMP]
     reads = [1_250_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
     wanted = [1_200_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
+    log = b"".join(map(TIMES.pack, stamps, reads))
     for times in (1, 5):  # few are not counted as many are
-        came, lags, useless = arrivals(stamps * times, reads * times, sent, offset)
+        came, lags, useless = arrivals(log * times, sent, offset)
         assert came.tolist() == wanted * times
         assert list(lags) == [50_000_000, 0, 0, 0, 0] * times
         assert useless == 4 * times

@@ -16,6 +16,7 @@ from hostile import GOOD, HEAD, HOST, TOKEN, chunk, in_background, spec_for
 
 from kvbench.core.records import RequestRecord
 from kvbench.loadfile import read_records
+from kvbench.loadgen.compiled import WAY
 from kvbench.loadgen.plan import planned_requests, prepare
 from kvbench.loadgen.spec import LoadSpec
 from kvbench.loadgen.wire import Server
@@ -76,6 +77,7 @@ def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> 
     assert lags | shares | counts | {"started_monotonic_s", "started_unix_s"} <= set(client)
     assert (client["chunks"], client["gc_collections"]) == (60, 0)
     assert client["stamps"] in ("kernel", "read", "mixed")
+    assert client["reads_by"] == WAY
     settled = [each for event in events[1:-1] for each in event["settled"]]
     assert sorted(each[0] for each in settled) == list(range(20))
     assert all(None not in each[1:4] and each[4] == "" for each in settled)

@@ -2,7 +2,8 @@
 
 The levels of streams are those of ``kvbench selftest``, against the exact server. Beside them stand what
 that does not show: CPU time until the generator is ready, how late requests go out whose prompts are long,
-and the memory and the file that a million chunks take. Limits are those of an otherwise idle machine.
+and the memory and the file that a million chunks take. Limits are those of an otherwise idle machine, and
+of the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> None:
         rows = [row for level in found.levels for row in level_rows(level)]
         rows += run_rows(Path(name), chosen.chunks)
     console.print(table(rows))
+    console.print(f"reads by: {', '.join(sorted({level.reads_by for level in found.levels}))}", markup=False)
     load = os.getloadavg()
     console.print(
         f"load average {load[0]:.2f} {load[1]:.2f} {load[2]:.2f} on {os.cpu_count()} cores, at the end"

@@ -30,7 +30,8 @@ STAMP = VENV / "kvbench-setup.json"
 VENV_DEADLINE_S = 300.0
 
 # The build's own needs; installed first and used without isolation, so that they are pinned too.
-BUILD_PACKAGES = ("hatchling", "editables")
+BUILD_PACKAGES = ("setuptools",)
+COMPILED = ROOT / "kvbench" / "loadgen"
 
 Connectors = dict[str, dict[str, str]]
 """Connector name → status, detail and fix, as kvbench.doctor tells them."""
@@ -41,7 +42,8 @@ def stamp_key() -> str:
     digest = hashlib.sha256()
     # Not setup_vllm.py: the CPU lab has an environment and a stamp of its own.
     scripts = [ROOT / "tools" / name for name in ("setup.py", "setup_base.py", "setup_native.py")]
-    for path in [ROOT / "pyproject.toml", ROOT / "constraints.txt", *scripts]:
+    sources = sorted(COMPILED.glob("*.c"))
+    for path in [ROOT / "pyproject.toml", ROOT / "constraints.txt", *scripts, *sources]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # The folder, because an editable installation points to it.
     digest.update(f"{venv_version()} {ROOT} {wanted_mooncake()}".encode())
@@ -119,6 +121,9 @@ def dev_packages() -> list[str]:
 
 def install_packages() -> None:
     say("installing kvbench, its Python packages and the development tools")
+    # Where nothing can be compiled, one of an earlier source would stay and be used.
+    for old in COMPILED.glob("*.so"):
+        old.unlink()
     for what in (BUILD_PACKAGES, ("--no-build-isolation", "-e", ".", *dev_packages())):
         status, output = pip("install", "-c", "constraints.txt", *what)
         if status:
@@ -126,6 +131,17 @@ def install_packages() -> None:
                 f"pip could not install the packages that kvbench needs:\n{tail(output)}\n"
                 f"  Is a package registry reachable from here? All that pip said: {LOG}"
             )
+
+
+def compiled_note() -> str:
+    """What to say if the load generator's hot path could not be compiled; empty if it was."""
+    code = "from kvbench.loadgen import _reads"
+    if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
+        return ""
+    return (
+        "the load generator's hot path was not compiled, so a worker takes half of the load\n"
+        f"  to mend it: install a C compiler and Python's headers, then make setup FORCE=1 (details: {LOG})"
+    )
 
 
 def connectors() -> Connectors:
@@ -165,6 +181,8 @@ def set_up() -> None:
     install_packages()
     causes = {"mooncake": install_mooncake(), "nixl": install_nixl()}
     found = connectors()
+    if note := compiled_note():
+        say(note)
     report(found, causes)
     write_stamp(found)
     say(f"done in {time.monotonic() - started:.0f} s")

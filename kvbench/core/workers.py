@@ -10,8 +10,9 @@ from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
 
 CHUNKS_PER_WORKER: Final = 40_000.0
-"""Streamed chunks a second that one process is given: under half of what a core can record (about 100,000 on
-a quiet machine, `make perf-loadgen`), so that a slower core, bursts and the kernel's own share leave room."""
+"""Streamed chunks a second that one process is given: under half of what a core can record in Python (about
+100,000 on a quiet machine, `make perf-loadgen`; more where the hot path was compiled, which is not counted
+on), so that a slower core, bursts and the kernel's own share leave room."""
 CHUNKS_PER_REQUEST: Final = 50.0
 """What sending a request, reading its answer's head and settling its record costs, counted in chunks: 0.3 to
 0.5 ms of CPU where a chunk takes 5 to 6 µs (measured against the exact server on a busy machine)."""

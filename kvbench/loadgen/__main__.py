@@ -1,17 +1,19 @@
-"""``python -m kvbench.loadgen SPEC.json``"""
+"""``python -m kvbench.loadgen SPEC.json``, or with ``-`` for a spec that comes as the first line of stdin."""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
 import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.errors import KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.loadfile import write_records
-from kvbench.loadgen.control import Orders, Reporter, tell
+from kvbench.loadgen.control import STDIN, Orders, Reporter, tell
 from kvbench.loadgen.exchange import Exchange
 from kvbench.loadgen.loop import Loop
 from kvbench.loadgen.plan import PlannedRequest, planned_requests, prepare
@@ -19,13 +21,14 @@ from kvbench.loadgen.pool import Pool
 from kvbench.loadgen.spec import LoadSpec
 from kvbench.loadgen.trial import Begin, Trial
 from kvbench.loadgen.wire import Server
-from kvbench.spawned import read_spec
+from kvbench.spawned import parse_spec, read_spec
 from kvbench.spawned import tell as tell_error
 from kvbench.timeslice import shorten_slice
 
 log = logging.getLogger(__name__)
 
 RESERVED_FDS = 64
+SPEC_BYTES = 65_536
 
 
 def generate(spec: LoadSpec) -> int:
@@ -93,13 +96,29 @@ def descriptors_for(streams: int) -> int:
     return streams
 
 
+def told_spec() -> LoadSpec | None:
+    """The spec from stdin's first line; None if stdin ends before. Nothing follows it before "ready"."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(STDIN, SPEC_BYTES)
+        if not more:
+            return None
+        data += more
+    try:
+        return parse_spec(LoadSpec, json.loads(data))
+    except ValueError as error:
+        raise InputError(f"cannot read the spec on stdin: {error}") from error
+
+
 def main(argv: Sequence[str]) -> int:
     shorten_slice()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        spec = read_spec(LoadSpec, argv)
+        spec = told_spec() if list(argv) == ["-"] else read_spec(LoadSpec, argv)
+        if spec is None:
+            return 0
         spec.check()
         return generate(spec)
     except KvbenchError as error:

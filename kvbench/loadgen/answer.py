@@ -9,34 +9,18 @@ Both ways give the same result.
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections.abc import Sequence
 from typing import Any, Final
 
 import httptools
 import numpy as np
 
 from kvbench.loadgen.clock import Nanoseconds
+from kvbench.loadgen.known import EVENT_END, Known, UnusualError, usual
 from kvbench.loadgen.stream import StreamReader
 
 KEPT_BODY_BYTES: Final = 1_000_000
 """Of a body that is no stream, for what it says of an error."""
-EVENT_END: Final = b"\n\n\r\n"
-"""Where an event's end and a chunk's end meet."""
-LAST_CHUNK: Final = b"0\r\n\r\n"
-MAX_KNOWN: Final = 32
-"""Reads that are remembered of one stream: a server may send the same chunk many times."""
-MAX_LENGTHS: Final = 64
-"""Lengths of chunks for which the beginning is remembered."""
-
-_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
-_TEXT: Final = b'"text":"'
-_PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
-
-
-class _UnusualError(Exception):
-    """A chunk that the fast way does not read."""
 
 
 class Answer:
@@ -63,6 +47,7 @@ class Answer:
         "surplus",
         "until_close",
     )
+    usual = staticmethod(usual)
 
     def __init__(self, body_limit: int = 0) -> None:
         self._parser: Any = httptools.HttpResponseParser(self)
@@ -71,7 +56,7 @@ class Answer:
         self._at_boundary = False
         self._may_keep_alive = False
         self.stream = StreamReader(token_stamps=array("q"))
-        self._known = _Known(self.stream)
+        self._known = Known(self.stream)
         self.body = bytearray()
         self.body_limit = body_limit
         self.status = 0
@@ -83,7 +68,7 @@ class Answer:
         self.malformed = ""
         self.first_body_ns: int | None = None
 
-    def take(self, reads: Sequence[bytes], stamps: Nanoseconds) -> None:
+    def take(self, reads: list[bytes], stamps: Nanoseconds) -> None:
         """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``."""
         position = 0
         while position < len(reads):
@@ -108,21 +93,22 @@ class Answer:
         """Whether the next byte begins a chunk of an event stream, and an event."""
         return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
 
-    def _take_regular(self, reads: Sequence[bytes], stamps: Nanoseconds) -> int:
+    def _take_regular(self, reads: list[bytes], stamps: Nanoseconds) -> int:
         """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
-        known = self._known
+        known, position = self._known, 0
+        tokens: list[int] = []
         try:
-            tokens = [known[read] for read in reads]
-        except _UnusualError:
-            # What came before it is taken again, which changes nothing: the last usage stays.
-            tokens, known.end = [], None
-            for read in reads:
-                try:
-                    tokens.append(known[read])
-                except _UnusualError:
-                    break
+            while position < len(reads) and known.end is None:
+                plain = self.usual(reads, position, known.before, known.after)
+                if plain:
+                    tokens += [1] * plain
+                    position += plain
+                else:
+                    tokens.append(known[reads[position]])
+                    position += 1
+        except UnusualError:
+            pass
         if known.end is not None:
-            del tokens[next(index for index, read in enumerate(reads) if read is known.end) + 1 :]
             self.complete, self.keep_alive = True, self._may_keep_alive
         count = len(tokens)
         if not count:
@@ -211,74 +197,3 @@ class Answer:
         if self.head_seen and not self.complete:
             self.complete = True
             self.keep_alive = not self.until_close and self._parser.should_keep_alive()
-
-
-class _Known(dict[bytes, int]):
-    """How many token events a read brings; looked at once if it comes often.
-
-    Raises _UnusualError for a read that is not made of whole chunks with one whole event in each.
-    """
-
-    def __init__(self, stream: StreamReader) -> None:
-        super().__init__()
-        self._stream = stream
-        self._before: dict[int, bytes] = {}
-        self._after = b""
-        self.end: bytes | None = None
-        """The read that brought the end of the answer."""
-        self._plain = False
-        """Whether the chunks of a read may be skipped when they come again."""
-
-    def __missing__(self, read: bytes) -> int:
-        chunks = read.split(EVENT_END)
-        rest = chunks.pop()
-        if not chunks or rest not in (b"", LAST_CHUNK) or self.end is not None:
-            raise _UnusualError
-        count, self._plain = 0, True
-        for chunk in chunks:
-            count += self._tokens_in(chunk)
-        if rest:
-            self.end = read
-        elif self._plain and len(self) < MAX_KNOWN:
-            self[read] = count
-        return count
-
-    def _tokens_in(self, chunk: bytes) -> bool:
-        """Whether a chunk, which lacks its last four bytes, holds a token event."""
-        # A token event that differs in its text only from one of the same length, which was decoded.
-        before, after = self._before.get(len(chunk)), self._after
-        if before is not None and chunk.startswith(before) and chunk.endswith(after):
-            text = chunk[len(before) : len(chunk) - len(after)]
-            if not text.translate(None, _PLAIN):
-                return True
-        size, mark, event = chunk.partition(b"\r\n")
-        whole = mark and _HEX.fullmatch(size) and int(size, 16) == len(event) + 2
-        if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
-            raise _UnusualError
-        stream = self._stream
-        usage, problem, done = stream.completion_tokens, stream.error, stream.done
-        token = stream.event(event[5:].removeprefix(b" "))
-        changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
-        # A usage is told anew by each event that has one, so such an event cannot be skipped.
-        if token and not changed and b"completion_tokens" not in event and b"\\" not in event:
-            self._learn(chunk)
-        else:
-            self._plain = False
-        return token
-
-    def _learn(self, chunk: bytes) -> None:
-        """Keeps what stands around the text of a token event.
-
-        In JSON that was decoded, the last quote of ``"text":"`` always opens a string: the one before it
-        cannot be escaped, so it ends a name, or else it would begin a string that the last one ends, and
-        then ``text`` would stand outside of any.
-        """
-        start = chunk.find(_TEXT) + len(_TEXT)
-        end = chunk.find(b'"', start)
-        if start < len(_TEXT) or end < 0 or chunk[start:end].translate(None, _PLAIN):
-            return
-        if chunk[end:] != self._after:
-            self._after = chunk[end:]
-            self._before.clear()
-        if len(self._before) < MAX_LENGTHS:
-            self._before[len(chunk)] = chunk[:start]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,7 +12,9 @@ from numpy.typing import NDArray
 Nanoseconds = NDArray[np.int64]
 
 _TIMESPEC: Final = struct.Struct("=qq")
-_NANOSECONDS: Final = np.array([1_000_000_000, 1, 0, 0, 0, 0], np.int64)
+_TIMES: Final = struct.Struct("=qqq")
+TIMES_BYTES: Final = _TIMES.size
+_NANOSECONDS: Final = np.array([1_000_000_000, 1, 0], np.int64)
 SLACK_NS: Final = 100_000
 """A stamp may be so much before the sending, or after the reading, for the error of comparing two clocks."""
 FEW: Final = 6
@@ -56,18 +57,18 @@ def measured_offset_ns() -> int:
     return offset
 
 
-def arrivals(
-    stamps: Sequence[bytes], reads_ns: Sequence[int], sent_ns: int, offset_ns: int
-) -> tuple[Nanoseconds, Nanoseconds, int]:
+def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[Nanoseconds, Nanoseconds, int]:
     """When each read's bytes came, how long they lay before they were read, and how many stamps are useless.
 
-    ``stamps``: one ``struct scm_timestamping`` a read, zeros for none. A stamp that is missing, from before
-    the request was sent, or from after the read, gives way to the read's own time.
+    ``times``: three int64 a read, its stamp's seconds and nanoseconds (zeros for none) and when it was read.
+    A stamp that is missing, from before the request was sent, or from after the read, gives way to the
+    read's own time.
     """
-    if len(reads_ns) <= FEW:
-        return _few_arrivals(stamps, reads_ns, sent_ns, offset_ns)
-    read_ns = np.array(reads_ns, np.int64)
-    came_ns = np.frombuffer(b"".join(stamps), np.int64).reshape(-1, 6) @ _NANOSECONDS
+    if len(times) <= FEW * TIMES_BYTES:
+        return _few_arrivals(times, sent_ns, offset_ns)
+    table = np.frombuffer(times, np.int64).reshape(-1, 3)
+    read_ns = table[:, 2]
+    came_ns = table @ _NANOSECONDS
     came_ns -= offset_ns
     lags_ns = read_ns - came_ns
     # Seldom is any of them wrong, and two minima cost less than the comparisons.
@@ -79,12 +80,11 @@ def arrivals(
 
 
 def _few_arrivals(
-    stamps: Sequence[bytes], reads_ns: Sequence[int], sent_ns: int, offset_ns: int
+    times: bytes | bytearray, sent_ns: int, offset_ns: int
 ) -> tuple[Nanoseconds, Nanoseconds, int]:
     """The same without arrays, which cost as much for one read as for fifty."""
     came, lags, useless = [], [], 0
-    for stamp, read_ns in zip(stamps, reads_ns, strict=True):
-        seconds, nanoseconds = _TIMESPEC.unpack_from(stamp)
+    for seconds, nanoseconds, read_ns in _TIMES.iter_unpack(times):
         came_ns = seconds * 1_000_000_000 + nanoseconds - offset_ns
         if came_ns - read_ns > SLACK_NS or came_ns < sent_ns - SLACK_NS:
             came_ns = read_ns

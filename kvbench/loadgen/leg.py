@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvbench.core.records import RequestError
 from kvbench.loadgen.answer import Answer
-from kvbench.loadgen.clock import SLACK_NS, arrivals
+from kvbench.loadgen.clock import SLACK_NS, TIMES_BYTES, arrivals
+from kvbench.loadgen.loop import TIMES, Log
 from kvbench.loadgen.pool import Pool
 from kvbench.loadgen.wire import Connection
 
@@ -53,7 +54,7 @@ class Leg:
         self.pool = pool
         self.answer = Answer(body_limit)
         self.urgent = body_limit > 0
-        self.log: list[Any] = []
+        self.log = Log()
         self.queued = self.ended = self.done = False
         self.sent_s: float | None = None
         self.sent_ns = 0
@@ -125,28 +126,29 @@ class Leg:
         tokens = self.answer.stream.token_stamps
         if tokens:
             return tokens[0]
-        if self.log and not self.answer.head_seen and _CHUNKED.match(self.log[0]):
-            for data, read_ns in zip(self.log[::3], self.log[2::3], strict=True):
+        reads = self.log.reads
+        if reads and not self.answer.head_seen and _CHUNKED.match(reads[0]):
+            for place, data in enumerate(reads):
                 if b'"choices":[{' in data:
-                    return int(read_ns)
+                    return int(TIMES.unpack_from(self.log.times, place * TIMES_BYTES)[1])
         return None
 
     def take(self) -> bool:
         """Takes in some of what was read; returns whether there is more."""
         if self.ended:
             return False
-        log = self.log
-        if not log:
+        reads, times = self.log.reads, self.log.times
+        if not reads:
             return False
-        part = log[: 3 * READS_AT_ONCE]
-        del log[: len(part)]
+        part, part_times = reads[:READS_AT_ONCE], times[: READS_AT_ONCE * TIMES_BYTES]
+        del reads[:READS_AT_ONCE], times[: READS_AT_ONCE * TIMES_BYTES]
         trial, answer = self.exchange.trial, self.answer
-        stamps, lags, useless = arrivals(part[1::3], part[2::3], self.sent_ns, trial.clock.offset_ns)
+        stamps, lags, useless = arrivals(part_times, self.sent_ns, trial.clock.offset_ns)
         trial.figures.read(lags, useless)
         self.reads += len(stamps)
         self.last_ns = int(stamps[-1])
         self.fallbacks += useless
-        answer.take(part[::3], stamps)
+        answer.take(part, stamps)
         if answer.complete:
             self._finish()
         elif answer.malformed:
@@ -155,7 +157,7 @@ class Leg:
             # Its end does not show in its bytes.
             self.urgent = True
             trial.watch_closely(self)
-        return bool(log) and not self.ended
+        return bool(reads) and not self.ended
 
     def take_all(self) -> None:
         while self.take():
@@ -180,7 +182,7 @@ class Leg:
         assert connection is not None
         self.done = True
         self._end()
-        if answer.keep_alive and not answer.surplus and not self.log and not connection.unsent:
+        if answer.keep_alive and not answer.surplus and not self.log.reads and not connection.unsent:
             connection.last_used = self.exchange.trial.monotonic()
             self.pool.release(connection)
         else:
@@ -203,7 +205,7 @@ class Leg:
     def release(self) -> None:
         """After the record was made: breaks the circle with the exchange, as nothing collects it."""
         del self.exchange
-        self.log.clear()
+        self.log = Log()
 
     def _end(self) -> None:
         self.ended = True

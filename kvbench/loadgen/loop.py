@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import select
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from kvbench.loadgen.compiled import READS
 from kvbench.loadgen.wire import ANCILLARY_BYTES, MORE_FOLLOWS, NO_STAMP, Connection
 
 READABLE: Final = select.EPOLLIN
@@ -19,22 +22,43 @@ USUAL_END: Final = b"\n\n\r\n"
 """How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
 
 
+TIMES: Final = struct.Struct("=16sq")
+"""What a log keeps of one read besides its bytes: the kernel's stamp (seconds and nanoseconds of real time,
+zeros for none), and ``time.monotonic_ns()``."""
+
+
+class Log:
+    """What was read of a stream: the bytes of each read, and its ``TIMES``, one after another."""
+
+    __slots__ = ("reads", "times")
+
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.times = bytearray()
+
+
 class Reading(Protocol):
     """Who owns a stream."""
 
-    log: list[Any]
-    """Three entries for each read: bytes, the kernel's stamp (zeros for none), ``time.monotonic_ns()``."""
+    log: Log
 
     def noticed(self, what: bytes | OSError) -> None:
         """A read that may be the last (already in the log), the end (no bytes), or a failure."""
 
 
 class Loop:
-    """epoll over streams, which are only read and logged, and other descriptors, which are called back."""
+    """epoll over streams, which are only read and logged, and other descriptors, which are called back.
 
-    def __init__(self) -> None:
+    There are two ways to read, with the same results: the ``compiled`` one, which is the usual one where it
+    can be had, and one in Python, which also reads what a socket alone does not give away, such as TLS.
+    """
+
+    def __init__(self, compiled: Any = READS) -> None:
         self._epoll = select.epoll()
-        self._streams: dict[int, tuple[Any, list[Any], Reading]] = {}
+        self._compiled = compiled
+        self._streams: dict[int, tuple[Any, Log, Reading]] = {}
+        self._plain: dict[int, tuple[list[bytes], bytearray, Reading]] = {}
+        """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}
         # One for all: a new one for each read, cut down to what came, would leave the heap full of holes.
         self._buffers = [memoryview(bytearray(READ_BYTES))]
@@ -51,21 +75,52 @@ class Loop:
         """Before the descriptor is closed."""
         if self._watchers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
-        self._streams.pop(fd, None)
+        self.end_stream(fd)
 
     def stream(self, connection: Connection, reading: Reading) -> None:
         """From now on everything that comes is read into the log at once."""
-        self._streams[connection.fd] = (connection.read, reading.log, reading)
+        log = reading.log
+        self._streams[connection.fd] = (connection.read, log, reading)
+        if self._compiled is not None and connection.plain:
+            self._plain[connection.fd] = (log.reads, log.times, reading)
 
     def end_stream(self, fd: int) -> None:
         self._streams.pop(fd, None)
+        self._plain.pop(fd, None)
 
     def turn(self, timeout_s: float = -1.0) -> int:
-        """Waits for events and handles them; returns how many there were."""
-        events = self._epoll.poll(timeout_s, EVENTS_AT_ONCE)
-        streams, monotonic_ns = self._streams, time.monotonic_ns
-        buffers, view = self._buffers, self._buffers[0]
+        """Waits for events and handles them; returns how many there were. A signal may end the waiting."""
         noticed: list[tuple[Reading, bytes | OSError]] = []
+        if self._compiled is None:
+            others = self._epoll.poll(timeout_s, EVENTS_AT_ONCE)
+            count = len(others)
+        else:
+            others = []
+            timeout_ms = -1 if timeout_s < 0 else math.ceil(timeout_s * 1e3)
+            count = self._compiled.turn(
+                self._epoll.fileno(), timeout_ms, EVENTS_AT_ONCE, self._plain, noticed, others
+            )
+        if others:
+            others, more = self._read_all(others, noticed)
+        else:
+            more = []
+        for reading, what in noticed:
+            reading.noticed(what)
+        for fd in more:
+            self.read(fd)
+        for fd, event in others:
+            # An earlier callback may have closed it.
+            callback = self._watchers.get(fd)
+            if callback is not None:
+                callback(event)
+        return count
+
+    def _read_all(
+        self, events: list[tuple[int, int]], noticed: list[tuple[Reading, bytes | OSError]]
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """The Python way: reads what can be read, and returns all other events, and of what more follows."""
+        streams, monotonic_ns, times_of = self._streams, time.monotonic_ns, TIMES.pack
+        buffers, view = self._buffers, self._buffers[0]
         others: list[tuple[int, int]] = []
         more: list[int] = []
         for fd, event in events:
@@ -91,23 +146,15 @@ class Loop:
                 count, stamp = got[0], NO_STAMP
                 if got[2] == MORE_FOLLOWS:
                     more.append(fd)
-                if not count:
-                    noticed.append((reading, b""))
-                    continue
+            if not count:
+                noticed.append((reading, b""))
+                continue
             data = view[:count].tobytes()
-            log += data, stamp, monotonic_ns()
+            log.reads.append(data)
+            log.times += times_of(stamp, monotonic_ns())
             if data[-4:] != USUAL_END:
                 noticed.append((reading, data))
-        for reading, what in noticed:
-            reading.noticed(what)
-        for fd in more:
-            self.read(fd)
-        for fd, event in others:
-            # An earlier callback may have closed it.
-            callback = self._watchers.get(fd)
-            if callback is not None:
-                callback(event)
-        return len(events)
+        return others, more
 
     def read(self, fd: int) -> None:
         """Reads a stream whose descriptor has more to tell than that it is readable."""
@@ -126,7 +173,8 @@ class Loop:
                 return
             data = self._buffers[0][:count].tobytes()
             if data:
-                log += data, ancillary[0][2] if ancillary else NO_STAMP, time.monotonic_ns()
+                log.reads.append(data)
+                log.times += TIMES.pack(ancillary[0][2] if ancillary else NO_STAMP, time.monotonic_ns())
             reading.noticed(data)
 
     def close(self) -> None:

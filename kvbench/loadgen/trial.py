@@ -250,24 +250,24 @@ class Trial:
         """First tokens, and ends that the loop's hot path has not noticed."""
         for exchange in list(self._waiting):
             leg = exchange.stream
-            if leg is not None and leg.log and not self._first_token(exchange, leg):
+            if leg is not None and leg.log.reads and not self._first_token(exchange, leg):
                 self.take_soon(leg)
         for leg in [leg for leg in self._close if leg.ended]:
             self._close.discard(leg)
         for leg in self._close:
-            if leg.log:
+            if leg.log.reads:
                 self.take_soon(leg)
 
     def _take_in_early(self) -> None:
-        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log]
-        excess = sum(len(leg.log) for leg in legs) - 3 * PENDING_READS
-        self._behind = excess > 3 * PENDING_READS
+        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log.reads]
+        excess = sum(len(leg.log.reads) for leg in legs) - PENDING_READS
+        self._behind = excess > PENDING_READS
         if excess > 0:
-            average = (excess + 3 * PENDING_READS) / len(legs)
+            average = (excess + PENDING_READS) / len(legs)
             for leg in legs:
-                if len(leg.log) >= average:
+                if len(leg.log.reads) >= average:
                     self.take_soon(leg)
-                    excess -= len(leg.log)
+                    excess -= len(leg.log.reads)
                     if excess <= 0:
                         break
 

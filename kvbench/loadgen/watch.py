@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.loadgen.clock import Nanoseconds
+from kvbench.loadgen.compiled import WAY
 
 BEAT_S: Final = 0.01
 STALL_S: Final = 0.005
@@ -90,6 +91,7 @@ class Figures:
             "cpu_s": round(cpu_s, 4),
             "chunks": self.chunks,
             "reads": reads,
+            "reads_by": WAY,
             "reads_without_stamp": self.fallbacks,
             "streams_peak": self.streams_peak,
             "stamps": stamps,

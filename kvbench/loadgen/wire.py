@@ -89,6 +89,11 @@ class Connection:
         self._stamping = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def plain(self) -> bool:
+        """Whether ``read`` is the socket's own: its bytes are what was sent."""
+        return self._tls is None
+
     def ask_for_stamps(self) -> None:
         """The kernel is to stamp what comes and goes, as far as it can; before the first byte is sent."""
         if self._tls is not None or struct.calcsize("l") != 8:  # where timespecs are smaller than expected

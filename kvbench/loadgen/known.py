@@ -1,0 +1,134 @@
+"""Reads of an event stream that need not be looked into, since one that differs in its text alone was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from kvbench.loadgen.compiled import READS
+from kvbench.loadgen.stream import StreamReader
+
+EVENT_END: Final = b"\n\n\r\n"
+"""Where an event's end and a chunk's end meet."""
+LAST_CHUNK: Final = b"0\r\n\r\n"
+MAX_KNOWN: Final = 32
+"""Reads that are remembered of one stream: a server may send the same chunk many times."""
+MAX_LENGTHS: Final = 64
+"""Lengths of chunks for which the beginning is remembered."""
+
+_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
+_TEXT: Final = b'"text":"'
+_PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
+
+
+class UnusualError(Exception):
+    """A chunk that the fast way does not read."""
+
+
+class Known(dict[bytes, int]):
+    """How many token events a read brings; looked at once if it comes often.
+
+    Raises UnusualError for a read that is not made of whole chunks with one whole event in each.
+    """
+
+    def __init__(self, stream: StreamReader) -> None:
+        super().__init__()
+        self._stream = stream
+        self._begins = b""
+        """An event up to its text, once one was decoded."""
+        self.before: dict[int, bytes] = {}
+        """The same with the size of its chunk, by the length of a read of nothing else."""
+        self.after = EVENT_END
+        """What stands after the text."""
+        self.end: bytes | None = None
+        """The read that brought the end of the answer."""
+        self._plain = False
+        """Whether the chunks of a read may be skipped when they come again."""
+
+    def __missing__(self, read: bytes) -> int:
+        chunks = read.split(EVENT_END)
+        rest = chunks.pop()
+        if not chunks or rest not in (b"", LAST_CHUNK) or self.end is not None:
+            raise UnusualError
+        count, self._plain = 0, True
+        for chunk in chunks:
+            count += self._tokens_in(chunk)
+        if rest:
+            self.end = read
+        elif self._plain and len(self) < MAX_KNOWN:
+            self[read] = count
+        return count
+
+    def _tokens_in(self, chunk: bytes) -> bool:
+        """Whether a chunk, which lacks its last four bytes, holds a token event."""
+        size, mark, event = chunk.partition(b"\r\n")
+        whole = mark and _HEX.fullmatch(size) and int(size, 16) == len(event) + 2
+        if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
+            raise UnusualError
+        if self._is_known(event):
+            self._keep_length(len(chunk), size + mark)
+            return True
+        stream = self._stream
+        usage, problem, done = stream.completion_tokens, stream.error, stream.done
+        token = stream.event(event[5:].removeprefix(b" "))
+        changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
+        # A usage is told anew by each event that has one, so such an event cannot be skipped.
+        if token and not changed and b"completion_tokens" not in event and b"\\" not in event:
+            self._learn(event)
+        else:
+            self._plain = False
+        return token
+
+    def _is_known(self, event: bytes) -> bool:
+        """Whether it differs from a token event that was decoded in nothing but a plain string."""
+        begins, ends = self._begins, self.after[: -len(EVENT_END)]
+        if not begins or len(event) < len(begins) + len(ends):
+            return False
+        if not event.startswith(begins) or not event.endswith(ends):
+            return False
+        return not event[len(begins) : len(event) - len(ends)].translate(None, _PLAIN)
+
+    def _keep_length(self, length: int, size: bytes) -> None:
+        """A chunk of this length, whose size line is right, was a known event."""
+        if len(self.before) < MAX_LENGTHS:
+            self.before[length + len(EVENT_END)] = size + self._begins
+
+    def _learn(self, event: bytes) -> None:
+        """Keeps what stands around the text of a token event.
+
+        In JSON that was decoded, the last quote of ``"text":"`` always opens a string: the one before it
+        cannot be escaped, so it ends a name, or else it would begin a string that the last one ends, and
+        then ``text`` would stand outside of any.
+        """
+        start = event.find(_TEXT) + len(_TEXT)
+        end = event.find(b'"', start)
+        if start < len(_TEXT) or end < 0 or event[start:end].translate(None, _PLAIN):
+            return
+        self._begins, self.after = event[:start], event[end:] + EVENT_END
+        self.before.clear()
+
+
+def usual_in_python(reads: list[bytes], start: int, before: dict[int, bytes], after: bytes) -> int:
+    """How many reads, from ``start`` on, are one chunk whose text alone is new.
+
+    Each is ``before[len(read)]``, then characters that JSON does not escape, then ``after``; the two always
+    fit into a read of that length.
+    """
+    tail = -len(after)
+    for place in range(start, len(reads)):
+        read = reads[place]
+        begins = before.get(len(read))
+        if (
+            begins is None
+            or not read.startswith(begins)
+            or not read.endswith(after)
+            or read[len(begins) : tail].translate(None, _PLAIN)
+        ):
+            return place - start
+    return len(reads) - start
+
+
+usual: Final[Callable[[list[bytes], int, dict[int, bytes], bytes], int]] = (
+    usual_in_python if READS is None else READS.usual
+)

@@ -1,0 +1,375 @@
+"""The loop's two ways to read, compiled and in Python: the same contract, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import HOST
+from test_loadgen import made_certificate
+
+from kvbench.loadgen.compiled import READS
+from kvbench.loadgen.loop import READ_BYTES, READABLE, TIMES, Log, Loop
+from kvbench.loadgen.wire import Connection
+
+DEADLINE_S = 10.0
+USUAL = b"a chunk's end\n\n\r\n"
+
+
+class Owner:
+    """Keeps what it is told, and does something about it."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.log = Log()
+        self.told: list[bytes | OSError] = []
+        self._then = then
+
+    def noticed(self, what: bytes | OSError) -> None:
+        self.told.append(what)
+        self._then()
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.log.reads)
+
+    @property
+    def times(self) -> list[tuple[int, int, int]]:
+        return list(struct.iter_unpack("=qqq", self.log.times))
+
+
+class Sockets:
+    """A loop, and pairs of connected sockets: the loop's end and the other."""
+
+    def __init__(self, way: Any) -> None:
+        self.loop = Loop(way)
+        self._open: list[socket.socket] = []
+
+    def pair(self, *, stamps: bool = True) -> tuple[Connection, socket.socket]:
+        with socket.create_server((HOST, 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        self._open += ours, theirs
+        ours.setblocking(False)
+        theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(ours)
+        if stamps:
+            connection.ask_for_stamps()
+        return connection, theirs
+
+    def streamed(self, owner: Owner) -> tuple[Connection, socket.socket]:
+        """A pair whose first end is a stream."""
+        connection, theirs = self.pair()
+        self.loop.watch(connection.fd, READABLE, lambda _event: None)
+        self.loop.stream(connection, owner)
+        return connection, theirs
+
+    def turn_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < deadline
+            self.loop.turn(0.05)
+
+    def close(self) -> None:
+        self.loop.close()
+        for each in self._open:
+            each.close()
+
+
+@pytest.fixture(params=["python", "compiled"])
+def sockets(request: pytest.FixtureRequest) -> Iterator[Sockets]:
+    if request.param == "compiled" and READS is None:
+        pytest.skip("kvbench.loadgen._reads was not compiled, or is refused")
+    made = Sockets(READS if request.param == "compiled" else None)
+    yield made
+    made.close()
+
+
+def reset(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def test_each_read_is_logged_with_its_times_and_not_told_of(sockets: Sockets) -> None:
+    owner = Owner()
+    _, theirs = sockets.streamed(owner)
+    before = time.monotonic_ns()
+    for count in range(1, 4):
+        theirs.sendall(USUAL)
+        sockets.turn_until(lambda count=count: len(owner.log.reads) == count)
+    assert owner.log.reads == [USUAL] * 3
+    assert len(owner.log.times) == 3 * TIMES.size
+    times = [before, *(each[2] for each in owner.times), time.monotonic_ns()]
+    assert times == sorted(times)
+    assert owner.told == []
+
+
+def test_the_kernels_stamp_is_kept(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+    if not connection._stamping:
+        pytest.skip("this kernel takes no stamps")
+    before = time.time_ns()
+    # It begins to take stamps some time after it was asked to.
+    deadline = time.monotonic() + DEADLINE_S
+    while not (owner.times and owner.times[-1][0]):
+        assert time.monotonic() < deadline
+        count = len(owner.log.reads)
+        theirs.sendall(USUAL)
+        sockets.turn_until(lambda count=count: len(owner.log.reads) > count)
+    seconds, nanoseconds, _ = owner.times[-1]
+    assert before <= seconds * 10**9 + nanoseconds <= time.time_ns()
+    assert all(each[:2] == (0, 0) for each in owner.times[:-1])
+
+
+def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
+    owner = Owner()
+    ours, theirs = socket.socketpair()  # which the kernel does not stamp
+    with ours, theirs:
+        ours.setblocking(False)
+        connection = Connection.__new__(Connection)
+        connection.sock, connection.fd, connection.read, connection._tls = (
+            ours,
+            ours.fileno(),
+            ours.recvmsg_into,
+            None,
+        )
+        sockets.loop.watch(connection.fd, READABLE, lambda _event: None)
+        sockets.loop.stream(connection, owner)
+        theirs.sendall(USUAL)
+        sockets.turn_until(lambda: bool(owner.log.reads))
+        sockets.loop.unwatch(connection.fd)
+    assert owner.times[0][:2] == (0, 0)
+    assert owner.times[0][2] > 0
+
+
+@pytest.mark.parametrize("data", [b"x", b"\n\r\n", b"0\r\n\r\n", USUAL + b"0\r\n\r\n", b"\0" * 100])
+def test_a_read_that_may_be_the_last_is_told_of(sockets: Sockets, data: bytes) -> None:
+    owner = Owner()
+    _, theirs = sockets.streamed(owner)
+    theirs.sendall(data)
+    sockets.turn_until(lambda: bool(owner.told))
+    assert owner.told == owner.log.reads == [data]
+
+
+def test_the_end_is_told_after_what_came_before_it(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+    owner._then = lambda: sockets.loop.unwatch(connection.fd)
+    theirs.sendall(USUAL)
+    theirs.close()
+    sockets.turn_until(lambda: bool(owner.told))
+    assert owner.log.reads == [USUAL]
+    assert owner.told == [b""]
+
+
+def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+
+    def odd(event: int) -> None:
+        assert event != READABLE
+        sockets.loop.read(connection.fd)
+
+    sockets.loop.watch(connection.fd, READABLE, odd)
+    owner._then = lambda: sockets.loop.unwatch(connection.fd)
+    reset(theirs)
+    sockets.turn_until(lambda: bool(owner.told))
+    assert [type(each) for each in owner.told] == [ConnectionResetError]
+    assert owner.log.reads == []
+
+
+def test_a_read_that_fails_is_told_as_an_error(sockets: Sockets) -> None:
+    owner = Owner()
+    ours = socket.create_server((HOST, 0))  # readable once somebody connects, and never to be read
+    with ours, socket.create_connection(ours.getsockname()):
+        ours.setblocking(False)
+        sockets.loop.watch(ours.fileno(), READABLE, lambda _event: None)
+        sockets.loop.stream(Connection(ours), owner)
+        owner._then = lambda: sockets.loop.unwatch(ours.fileno())
+        sockets.turn_until(lambda: bool(owner.told))
+    (error,) = owner.told
+    assert isinstance(error, OSError)
+    assert (error.errno, error.strerror) == (107, os.strerror(107))  # ENOTCONN
+    assert error.__traceback__ is None
+
+
+def test_more_than_one_buffer_comes_whole(sockets: Sockets) -> None:
+    owner = Owner()
+    _, theirs = sockets.streamed(owner)
+    data = os.urandom(20 * READ_BYTES + 17)
+    theirs.sendall(data)
+    sockets.turn_until(lambda: len(owner.data) == len(data))
+    assert owner.data == data
+    assert max(map(len, owner.log.reads)) == READ_BYTES
+    assert len(owner.times) == len(owner.log.reads)
+
+
+def test_what_lies_there_before_the_stream_is_read_too(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.pair()
+    called: list[int] = []
+    sockets.loop.watch(connection.fd, READABLE, called.append)
+    theirs.sendall(USUAL)
+    sockets.turn_until(lambda: bool(called))
+    assert called[0] == READABLE
+    sockets.loop.stream(connection, owner)
+    sockets.turn_until(lambda: bool(owner.log.reads))
+    assert owner.data == USUAL
+
+
+def test_after_its_end_a_stream_is_called_back_again(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+    called: list[int] = []
+    sockets.loop.watch(connection.fd, READABLE, called.append)
+    sockets.loop.end_stream(connection.fd)
+    theirs.sendall(USUAL)
+    sockets.turn_until(lambda: bool(called))
+    assert owner.log.reads == []
+
+
+def test_another_descriptor_is_called_back(sockets: Sockets) -> None:
+    read_end, write_end = os.pipe()
+    called: list[tuple[int, bytes]] = []
+    try:
+        sockets.loop.watch(read_end, READABLE, lambda event: called.append((event, os.read(read_end, 9))))
+        assert sockets.loop.turn(0.0) == 0
+        os.write(write_end, b"hello")
+        assert sockets.loop.turn(DEADLINE_S) == 1
+        assert called == [(READABLE, b"hello")]
+        assert sockets.loop.turn(0.01) == 0
+        sockets.loop.unwatch(read_end)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_many_streams_do_not_mix(sockets: Sockets) -> None:
+    owners = [Owner() for _ in range(150)]  # more than come at once
+    ends = [sockets.streamed(owner)[1] for owner in owners]
+    for turn in range(3):
+        for place, theirs in enumerate(ends):
+            theirs.sendall(b"%d of %d%b" % (place, turn, USUAL))
+    sockets.turn_until(lambda: all(owner.data.count(USUAL) == 3 for owner in owners))
+    for place, owner in enumerate(owners):
+        assert owner.data == b"".join(b"%d of %d%b" % (place, turn, USUAL) for turn in range(3))
+
+
+def test_what_is_closed_in_the_same_turn_is_neither_told_nor_called(sockets: Sockets) -> None:
+    """Of three descriptors with something to tell at once, whichever is handled first closes the others."""
+    handled: list[str] = []
+    ends: dict[str, tuple[int, Callable[[], None]]] = {}
+
+    def handle(name: str) -> None:
+        handled.append(name)
+        for other, (fd, close) in ends.items():
+            if other != name:
+                sockets.loop.unwatch(fd)
+                close()
+
+    for name in ("first", "second", "third"):
+        connection, theirs = sockets.pair()
+        sockets.loop.watch(connection.fd, READABLE, lambda _event, name=name: handle(name))
+        ends[name] = connection.fd, connection.close
+        theirs.sendall(b"x")
+    sockets.turn_until(lambda: bool(handled))
+    sockets.loop.turn(0.0)
+    assert len(set(handled)) == 1
+
+
+def test_an_owner_may_close_another_stream_in_the_same_turn(sockets: Sockets) -> None:
+    first, second = Owner(), Owner()
+    one, one_theirs = sockets.streamed(first)
+    other, other_theirs = sockets.streamed(second)
+
+    def close_both() -> None:
+        for connection in (one, other):
+            if connection.fd >= 0:
+                sockets.loop.unwatch(connection.fd)
+                connection.close()
+
+    first._then = second._then = close_both
+    for theirs in (one_theirs, other_theirs):
+        theirs.sendall(b"x")
+    sockets.turn_until(lambda: bool(first.told or second.told))
+    assert sockets.loop.turn(0.0) == 0
+    assert first.data + second.data in (b"x", b"xx")
+
+
+def test_tls_is_read_in_python_whichever_way_is_used(sockets: Sockets, tmp_path: Path) -> None:
+    key, cert = made_certificate(tmp_path)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=cert)
+    server.load_cert_chain(cert, key)
+    connection, theirs = sockets.pair(stamps=False)
+    connection.begin_tls(client, HOST)
+    theirs.setblocking(False)
+    secured = server.wrap_socket(theirs, server_side=True, do_handshake_on_connect=False)
+    sockets._open += connection.sock, secured
+    ours_done = theirs_done = False
+    deadline = time.monotonic() + DEADLINE_S
+    while not (ours_done and theirs_done):
+        assert time.monotonic() < deadline
+        ours_done = ours_done or connection.handshake() is True
+        if not theirs_done:
+            try:
+                secured.do_handshake()
+                theirs_done = True
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                pass
+    owner = Owner()
+    sockets.loop.watch(connection.fd, READABLE, lambda _event: None)
+    sockets.loop.stream(connection, owner)
+    data = os.urandom(3 * READ_BYTES)  # one record, several buffers
+    secured.sendall(data)
+    sockets.turn_until(lambda: len(owner.data) == len(data))
+    assert owner.data == data
+    assert all(each[:2] == (0, 0) for each in owner.times)
+    sockets.loop.unwatch(connection.fd)
+    connection.close()
+
+
+def test_the_compiled_way_can_be_refused() -> None:
+    code = "from kvbench.loadgen.compiled import READS, WAY; print(READS is None, WAY)"
+    for value, wanted in (
+        ("1", "True python"),
+        ("0", f"{READS is None} {'python' if READS is None else 'compiled'}"),
+    ):
+        if value == "0" and os.environ.get("KVBENCH_PURE_PYTHON", "0") not in ("", "0"):
+            continue
+        environment = {**os.environ, "KVBENCH_PURE_PYTHON": value}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30
+        )
+        assert done.stdout.strip() == wanted, done.stderr
+
+
+@pytest.mark.skipif(READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused")
+def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
+    ours, theirs = socket.socketpair()
+    loop = Loop(READS)
+    with ours, theirs:
+        ours.setblocking(False)
+        loop.watch(ours.fileno(), READABLE, lambda _event: None)
+        theirs.sendall(b"x")
+        epoll_fd = loop._epoll.fileno()
+        for stream in (None, (), ([], [], None), (b"", bytearray(), None)):
+            with pytest.raises(TypeError):
+                READS.turn(epoll_fd, 0, 64, {ours.fileno(): stream}, [], [])
+        with pytest.raises(TypeError):
+            READS.turn(epoll_fd, 0, 64, {}, [])
+        with pytest.raises(OSError, match="Bad file"):
+            READS.turn(-1, 0, 64, {}, [], [])
+        with pytest.raises(TypeError):
+            READS.usual((), 0, {}, b"")
+        with pytest.raises(ValueError, match="start"):
+            READS.usual([], -1, {}, b"")
+    loop.close()
