@@ -115,6 +115,13 @@ class CellRunner:
 
         The first result is the main one; others are of further SLO tiers and of other methods.
         """
+        self._trials.prepare()
+        try:
+            return self._run(cell, is_reference=is_reference)
+        finally:
+            self._trials.close()
+
+    def _run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         latency_s, equality, note = self._check_outputs(cell, is_reference)
         checked = None if equality is None else {"checked": equality.checked, "equal": equality.equal}
         if equality is not None and not equality.passed:
@@ -141,7 +148,10 @@ class CellRunner:
         """One whole trial at a rate that others get too: with the same requests for every connector."""
         key = f"equal-in{cell.input_len}-out{cell.output_len}"
         plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
-        record = self._trials.run(plan)
+        try:
+            record = self._trials.run(plan)
+        finally:
+            self._trials.close()
         self._watcher.trial_finished(record)
         return record
 
@@ -271,7 +281,7 @@ class CellRunner:
                     "done",
                     answer=answer,
                     reason="" if answer["status"] == "converged" else answer["reason"],
-                    confirmed_by=_confirming(records, tier, rate, self._scenario.search.precision),
+                    confirmed_by=resting_on(records, tier, rate, self._scenario.search.precision),
                     method=method,
                     tier=tier,
                     main=main and place == 0,
@@ -285,14 +295,24 @@ def _first_guess(latency_s: float) -> float:
     return START_CONCURRENCY / max(latency_s, 1e-3)
 
 
-def _confirming(
-    records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float
-) -> str | None:
-    """The trial that a rate rests on: the last one met (or not decided) at it, or within the precision."""
-    near = [
-        (-abs(math.log(record.request_rate / rate)), place, record.trial_id)
+def resting_on(records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float) -> str | None:
+    """The trial that a rate rests on, or that shows what is known of it.
+
+    One that was met at the rate or up to the precision above it, the nearest and then the newest; without one
+    (the answer is not "converged" then) what came out nearest to the rate, met or not.
+    """
+    if not rate:
+        return None
+    judged = [
+        (abs(math.log(record.request_rate / rate)), -place, record)
         for place, record in enumerate(records)
-        if rate and record.purpose != "ceiling" and tier_verdict(record, tier) in ("met", "undecided")
-        if abs(math.log(record.request_rate / rate)) <= math.log1p(precision)
+        if record.purpose != "ceiling" and tier_verdict(record, tier) in ("met", "missed", "undecided")
+        if abs(math.log(record.request_rate / rate)) <= math.log1p(precision) + 1e-9
     ]
-    return max(near)[2] if near else None
+    above = [
+        each
+        for each in judged
+        if tier_verdict(each[2], tier) == "met" and each[2].request_rate >= rate * (1 - 1e-9)
+    ]
+    found = min(above or judged, default=None)
+    return found[2].trial_id if found is not None else None

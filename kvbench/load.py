@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import sys
 import time
@@ -24,6 +25,8 @@ from kvbench.errors import KvbenchError, ProcessDiedError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.loadfile import read_records
 
+_ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
+CAUSE_CHARS = 300
 COMMAND = (sys.executable, "-m", "kvbench.loadgen")
 PREPARE_DEADLINE_S = 60.0
 """Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
@@ -69,8 +72,44 @@ class LoadResult:
     client: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Spare:
+    """A generator's process that was started before anybody knew its spec, and waits for it on its stdin.
+
+    Starting Python and its libraries takes some 0.25 s of a core, which would else pass between two trials.
+    """
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
+        self._process: LocalProcess | None = None
+
+    def prepare(self) -> None:
+        """Starts a process unless one is waiting."""
+        if self._process is None or self._process.poll() is not None:
+            wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
+            self._process = self._launcher.start(wanted, piped=True)
+
+    def take(self, spec: Mapping[str, Any], name: str) -> LocalProcess | None:
+        """The waiting process, told its spec, under a name of its own; None if there is none."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return None
+        _say(process, json.dumps(dict(spec)))
+        process.rename(name)
+        return process
+
+    def close(self) -> None:
+        """Ends a process that still waits."""
+        if self._process is not None:
+            self._launcher.stop([self._process])
+            self._process.log_path.unlink(missing_ok=True)
+            self._process = None
+
+
 class LoadGenerator:
-    """One run of ``workers`` processes of ``command``, which is called with the path of its spec."""
+    """One run of ``workers`` processes of ``command``, which is called with the path of its spec.
+
+    ``spare``: a process that waits already; the next one is started when this load has begun.
+    """
 
     def __init__(
         self,
@@ -79,6 +118,7 @@ class LoadGenerator:
         name: str = "loadgen",
         workers: int = 1,
         command: Sequence[str] = COMMAND,
+        spare: Spare | None = None,
     ) -> None:
         self._spec = dict(spec)
         self._command = tuple(command)
@@ -87,6 +127,7 @@ class LoadGenerator:
         self._count = workers
         self._workers: list[_Worker] = []
         self._deadline = 0.0
+        self._spare = spare
 
     @property
     def pids(self) -> list[int]:
@@ -119,8 +160,11 @@ class LoadGenerator:
             name = f"{name}-w{index}"
             path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
             spec |= {"worker": index, "workers": self._count, "records_path": str(path)}
-        wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
-        return _Worker(self._launcher.start(wanted, piped=True), path)
+        process = self._spare.take(spec, name) if self._spare is not None else None
+        if process is None:
+            wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
+            process = self._launcher.start(wanted, piped=True)
+        return _Worker(process, path)
 
     def _converse(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
@@ -135,6 +179,8 @@ class LoadGenerator:
                 if not waiting:
                     self._deadline = time.monotonic() + deadline_s
                     self._tell_all(f"go {time.monotonic() + TOGETHER_S:.6f}" if self._count > 1 else "go")
+                    if self._spare is not None:
+                        self._spare.prepare()
             elif kind == "progress":
                 worker.progress = _progress(event)
                 if on_progress(self._progress(worker.progress.settled)) and not stopping:
@@ -246,11 +292,18 @@ def ended_early(process: LocalProcess) -> ProcessDiedError:
     deadline = time.monotonic() + 2
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    lines = "\n".join(f"  {line}" for line in process.tail())
+    cause = cause_of(process.tail())
     return ProcessDiedError(
-        f"the load generator {process.name} ended early (status {process.poll()}); its last lines:\n{lines}",
+        f"the load generator {process.name} ended early (status {process.poll()}){cause and f': {cause}'}",
         hint=f"the whole log is {process.log_path}",
     )
+
+
+def cause_of(lines: Sequence[str]) -> str:
+    """What a log's last lines come to in one line: the error that a traceback ends with, or the last."""
+    told = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in told if _ERROR.match(line)]
+    return (errors or told or [""])[-1][:CAUSE_CHARS]
 
 
 def _say(process: LocalProcess, words: str) -> None:

@@ -17,7 +17,7 @@ from kvbench.core.live import (
     Decision,
     LiveConfig,
     LiveTrial,
-    completion_rate,
+    ceiling_measured,
     trial_length_s,
 )
 from kvbench.core.records import Cell, Method, RequestRecord
@@ -47,6 +47,8 @@ class Wanted:
     latency_s: float = 0.0
     thorough: bool = False
     """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
+    confirms: bool = False
+    """Other trials have found this rate; this one is to agree with them."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Watch:
                     ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
                     confidence=scenario.search.confidence,
                     thorough=wanted.thorough,
+                    confirms=wanted.confirms,
                     hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
                 ),
                 [Criterion(kind, target) for kind, target in slo.criteria()],
@@ -135,9 +138,8 @@ class Watch:
                 self.decisions.setdefault(name, decision)
         if progress.t_s >= self._ceiling_s:
             return True
-        decision = self.decision
-        # Undecided means that the time is up: what is on its way may end, the load is over anyway.
-        return decision is not None and decision.verdict != "undecided"
+        # Undecided is a decision, too: the time is up.
+        return self.decision is not None
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
@@ -149,16 +151,13 @@ def _hopeless_s(slo: Slo, output_len: int) -> float:
     return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
 
 
-def ceiling_figures(records: Sequence[RequestRecord], offered: Offered) -> dict[str, Any]:
-    """What came out while a ceiling probe was offered: completions per second, and whether steadily."""
+def ceiling_figures(records: Sequence[RequestRecord], offered: Offered, latency_s: float) -> dict[str, Any]:
+    """A ceiling probe's completions per second, and whether they are a ceiling, for its trial's summary."""
     ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
-    found = completion_rate(ends, offered.length_s)
-    if found is None:
+    found = ceiling_measured(ends, offered.n, offered.length_s, latency_s)
+    if found.completion_rate is None:
         return {}
-    # Where little is left behind, what came out is what was offered, and no ceiling.
-    left = offered.n - sum(end <= offered.length_s for end in ends)
-    flooded = left > max(0.25 * offered.n, 3 * math.sqrt(offered.n))
-    return {"completion_rate": found[0], "completion_steady": found[1] and flooded}
+    return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}
 
 
 def _stopped(settled: Settled) -> bool:

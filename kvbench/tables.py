@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from datetime import datetime
+from itertools import groupby
+from typing import Any, Final, Literal
 
 from kvbench.core.binding import Binding
 from kvbench.core.breakdown import PARTS
 from kvbench.core.records import Cell, TrialRecord
-from kvbench.errors import EXIT_FAILED, EXIT_OK
+from kvbench.provenance import SIMULATED
 from kvbench.runs import CellResult, Run
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # found: a rate and its interval · at_least: no miss bounds the rate from above · none: no tested rate met
 # the SLO · undecided: no trial gave a verdict · one_rate: one rate was offered, nothing was searched ·
@@ -69,12 +68,15 @@ class Answer:
     max_request_rate: float | None = None
     lower: float | None = None
     upper: float | None = None
+    sure: bool = True
+    """Whether the search reached its end: a trial at that rate was met."""
 
     def text(self) -> str:
-        """As people read it: ``12.3 [11.9, 12.8]``, ``≥ 12.3``, ``none (< 0.5)``."""
+        """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
+        ``none (< 0.5)``."""
         if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
             interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
-            return f"{number(self.max_request_rate)} {interval}"
+            return f"{number(self.max_request_rate)}{'' if self.sure else '?'} {interval}"
         if self.outcome == "at_least":
             return f"≥ {number(self.max_request_rate)}"
         if self.outcome == "one_rate":
@@ -218,7 +220,8 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
     rate, lower, upper = (_finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
     if rate is None:
         return Answer("undecided" if upper is None else "none", None, None, upper)
-    return Answer("at_least" if upper is None else "found", rate, lower, upper)
+    sure = given.get("status") not in ("undecided", "exhausted")
+    return Answer("at_least" if upper is None else "found", rate, lower, upper, sure)
 
 
 def _supporting_trial(
@@ -276,6 +279,38 @@ def _finite(value: Any) -> float | None:
     return float(value)
 
 
+# --- how much of the time was measured ------------------------------------------------------------
+
+
+def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
+    """The share of time in which a load was offered, from each deployment's first trial to its last.
+
+    None where that cannot be told: without two trials of one deployment, or without times.
+    """
+    offered_s = whole_s = 0.0
+    rows = sorted((trial for trial in trials if trial.started_at), key=lambda trial: trial.started_at)
+    # A deployment's trials come one after the other; at the equal rate it is brought up once more.
+    for _, group in groupby(rows, lambda trial: (trial.cell.connector, trial.method == "equal_rate")):
+        mine = list(group)
+        begun, last = (
+            datetime.fromisoformat(t.started_at.replace("Z", "+00:00")) for t in (mine[0], mine[-1])
+        )
+        if len(mine) > 1:
+            offered_s += sum(trial.duration_s for trial in mine)
+            whole_s += (last - begun).total_seconds() + mine[-1].duration_s
+    return min(1.0, offered_s / whole_s) if whole_s > 0 else None
+
+
+def time_line(run: Run) -> str:
+    """How much of a run was measuring; empty where it cannot be told, or took no real time."""
+    share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
+    if share is None:
+        return ""
+    return (
+        f"{len(run.all_trials)} trials, measuring {share:.0%} of the time that deployments were up for them"
+    )
+
+
 MISSING: Final = "–"
 
 
@@ -294,41 +329,3 @@ def percent(value: float | None) -> str:
     if value is None:
         return MISSING
     return "100" if value >= 1 else f"{min(value * 100, 99.9):.1f}"
-
-
-# --- what doctor found -----------------------------------------------------------------------------
-
-
-class Check(Protocol):
-    """One finding about this machine, as doctor makes them."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def fix(self) -> str: ...
-
-
-def render_checks(checks: Sequence[Check], console: Console) -> int:
-    """Prints one line per check and how to mend what is not well.
-
-    Returns the exit code: failed only if something is missing that every run needs; a connector that
-    lacks its library is skipped by a run and fails nothing.
-    """
-    from rich.text import Text
-
-    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
-    width = max((len(check.name) for check in checks), default=0)
-    for check in checks:
-        line = Text(f"{check.status:<8}", style=colours.get(check.status, ""))
-        line.append(f"{check.name:<{width}}  {check.detail}", style="default")
-        console.print(line, soft_wrap=True)
-        if check.fix and check.status != "ok":
-            console.print(Text(f"{'':<{width + 8}}  → {check.fix}", style="cyan"), soft_wrap=True)
-    lacking = [
-        check for check in checks if check.status == "missing" and not check.name.startswith("connector ")
-    ]
-    return EXIT_FAILED if lacking else EXIT_OK

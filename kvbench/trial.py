@@ -32,7 +32,7 @@ from kvbench.figures import (
 )
 from kvbench.kvmetrics import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
 from kvbench.launchers.local import LocalLauncher
-from kvbench.load import LoadGenerator, LoadResult, Progress
+from kvbench.load import LoadGenerator, LoadResult, Progress, Spare
 from kvbench.offer import Offered, Wanted, Watch, ceiling_figures, planned
 from kvbench.replay import write_requests
 from kvbench.store import RunStore
@@ -91,6 +91,7 @@ class TrialPlan:
             self.purpose == "ceiling",
             self.latency_s,
             self.thorough,
+            self.purpose == "confirm",
         )
 
 
@@ -110,6 +111,7 @@ class TrialRunner:
         self.deployment = deployment
         self._store = store
         self._launcher = launcher
+        self._spare = Spare(launcher)
         self._on_progress = on_progress
         self._trace = trace
         self._tiers = scenario.slo.by_tier()
@@ -122,6 +124,13 @@ class TrialRunner:
         """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
         rate = request_rate(self._trace) if self._trace else 0.0
         return rate if math.isfinite(rate) else 0.0
+
+    def prepare(self) -> None:
+        """Starts a load generator for the next trial; ``close`` ends it if there is none."""
+        self._spare.prepare()
+
+    def close(self) -> None:
+        self._spare.close()
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offer the load, judge it, store it. Raises KvbenchError if a process died or hung."""
@@ -167,7 +176,7 @@ class TrialRunner:
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
         if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, offered)
+            told |= ceiling_figures(load.records, offered, plan.latency_s)
         labels = list(self._store.manifest.get("labels", []))
         if verdict == "measured" and reason:
             labels.append(SATURATED)
@@ -214,9 +223,8 @@ class TrialRunner:
             spec["requests_path"] = str(requests_path)
         timeout_s = self.scenario.workload.request_timeout_s
         deadline_s = max(offered.length_s, offered.n / plan.rate) * 2 + timeout_s + DEADLINE_SLACK_S
-        generator = LoadGenerator(
-            self._launcher, spec, name=f"loadgen-{plan.trial_id}", workers=self._workers(plan.rate, offered.n)
-        )
+        workers, name = self._workers(plan.rate, offered.n), f"loadgen-{plan.trial_id}"
+        generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
         try:
             return generator.run(progressed, self.deployment.check_alive, deadline_s), offered, watch
         finally:

@@ -152,6 +152,12 @@ class VirtualTrials(TrialRunner):
         self._tiers = scenario.slo.by_tier()
         self._slo = scenario.slo.main()
 
+    def prepare(self) -> None:
+        """Nothing is started."""
+
+    def close(self) -> None:
+        """Nothing was."""
+
     def latency_s(self, cell: Cell) -> float:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
         alone = Load.alike([0.0], cell.input_len, cell.output_len, 1e9)
@@ -182,7 +188,7 @@ class VirtualTrials(TrialRunner):
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
         if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, offered)
+            told |= ceiling_figures(load.records, offered, plan.latency_s)
         saturated = [SATURATED] if verdict == "measured" and reason else []
         record = TrialRecord(
             trial_id=plan.trial_id,

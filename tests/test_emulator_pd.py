@@ -288,3 +288,20 @@ def test_a_client_that_leaves_while_waiting_frees_both_sides(tmp_path: Path) -> 
         assert p.metric("kvbench:kv_xfer_num_kv_expired_reqs_total") == 0
         assert len(long.result()) == 300
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
+
+
+def test_a_client_that_leaves_while_d_asks_for_kv_frees_d_at_once(tmp_path: Path) -> None:
+    """P never gets the request; without a word from D, both would wait for the transfer's own deadline."""
+    problem = transfer.check("mooncake")
+    if problem is not None:
+        pytest.skip(f"mooncake: {problem.reason}")
+    with running_pair(tmp_path, "mooncake", transfer_timeout_s=120.0) as pair:
+        body = {"prompt": prompt_of(40), "max_tokens": 4}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                pair.decode.url + "/v1/completions",
+                json=pair.connector.decode_request(body, None, "left", pair.peer()),
+                timeout=0.5,
+            )
+        pair.decode.wait_metric("vllm:num_requests_waiting", 0)
+        pair.decode.wait_metric("vllm:kv_cache_usage_perc", 0)

@@ -28,7 +28,7 @@ from kvbench.core.workers import (
 )
 from kvbench.errors import KvbenchError, ProcessDiedError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.load import LoadGenerator, LoadResult, Progress, Settled
+from kvbench.load import LoadGenerator, LoadResult, Progress, Settled, Spare, cause_of
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -214,7 +214,7 @@ def test_progress_is_the_sum_and_settled_requests_are_told_once(launcher: LocalL
 
 
 def test_stopping_reaches_every_worker(launcher: LocalLauncher) -> None:
-    scripts = [
+    scripts: list[Script] = [
         {"until_stop": True, "records": [0, 2]},
         {"until_stop": True, "records": [1], "progress": [{}]},
     ]
@@ -224,11 +224,40 @@ def test_stopping_reaches_every_worker(launcher: LocalLauncher) -> None:
 
 
 def test_one_worker_that_ends_early_ends_all_with_a_clear_error(launcher: LocalLauncher) -> None:
-    with pytest.raises(
-        ProcessDiedError, match=r"actor-w1 ended early \(status 3\)(?s:.*)out of luck"
-    ) as caught:
+    with pytest.raises(ProcessDiedError, match=r"actor-w1 ended early \(status 3\): out of luck$") as caught:
         drive(launcher, [{"until_stop": True}, {"die": True}])
     assert "actor-w1.log" in caught.value.hint
+
+
+def test_a_generator_that_fails_is_told_in_one_line(launcher: LocalLauncher) -> None:
+    code = "import sys, json\nraise ValueError('the spec is for\\nsomebody else')"
+    spec = {"num_requests": 1, "records_path": str(launcher.log_dir / "r")}
+    generator = LoadGenerator(launcher, spec, "broken", command=(sys.executable, "-c", code))
+    with pytest.raises(ProcessDiedError) as caught:
+        generator.run(lambda _: False, lambda: None, 20.0)
+    assert "Traceback" in (launcher.log_dir / "broken.log").read_text()
+    assert caught.value.message.endswith("(status 1): ValueError: the spec is for")
+    assert caught.value.hint == f"the whole log is {launcher.log_dir / 'broken.log'}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([], ""),
+        (
+            ["Traceback (most recent call last):", '  File "x", line 1', "OSError: [Errno 24] x"],
+            "OSError: [Errno 24] x",
+        ),
+        (["kvbench.errors.InputError: no", "hint: y"], "kvbench.errors.InputError: no"),
+        (
+            ["kvbench.loadgen: the spec: missing key 'seed'", ""],
+            "kvbench.loadgen: the spec: missing key 'seed'",
+        ),
+        (["Killed"], "Killed"),
+    ],
+)
+def test_the_cause_is_the_line_that_says_it(lines: list[str], cause: str) -> None:
+    assert cause_of(lines) == cause
 
 
 def test_a_missing_and_a_double_record_are_errors(launcher: LocalLauncher) -> None:
@@ -357,3 +386,53 @@ def test_one_worker_sends_the_whole_plan(
     assert [each.error for each in result.records] == [""] * 40
     assert result.client["workers"] == 1
     assert not list(tmp_path.glob(".records*"))
+
+
+def test_a_spare_that_waits_takes_the_next_load_under_its_name(
+    launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
+) -> None:
+    spare = Spare(launcher)
+    spare.prepare()
+    waiting = psutil.Process().children()
+    for name in ("first", "second"):
+        mine = [each.pid for each in psutil.Process().children()]
+        generator = LoadGenerator(launcher, real_spec(engine.url, tmp_path), name, spare=spare)
+        used: list[int] = []
+
+        def look(_: Progress, generator: LoadGenerator = generator, used: list[int] = used) -> bool:
+            used.extend(generator.pids)
+            return False
+
+        result = generator.run(look, lambda: None, 60.0)
+        assert result.reason == "complete"
+        assert used[0] in mine, "the one that waited has sent"
+        assert (launcher.log_dir / f"{name}.log").exists()
+    spare.close()
+    assert waiting
+    assert not [each for each in psutil.Process().children() if "kvbench.loadgen" in " ".join(each.cmdline())]
+    assert not (launcher.log_dir / "loadgen-spare.log").exists()
+
+
+def test_a_spare_that_died_is_replaced(
+    launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
+) -> None:
+    spare = Spare(launcher)
+    before = {each.pid for each in psutil.Process().children()}
+    spare.prepare()
+    (process,) = (each for each in psutil.Process().children() if each.pid not in before)
+    process.kill()
+    process.wait(10)
+    result = LoadGenerator(launcher, real_spec(engine.url, tmp_path), "own", spare=spare).run(
+        lambda _: False, lambda: None, 60.0
+    )
+    assert result.reason == "complete"
+    spare.close()
+
+
+def test_a_spare_whose_spec_is_wrong_says_so(launcher: LocalLauncher) -> None:
+    spare = Spare(launcher)
+    spare.prepare()
+    spec = {"records_path": str(launcher.log_dir / "r"), "num_requests": 1, "nonsense": 1}
+    with pytest.raises(ProcessDiedError, match="unknown key 'nonsense'"):
+        LoadGenerator(launcher, spec, "wrong", spare=spare).run(lambda _: False, lambda: None, 20.0)
+    spare.close()

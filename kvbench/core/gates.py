@@ -40,9 +40,10 @@ from kvbench.core import (
     gates_work,
 )
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
-from kvbench.core.metrics import CONFIDENCE, WARMUP_SHARE, Slo
+from kvbench.core.metrics import CONFIDENCE, Slo
 from kvbench.core.records import Finding, VerdictKind
 from kvbench.core.stats import log_evidence_below
+from kvbench.core.window import WARMUP_SHARE
 
 __all__ = [
     "GATES",

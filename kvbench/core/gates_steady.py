@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 
 from kvbench.core.evidence import EngineFigures, Evidence
-from kvbench.core.metrics import judged_records
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.core.stats import autocorrelation_time
+from kvbench.core.window import judged_records
 
 BATCH_MIN_REQUESTS: Final = 20
 BATCH_SHARE: Final = 0.10

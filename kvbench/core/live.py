@@ -19,6 +19,10 @@ that grow geometrically, and the chance of error allowed is shared out evenly am
    by the confidence interval of its margin (the quantile of each request's value / limit) by sections; a
    mean by the t interval of section means. What is pending in the steady part counts against either.
 
+At the very rate that is looked for the share *is* the one asked for, and no trial of affordable length proves
+either side. So a trial that only has to *confirm* a rate which others have found says yes also if its own
+share, at its end, is at or above the goal; the interval is told beside it. Below the goal it stays undecided.
+
 What it measured is handed to the search with the verdict: shares, and the **score**, which is 0 where the
 criterion is just kept, above 0 below that rate, and nearly linear in the rate: 1 / margin − 1.
 """
@@ -43,7 +47,7 @@ Observation = tuple[int, tuple[float, ...]] | tuple[int, tuple[float, ...], tupl
 """(request's index, one value per criterion), and if known one margin per criterion: the value / its limit
 that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came."""
 
-TRIAL_LATENCIES: Final = 12.0
+TRIAL_LATENCIES: Final = 10.8
 TRIAL_REQUESTS: Final = 600
 QUICK_REQUESTS: Final = 2000
 QUICK_S: Final = 40.0
@@ -135,7 +139,9 @@ class LiveConfig:
     latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
     latest; by default the last planned send. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of
     either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
-    answer, whose figures count. ``latencies``: the time is up after so many of the trial's own latencies.
+    answer, whose figures count. ``confirms``: the rate was found by other trials, and this one is to agree:
+    when its time is up, figures that reach what is asked are a yes, proven or not.
+    ``latencies``: the time is up after so many of the trial's own latencies.
     ``hopeless_s``: what has been under way for so long has broken a limit for sure.
     """
 
@@ -146,6 +152,7 @@ class LiveConfig:
     ttft_limit_s: float = 0.0
     confidence: float = 0.95
     thorough: bool = False
+    confirms: bool = False
     latencies: float = TRIAL_LATENCIES
     hopeless_s: float = math.inf
 
@@ -264,6 +271,9 @@ class LiveTrial:
         met = bool(looks) and all(look.verdict == "met" for look in looks)
         if met and (last or not (self.config.thorough or early)):
             return self._decide("met", "; ".join(look.text for look in looks), t_s, found)
+        if last and self.config.confirms and looks and all(look.reached for look in looks):
+            why = "; ".join(look.text for look in looks)
+            return self._decide("met", f"reached, as a confirming trial is to: {why}", t_s, found)
         if last:
             why = "; ".join(look.text for look in looks) or "too few requests were settled"
             return self._decide("undecided", f"the time was up before it was sure: {why}", t_s, found)

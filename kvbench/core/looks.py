@@ -46,6 +46,8 @@ class Look:
     upper: float
     effective_n: float
     text: str
+    reached: bool = False
+    """By the figure itself, though nothing is proven; what is pending counts as broken."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
         f"{good:.0f} of {n} requests ({share:.1%}) within the SLO, {target:.1%} asked; "
         f"interval {interval[0]:.1%} to {interval[1]:.1%}"
     )
-    return Look(verdict, score, error, share, *interval, effective, text)
+    reached = good >= target * whole and (target == 1.0 or n * (1.0 - target) >= 1.0 - 1e-9)
+    return Look(verdict, score, error, share, *interval, effective, text, reached)
 
 
 def mean_look(values: FloatArray, target: float, how: Strictness) -> Look:
@@ -108,7 +111,8 @@ def mean_look(values: FloatArray, target: float, how: Strictness) -> Look:
         verdict = "missed"
     score, score_error = _score(mean / target, error / target)
     text = f"mean {mean:.4g} ± {error:.2g}, at most {target:.4g} asked"
-    return Look(verdict, score, score_error, share, 0.0, 1.0, n, text)
+    reached = mean <= target and how.pending <= PENDING * n
+    return Look(verdict, score, score_error, share, 0.0, 1.0, n, text, reached)
 
 
 def _reach(certainty: float, sections: int, error: float) -> float:

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvbench.core.burst import burst_requests
 from kvbench.core.evidence import Evidence
-from kvbench.core.gates import judge
+from kvbench.core.gates import UNSUSTAINED, judge
 from kvbench.core.live import Decision
 from kvbench.core.metrics import Summary, Window
 from kvbench.core.records import Finding, Method, RequestRecord, VerdictKind
@@ -54,32 +54,20 @@ def judged_window(method: Method, records: Sequence[RequestRecord]) -> Window | 
 def joined_verdict(
     method: Method, evidence: Evidence, decision: Decision | None, *, searched: bool
 ) -> tuple[VerdictKind, str, list[Finding]]:
-    """The gates' verdict together with the live rule's: gates refuse, the live rule says how sure it is."""
+    """The gates' verdict together with the live rule's: gates refuse, and find what cannot be sustained.
+
+    Else the live rule's stands. What ended after the last look did so when no load was offered any more, and
+    proves nothing; but a yes that it contradicts is none.
+    """
     verdict, reason, findings = verdict_of(method, evidence, searched=searched)
-    if decision is None or verdict not in ("met", "missed") or not decision.measured.n:
+    if decision is None or verdict not in ("met", "missed"):
         return verdict, reason, findings
-    if decision.verdict == "undecided" and not _sure(evidence.summary, verdict):
-        return "undecided", decision.reason, findings
     if decision.verdict == verdict:
-        reason = f"{decision.reason}, after {decision.at_s:.1f} s"
-    return verdict, reason, findings
-
-
-def _sure(summary: Summary, verdict: VerdictKind) -> bool:
-    """Whether the whole trial, with what ended after the last look, proves the verdict by its intervals."""
-    bounds = [
-        (each.lower, each.upper, each.target)
-        if each.kind == "share"
-        else (
-            None if each.upper is None else -each.upper,
-            None if each.lower is None else -each.lower,
-            -each.target,
-        )
-        for each in summary.criteria
-    ]
-    if verdict == "met":
-        return all(lower is not None and lower >= target for lower, _, target in bounds)
-    return any(upper is not None and upper < target for _, upper, target in bounds)
+        return verdict, f"{decision.reason}, after {decision.at_s:.1f} s", findings
+    if decision.verdict == "met":
+        unsustained = any(finding.gate in UNSUSTAINED for finding in findings)
+        return ("missed" if unsustained else "undecided"), reason, findings
+    return decision.verdict, decision.reason, findings
 
 
 def verdict_of(

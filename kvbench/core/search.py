@@ -3,7 +3,7 @@
 Told verdicts alone
 -------------------
 1. **Expand** from the start rate: up while trials are met, down while they are missed. From a cold start up
-   by × 2, down by ÷ 2, ÷ 4, ÷ 16 (an SLO that nothing can meet shows within a few trials). From a trusted
+   by × 2, down by ÷ 2, ÷ 4, ÷ 4 (an SLO that nothing can meet shows within a few trials). From a trusted
    hint by × 1.15, × 1.3, then as from a cold start: a good guess costs two trials.
 2. **Bisect** between the highest met and the lowest missed rate, at their geometric mean, until
    upper / lower ≤ 1 + precision.
@@ -20,8 +20,12 @@ A yes or no is the least that a trial tells. With the shares of late requests, a
    say so, but not beyond the capacity, until both a yes and a no, or "cannot tell", were seen.
 2. **Bisect**: to the median of the posterior, again and again. There trials are *thorough*: a quick yes comes
    before a queue has built up.
-3. **Confirm**: a further trial at the median, once that is sharp. If it is not missed, and leaves the median
-   near itself and the interval within the precision, the search is over and that rate is the answer.
+   While all trials are missed, steps down are halves as long as some requests are in time.
+3. **Confirm**: a further trial at the median, once that is sharp. If it leaves the median near itself and the
+   interval within the precision, and if it is met, or another trial at that rate or up to the precision above
+   it was, the search is over and that rate is the answer. Else there is a further trial at the new median. If
+   ``max_trials`` comes first, the answer goes down to the highest rate met within the precision below the
+   median; without one it is *undecided*.
 
 An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it cannot be told
 whether the SLO holds is close to the one looked for. Without figures it is tried once more, and then the
@@ -63,10 +67,12 @@ from kvbench.core.searchdata import (
 __all__ = ["Answer", "Hint", "Measured", "Probe", "RateSearch", "SearchLimits", "Told"]
 
 UP_COLD: Final = (2.0,)
-DOWN_COLD: Final = (2.0, 4.0, 16.0)
+DOWN_COLD: Final = (2.0, 4.0)
 UP_TRUSTED: Final = (1.15, 1.3, 2.0)
-DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0, 16.0)
+DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0)
 """Factors of the first, second, ... step away from the start; the last one repeats."""
+DOWN_NEAR: Final = 2.0
+"""The longest step down from a trial in which some requests were in time: the rate cannot be far."""
 
 CEILING_FACTOR: Final = 80.0
 """The ceiling probe offers so many times the start rate: with four requests under way there, 320 here."""
@@ -79,6 +85,8 @@ NEAR: Final = 1.5
 SHIFT: Final = 0.4
 """In units of the precision: the interval's half-width at the end, and from which on a trial may confirm; how
 far the median may move by the trial that confirms."""
+CONFIRM_BELOW: Final = 0.1
+"""In units of the precision: so far below the median a trial is to confirm, or every other one would fail."""
 UNSURE_TRIALS: Final = 2
 
 _DIGITS: Final = 4
@@ -199,38 +207,31 @@ class RateSearch:
         )
 
     def _figures(self, rate: float | None) -> dict[str, Any]:
-        """The curve, and the attainment of the newest trial at that rate that was not missed."""
+        """The curve, and the attainment of the trial that the rate rests on, or else of the newest at it."""
         figures: dict[str, Any] = {"curve": tuple(told.to_json() for told in self._told)}
-        for told in reversed(self._told):
-            measured = told.measured
-            if (
-                told.rate == rate
-                and told.verdict in ("met", "undecided")
-                and measured is not None
-                and measured.n
-            ):
-                figures.update(
-                    attainment=measured.attainment,
-                    attainment_lower=measured.attainment_lower,
-                    attainment_upper=measured.attainment_upper,
-                    n=measured.n,
-                )
-                break
+        if rate is None:
+            return figures
+        at_rate = (told for told in reversed(self._tried()) if told.rate == rate)
+        told = self._support(rate) or next(at_rate, None)
+        if told is not None and told.measured is not None and told.measured.n:
+            figures.update(
+                attainment=told.measured.attainment,
+                attainment_lower=told.measured.attainment_lower,
+                attainment_upper=told.measured.attainment_upper,
+                n=told.measured.n,
+            )
         return figures
 
     def _measured_answer(self, root: Root, bracket: _Bracket) -> Answer:
-        settled = self._settled(root)
+        settled, fallen = self._settled(root), self._fallen_back(root)
+        settled = settled if settled is not None else fallen
         rate = settled if settled is not None else self._inside(root.median)
         status: Status = "converged"
-        reason = f"a further trial at {rate:g} agrees"
+        reason = (
+            f"a further trial at {rate:g} agrees" if fallen is None else f"the highest rate met: {rate:g}"
+        )
         if settled is None:
-            over = len(self._told) >= self.limits.max_trials
-            status = "exhausted" if over else "undecided"
-            reason = f"max_trials = {self.limits.max_trials} came before the precision asked for"
-            if not over and self.ask() is not None:
-                reason = "the search was not finished"
-            elif not over:
-                reason = f"trials at {bracket.ceiling or rate:g} and around it were refused"
+            status, reason = self._unsettled(root, bracket)
         tried = self._tried()
         lower, upper = min(root.lower, rate), max(root.upper, rate)
         known: tuple[float | None, float | None, float | None, Literal["", "above", "below"]]
@@ -238,6 +239,11 @@ class RateSearch:
         if settled is None and all(told.verdict == "missed" for told in tried):
             # Nothing but misses: any rate would be a guess.
             known = (None, None, bracket.upper, "below" if tried else "")
+            if tried and len(self._told) >= self.limits.max_trials:
+                status, reason = (
+                    "exhausted",
+                    f"max_trials = {self.limits.max_trials} came before any rate was met",
+                )
         elif settled is not None and settled >= self.limits.max_rate:
             status, reason = "censored", f"not missed at {rate:g}, the highest rate allowed: raise max_rate"
             known = (rate, lower, None, "above")
@@ -245,6 +251,20 @@ class RateSearch:
         found, low, high, censored = known
         figures = self._figures(found)
         return Answer(found, low, high, censored, status, confirmed, trials, reason, **figures)
+
+    def _unsettled(self, root: Root, bracket: _Bracket) -> tuple[Status, str]:
+        """Why a search from measurements has no answer that can be relied on."""
+        rate, most = self._inside(root.median), self.limits.max_trials
+        if len(self._told) < most:
+            if self.ask() is not None:
+                return "undecided", "the search was not finished"
+            return "undecided", f"trials at {bracket.ceiling or rate:g} and around it were refused"
+        if root.width <= self.limits.precision * WIDTH:
+            return "undecided", (
+                f"max_trials = {most} came before a trial at {rate:g} or up to "
+                f"{self.limits.precision:.0%} above it was met"
+            )
+        return "exhausted", f"max_trials = {most} came before the precision asked for"
 
     def _status(self, bracket: _Bracket, confirmed: bool) -> tuple[Status, str]:
         lower, upper = bracket.lower, bracket.upper
@@ -311,17 +331,20 @@ class RateSearch:
             step = min(highest * _step(UP_TRUSTED, len(tried)), 0.97 * capacity)
             target = min(max(target, step), highest * UP_MOST)
         elif not some_good:
-            step = lowest / _step(DOWN_COLD, len(tried))
-            target = max(target, step) if len(tried) < 3 else step
+            near = any(_some_in_time(told) for told in tried if told.rate == lowest)
+            step = lowest / (DOWN_NEAR if near else _step(DOWN_COLD, len(tried)))
+            target = max(target, step) if near or len(tried) < 3 else step
         unusable = min(
             (rate for rate, seen in bracket.seen.items() if not self._usable(seen)), default=math.inf
         )
+        near = root.width <= self.limits.precision * NEAR
+        if near and some_good and some_bad:
+            target /= 1 + CONFIRM_BELOW * self.limits.precision
         target = self._inside(min(target, unusable / (1 + self.limits.precision)))
         if target in bracket.seen and not self._usable(bracket.seen[target]):
             return None
         if unusable < math.inf and sum(told.rate == target for told in tried) >= 2:
             return None
-        near = root.width <= self.limits.precision * NEAR
         purpose: Purpose = "confirm" if near else "bisect" if some_good and some_bad else "expand"
         return Probe(target, purpose, thorough=target > CLOSE * capacity or (some_good and some_bad))
 
@@ -337,11 +360,27 @@ class RateSearch:
         last, precision = self._told[-1], self.limits.precision
         if last.purpose != "confirm" or last.verdict not in ("met", "undecided") or last.measured is None:
             return None
+        if self._support(last.rate) is None:
+            return None
         if all(told.verdict == "met" for told in self._tried()) and self._capacity() == math.inf:
             return None  # nothing bounds it from above
         moved = abs(math.log(self._inside(root.median) / last.rate))
         sharp = root.width <= precision * WIDTH
         return last.rate if sharp and moved <= precision * SHIFT else None
+
+    def _support(self, rate: float) -> Told | None:
+        """A trial that was met at that rate or up to the precision above it: the nearest, then the newest."""
+        top = rate * (1 + self.limits.precision) * (1 + 1e-9)
+        kept = [told for told in reversed(self._tried()) if _kept(told) and rate <= told.rate <= top]
+        return min(kept, key=lambda told: told.rate, default=None)
+
+    def _fallen_back(self, root: Root) -> float | None:
+        """Out of trials, but the rate is sharp: the highest that was met within the precision below it."""
+        if len(self._told) < self.limits.max_trials or root.width > self.limits.precision * WIDTH:
+            return None
+        median = self._inside(root.median)
+        best = max((told.rate for told in self._tried() if _kept(told) and told.rate <= median), default=0.0)
+        return best if best * (1 + self.limits.precision) >= median else None
 
     def _next_by_verdicts(self, bracket: _Bracket, left: int) -> Probe | None:
         doubtful = self._doubtful(bracket)
@@ -426,6 +465,18 @@ class RateSearch:
 
     def _inside(self, rate: float) -> float:
         return min(max(_rounded(rate), self.limits.min_rate), self.limits.max_rate)
+
+
+def _kept(told: Told) -> bool:
+    """Whether a trial was met, with a share no smaller than the one asked for where it tells them."""
+    measured = told.measured
+    if measured is None or measured.target is None or measured.attainment is None:
+        return told.verdict == "met"
+    return told.verdict == "met" and measured.attainment >= measured.target
+
+
+def _some_in_time(told: Told) -> bool:
+    return told.measured is not None and bool(told.measured.n and told.measured.attainment)
 
 
 def _step(factors: Sequence[float], taken: int) -> float:

@@ -136,14 +136,16 @@ class Answer:
     """What is known of the highest rate that meets the SLO.
 
     By verdicts alone, ``max_request_rate`` is ``lower``: the highest rate that was met, and ``upper`` the
-    lowest that was missed above it. From what the trials measured, it is the most likely rate, which a
-    trial of its own has not contradicted, and ``lower`` and ``upper`` hold it with a probability of 90 %.
+    lowest that was missed above it. From what the trials measured, it is the most likely rate, and ``lower``
+    and ``upper`` hold it with a probability of 90 %; if it "converged", a trial at it or up to the precision
+    above it was met, with a share of requests within the SLO that reaches the one asked for.
     ``censored``: "above" if no miss bounds it (read "at least"), "below" if no rate was met (read "less
     than upper"). ``confirmed``: a further, independent trial agreed. Status: "converged"; "censored" (met
-    at max_rate); "slo_unattainable" (missed at min_rate); "undecided" (refused or undecided trials left an
-    end unproven, or the search was not finished); "exhausted" (max_trials came first). The interval is
-    valid, if wide, in the latter two also. ``attainment`` with its 95 % interval and ``n`` are the
-    confirming trial's. ``curve``: each trial's rate, verdict, purpose, and attainment if it was measured.
+    at max_rate); "slo_unattainable" (missed at min_rate); "undecided" (refused or undecided trials left
+    an end unproven, no trial at the rate was met, or the search was not finished); "exhausted"
+    (max_trials came first). The interval is valid, if wide, in the latter two also. ``attainment`` with
+    its 95 % interval and ``n`` are those of the trial that the rate rests on, or else of the newest one
+    at it. ``curve``: each trial's rate, verdict, purpose, and attainment if it was measured.
     """
 
     max_request_rate: float | None

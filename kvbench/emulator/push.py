@@ -227,8 +227,8 @@ class PushConsumer(Handoff):
         self.spawn(self._load(live))
 
     def on_dropped(self, live: Live) -> None:
-        if live.request.remote_kv and live.request.first_scheduled_s is None:
-            self._waiting.pop(live.remote.transfer_id, None)
+        # Also while KV is on its way: P may never get the request, and would wait for it up to its deadline.
+        if live.request.remote_kv and self._waiting.pop(live.remote.transfer_id, None) is not None:
             self.spawn(self._tell("release", live.remote, [live.remote.transfer_id]))
 
     async def _load(self, live: Live) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -94,6 +95,12 @@ class LocalProcess:
     def tail(self, lines: int = 12) -> list[str]:
         """The last lines of its log."""
         return tail_of(self.log_path, lines)
+
+    def rename(self, name: str) -> None:
+        """Another name, for the log too, for a process that got its work after its start."""
+        self.spec = replace(self.spec, name=name)
+        path = self.log_path.with_name(f"{name}.log")
+        self.log_path = self.log_path.rename(path)
 
     def _has_exited(self) -> bool:
         # WNOWAIT leaves the zombie in place, so that its process group id cannot be reused

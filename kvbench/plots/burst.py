@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvbench.core.metrics import in_flight_series, waiting_series
 from kvbench.core.records import RequestRecord, TrialRecord
-from kvbench.core.stats import StepSeries
+from kvbench.core.window import in_flight_series, waiting_series
+from kvbench.plots.flight import IN_FLIGHT, WAITING, outline
+from kvbench.plots.panels import light_records
 from kvbench.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
 from kvbench.runs import CellResult, Run
 from kvbench.tables import number, read_answer
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 LINES_MOST: Final = 4
 """Further connectors and lengths tell the same story."""
-IN_FLIGHT, WAITING = "aggregated", "nixl"
-"""Colours of the two curves, by whose they are in the palette."""
 
 
 def burst_figure(run: Run, theme: Theme = "light") -> Figure | None:
@@ -42,7 +41,7 @@ def burst_figure(run: Run, theme: Theme = "light") -> Figure | None:
         )
         for axes, (burst, held) in zip(grid, pairs, strict=True):
             for axis, trial, kind in zip(axes, (burst, held), ("burst", "sustained"), strict=True):
-                _draw(axis, trial, run.request_records(trial.trial_id), palette)
+                _draw(axis, trial, light_records(run, trial.trial_id), palette)
                 cell = trial.cell
                 axis.set_title(
                     f"{cell.connector}, {cell.input_len:,} in: {kind} {number(trial.request_rate)} req/s",
@@ -85,14 +84,10 @@ def _draw(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord], pale
         (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT]),
         (waiting_series(records, trial.duration_s), palette.series[WAITING]),
     ):
-        times, values = _outline(series)
+        times, values = outline(series)
         axes.step(times, values, where="post", color=colour, linewidth=1.4)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-
-
-def _outline(series: StepSeries) -> tuple[list[float], list[float]]:
-    return [0.0, *series.times_s.tolist()], [0.0, *series.values.tolist()]
 
 
 def _legend(palette: Palette) -> list[Artist]:

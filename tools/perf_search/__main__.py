@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import truth as truths
-from .jobs import METHODS, Job, Row, rows_of, run_job, truth_of
+from .jobs import METHODS, OURS, WARM, Job, Row, rows_of, run_job, truth_of
 from .rivals import RULES
 from .systems import SYSTEMS
 
@@ -29,7 +29,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     table = Table(title="found / true rate on virtual systems", caption=GOALS)
     for column in ("system", "rule"):
         table.add_column(column, no_wrap=True)
-    for column in ("5 %", "median", "95 %", "within 5 %", "trials", "latencies", "right"):
+    for column in ("5 %", "median", "95 %", "within 5 %", "trials", "latencies", "converged", "right"):
         table.add_column(column, justify="right", no_wrap=True)
     before = ""
     for row in rows:
@@ -40,15 +40,18 @@ def table_of(rows: Sequence[Row]) -> Table:
             name += " (hard)"
         before = row.system
         shown = [f"{value:.3f}" if value == value else "" for value in (row.low, row.median, row.high)]
-        within, right = (f"{value:.1%}" if value == value else "" for value in (row.within, row.right))
-        table.add_row(name, row.method, *shown, within, f"{row.trials:g}", f"{row.latencies:.0f}", right)
+        shares = (row.within, row.converged, row.right)
+        within, converged, right = (f"{value:.0%}" if value == value else "" for value in shares)
+        spent = (f"{row.trials:g}", f"{row.latencies:.0f}")
+        table.add_row(name, row.method, *shown, within, *spent, converged, right)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.perf_search", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=200, help="searches of each system by kvbench (200)")
-    parser.add_argument("--rival-seeds", type=int, help="searches of each system by each other rule (seeds)")
+    parser.add_argument("--warm-seeds", type=int, default=50, help="those with a warm start (50)")
+    parser.add_argument("--rival-seeds", type=int, default=20, help="those by each other rule (20)")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
         "--systems", nargs="*", choices=sorted(SYSTEMS), metavar="NAME", help="not all of them"
@@ -66,15 +69,12 @@ def main() -> None:
             truths.keep({system.name: (system, true) for system, true in zip(everything, found, strict=True)})
             return
         true = dict(zip((each.name for each in systems), pool.map(truth_of, systems), strict=True))
-        seeds = {
-            True: chosen.seeds,
-            False: chosen.seeds if chosen.rival_seeds is None else chosen.rival_seeds,
-        }
+        seeds = dict.fromkeys(RULES, chosen.rival_seeds) | {OURS: chosen.seeds, WARM: chosen.warm_seeds}
         jobs = [
             Job(method, system, true[system.name], chosen.first_seed + seed)
             for system in systems
             for method in chosen.methods or METHODS
-            for seed in range(seeds[method not in RULES])
+            for seed in range(seeds[method])
         ]
         start = time.monotonic()
         results = pool.map(run_job, jobs, chunksize=4)

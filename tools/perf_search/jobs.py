@@ -15,6 +15,7 @@ from .trials import Found, hint_near, search
 OURS = "kvbench"
 WARM = "kvbench, warm start"
 METHODS = (OURS, WARM, *RULES)
+NOWHERE = ("above", "below")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Row:
     within: float
     trials: float
     latencies: float
+    converged: float
+    """Share of runs that called their answer converged, of those with a rate to find."""
     right: float
     """Share of runs that said rightly that there is no rate to be found; nan where there is one."""
 
@@ -66,8 +69,8 @@ def is_right(job: Job, found: Found) -> bool:
 
 def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
     """The figures of some searches of one method."""
-    numbers = [(job, found) for job, found in pairs if job.system.truth in ("md1", "runs")]
-    others = [is_right(job, found) for job, found in pairs if job.system.truth in ("above", "below")]
+    numbers = [(job, found) for job, found in pairs if job.system.truth not in NOWHERE]
+    others = [is_right(job, found) for job, found in pairs if job.system.truth in NOWHERE]
     ratio = np.array([(found.rate or 0.0) / job.truth.rate for job, found in numbers])
     low, median, high = np.percentile(ratio, [5, 50, 95]) if len(ratio) else [np.nan] * 3
     return Row(
@@ -80,12 +83,13 @@ def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
         float((np.abs(ratio - 1) <= 0.05).mean()) if len(ratio) else np.nan,
         float(np.median([found.trials for _, found in pairs])),
         float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
+        float(np.mean([found.status == "converged" for _, found in numbers])) if numbers else np.nan,
         float(np.mean(others)) if others else np.nan,
     )
 
 
 def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
-    """A row for each method and system, then one for each method over all systems that are not hard."""
+    """A row for each method and system, then one for each method over all systems."""
     pairs = list(zip(jobs, results, strict=True))
     methods = list(dict.fromkeys(job.method for job in jobs))
     names = list(dict.fromkeys(job.system.name for job in jobs))
@@ -94,11 +98,7 @@ def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
         for name in names
         for method in methods
     ]
-    for method in methods:
-        fair = [pair for pair in pairs if pair[0].method == method and not pair[0].system.hard]
-        if fair:
-            rows.append(row_of(method, "all", fair))
-    return rows
+    return rows + [row_of(method, "all", [p for p in pairs if p[0].method == method]) for method in methods]
 
 
 def truth_of(system: System) -> truths.Truth:

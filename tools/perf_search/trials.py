@@ -85,6 +85,7 @@ def live_trial(
         latency_s,
         ttft_limit_s=system.ttft_s,
         thorough=probe.thorough,
+        confirms=probe.purpose == "confirm",
         hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
     )
     live = LiveTrial(config, [Criterion("share", system.attainment)])

@@ -77,12 +77,18 @@ def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[f
     return share, float(np.median(outcomes.e2el_s[steady]))
 
 
-def _by_runs(system: System) -> float:
-    """Highest root: bracketed from above, then the logarithm of the misses is fitted over the rate."""
+def _bracket(system: System) -> tuple[float, float]:
+    """(the highest rate that is met, one that is not, 1.25 times as high)."""
+    step = 1.25
     high = system.max_rate
-    while attainment(system, high / 1.25, ROUGH_REQUESTS, 1)[0] < system.attainment:
-        high /= 1.25
-    low = high / 1.25
+    while attainment(system, high / step, ROUGH_REQUESTS, 1)[0] < system.attainment:
+        high /= step
+    return high / step, high
+
+
+def _by_runs(system: System) -> float:
+    """The highest root: bracketed from above, then the logarithm of the misses is fitted over the rate."""
+    low, high = _bracket(system)
     while high / low > 1.03:
         middle = math.sqrt(low * high)
         kept = attainment(system, middle, ROUGH_REQUESTS, 1)[0] >= system.attainment

@@ -1,0 +1,159 @@
+"""Is the rate that a sweep finds the true one, in real time? ``make perf-md1``. It judges nothing.
+
+``kvbench sweep`` drives the exact server as an M/D/1 queue (``kvbench.exact``, ``kvbench.core.queueing``):
+the highest rate at which so many first tokens are in time is known by formula. Then the same load generator
+offers 1.3 times that rate, and what is printed is when the live rule has had enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.core.live import Decision
+from kvbench.core.queueing import md1_max_rate
+from kvbench.core.records import Cell
+from kvbench.core.slo import Slo
+from kvbench.launchers.local import LocalLauncher
+from kvbench.load import LoadGenerator
+from kvbench.offer import Wanted, Watch, planned
+from kvbench.request import Wish, resolve
+from kvbench.yardstick import Yardstick, exact_server
+
+SERVICES: Final = 12
+"""The TTFT limit, in services."""
+GAP_S: Final = 0.004
+OUTPUT_LEN: Final = 8
+INPUT_LEN: Final = 16
+ATTAINMENT: Final = 0.95
+OVERLOAD: Final = 1.3
+OVERLOAD_LIMIT_S: Final = 20.0
+SWEEP_DEADLINE_S: Final = 600.0
+
+
+@dataclass(frozen=True)
+class Queue:
+    """An M/D/1 server and its SLO; times in seconds."""
+
+    service_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return SERVICES * self.service_s
+
+    @property
+    def max_rate(self) -> float:
+        """By formula, in requests per second."""
+        return md1_max_rate(self.service_s, self.ttft_s, ATTAINMENT)
+
+    @property
+    def overload_limit_s(self) -> float:
+        """Within this time an overload is to be cut."""
+        return OVERLOAD_LIMIT_S + 3 * self.service_s
+
+    def spec(self) -> dict[str, Any]:
+        """Of the exact server."""
+        return {"queue": "md1", "service_s": self.service_s, "gap_s": GAP_S, "log_tokens": False}
+
+
+def sweep(queue: Queue, url: str, folder: Path, seed: int, precision: float = 0.05) -> Mapping[str, Any]:
+    """The answer of a whole ``kvbench sweep`` of that server. Raises RuntimeError if there is none."""
+    settings = (f"seed={seed}", "search.trial_s=2", f"search.precision={precision}", "search.max_trials=12")
+    command = [sys.executable, "-m", "kvbench.cli", "sweep", "--base-url", url, "--output", str(folder)]
+    command += [
+        "--input-len",
+        f"{INPUT_LEN}",
+        "--output-len",
+        f"{OUTPUT_LEN}",
+        "--attainment",
+        f"{ATTAINMENT}",
+    ]
+    command += ["--ttft-ms", f"{queue.ttft_s * 1e3:g}", "--tpot-ms", f"{10 * GAP_S * 1e3:g}"]
+    for each in settings:
+        command += ["--set", each]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SWEEP_DEADLINE_S, check=False)
+    cells = [line for path in folder.glob("*/cells.jsonl") for line in path.read_text().splitlines()]
+    found = [json.loads(line) for line in cells]
+    if not found or not found[0].get("answer"):
+        raise RuntimeError(f"the sweep ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    answer: Mapping[str, Any] = found[0]["answer"]
+    return answer
+
+
+def judged_trials(answer: Mapping[str, Any]) -> int:
+    """Trials that gave a verdict, the ceiling probe among them: without those that were refused."""
+    return sum(point["verdict"] != "invalid" for point in answer["curve"])
+
+
+def overload(queue: Queue, server: Yardstick, launcher: LocalLauncher, folder: Path, seed: int) -> Decision:
+    """What the live rule says of 1.3 times the highest rate. Raises RuntimeError if it says nothing."""
+    rate = OVERLOAD * queue.max_rate
+    slo = Slo(ttft_ms=queue.ttft_s * 1e3, tpot_ms=10 * GAP_S * 1e3, attainment=ATTAINMENT)
+    wish = Wish(base_url=server.url, input_len=f"{INPUT_LEN}", output_len=OUTPUT_LEN, ttft_ms=slo.ttft_ms)
+    scenario, _ = resolve(wish)
+    latency_s = queue.service_s + OUTPUT_LEN * GAP_S
+    wanted = Wanted(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), rate, seed, latency_s=latency_s)
+    offered = planned(scenario, wanted)
+    watch = Watch(scenario, wanted, offered, {"": slo})
+    spec = {
+        "base_url": server.url,
+        "model": "exact",
+        "request_rate": rate,
+        "num_requests": offered.n,
+        "seed": seed,
+        "input_len": INPUT_LEN,
+        "output_len": OUTPUT_LEN,
+        "vocab_size": 1000,
+        "records_path": str(folder / f".overload-{seed}"),
+        "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms},
+    }
+    generator = LoadGenerator(launcher, spec, f"overload-{seed}")
+    generator.run(watch.progressed, lambda: None, offered.length_s + 60.0)
+    if watch.decision is None:
+        raise RuntimeError("the overload was offered whole, and nothing was decided")
+    return watch.decision
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.perf_md1", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--service-ms", type=float, default=4.0)
+    chosen = parser.parse_args()
+    queue = Queue(chosen.service_ms / 1e3)
+    table = Table("seed", "found (req/s)", "found / true", "status", "trials", "1.3 × cut after (s)")
+    ratios, cuts = [], []
+    with tempfile.TemporaryDirectory(prefix="kvbench-md1-") as name:
+        folder = Path(name)
+        launcher = LocalLauncher("perf-md1", folder / "logs", folder / "specs")
+        with exact_server(launcher, queue.spec()) as server:
+            for seed in range(1, chosen.repeats + 1):
+                answer = sweep(queue, server.url, folder / f"sweep-{seed}", seed)
+                cut = overload(queue, server, launcher, folder, seed)
+                rate = answer["max_request_rate"] or 0.0
+                ratios.append(rate / queue.max_rate)
+                cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
+                told = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
+                table.add_row(f"{seed}", *told, f"{cuts[-1]:.1f}")
+    console = Console(width=None if os.isatty(1) else 110)
+    console.print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
+    console.print(f"true rate {queue.max_rate:.4g} req/s; load average {os.getloadavg()[0]:.1f}")
+    console.print(table)
+    within = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
+    console.print(f"found / true: median {np.median(ratios):.3f}; {within} of {len(ratios)} within 5 %")
+    console.print(f"1.3 × cut after at most {max(cuts):.1f} s; limit {queue.overload_limit_s:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
