@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search clean
+.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
+	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
+	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
 	@echo "make clean   remove .venv, .venv-vllm, .venv-peers and caches; results/ stays"
@@ -61,8 +63,15 @@ perf-peers: setup
 perf-search: setup
 	@$(BIN)/python -m tools.perf_search $(PERF_SEARCH_ARGS)
 
+perf-microbench: setup
+	@$(BIN)/python -m tools.perf_microbench $(PERF_MICROBENCH_ARGS)
+
+perf-md1: setup
+	@$(BIN)/python -m tools.perf_md1 $(PERF_MD1_ARGS)
+
 clean:
 	rm -rf .venv .venv-vllm .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -f kvbench/loadgen/*.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.

@@ -5,6 +5,7 @@ the defaults below. A fit takes from the run's trials, for each connector:
 
 - latency and bandwidth from the mean time and bytes of a transfer, by least squares over its input lengths
   (one length gives a bandwidth only). Trials that met their SLO count, so that queues count little.
+  From a run of ``kvbench microbench`` the link alone is taken: that of the transfer model fitted to it.
 - overheads from the parts of the TTFT that belong to no step: the medians over the same trials. What the
   KV waits on D for a step (half a gap between tokens on average) is the model's own and taken off.
 """
@@ -19,11 +20,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.kvshape import MERGING
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario import Scenario
 from kvbench.core.simulated import Link, Overheads
+from kvbench.core.transfermodel import fit_all
 from kvbench.errors import InputError
 from kvbench.runs import Run, load_run
+
+_PUSHING: Final = frozenset({"mooncake"})
+"""Backends whose connector lets P write; the others' lets D read."""
+BLOCK_TOKENS: Final = 16
+"""Of an engine that does not say."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,9 @@ def surroundings(scenario: Scenario, label: str, backend: str, measured: Run | N
     """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
     emulated = scenario.deployment.engine == "emulated"
     found = LOOPBACK.get(backend, LOOPBACK[""]) if emulated else NETWORK
-    if measured is not None:
+    if measured is not None and measured.manifest.get("kind") == "microbench":
+        found = _of_microbench(measured, scenario, backend, found)
+    elif measured is not None:
         found = fitted(measured, label) or replace(
             found, source=f"{found.source} ({label} is not in the run)"
         )
@@ -90,9 +100,27 @@ def measured_run(path: Path) -> Run:
     if run.manifest.get("kind") == "simulate":
         raise InputError(
             f"{path} is a simulated run: nothing was measured in it",
-            hint="give --like a run of `kvbench sweep` or `kvbench bench`",
+            hint="give --like a run of `kvbench sweep`, `kvbench bench` or `kvbench microbench`",
         )
     return run
+
+
+def _of_microbench(run: Run, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+    """The link from the fitted transfers of a backend; overheads are none of a microbenchmark's business."""
+    models = [model for model in fit_all(run.transfer_records()) if model.backend == backend]
+    if not models:
+        lacking = f" ({backend} is not in the run)" if backend else ""
+        return replace(otherwise, source=otherwise.source + lacking)
+    usual = "write" if backend in _PUSHING else "read"
+    model = max(models, key=lambda model: (model.op == usual, model.nics))
+    options = scenario.deployment.engine_options
+    tokens = getattr(options, "block_tokens", None) or getattr(options, "block_size", None) or BLOCK_TOKENS
+    shape, ranks = scenario.model.shape, scenario.deployment.tensor_parallel_size
+    block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
+    merged = MERGING.get(backend, False)
+    gb_per_s, besides_s = model.as_link(block_bytes, shape.regions(), merged=merged)
+    link = Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
+    return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
 
 
 def fitted(run: Run, label: str) -> Surroundings | None:

@@ -169,7 +169,7 @@ def simulate(
         typer.Option(
             "--like",
             metavar="RUN",
-            help="A measured run folder: KV bandwidth and per-request overheads are taken from it.",
+            help="A measured run folder: KV bandwidth is taken from it, and of a sweep the overheads.",
             exists=True,
             file_okay=False,
         ),
@@ -190,14 +190,14 @@ def simulate(
     output: OutputOption = Path("results"),
 ) -> int:
     """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
-    from kvbench import simulate as simulating
     from kvbench import splits as splitting
+    from kvbench.simulate import command as simulate_command
 
     wish = replace(options.wish(), fixed_rate=rate)
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
         return splitting.command(wish, chosen, output, _console(), like)
-    return simulating.command(wish, output, _console(), like)
+    return simulate_command(wish, output, _console(), like)
 
 
 @command
@@ -232,6 +232,117 @@ def report(
     from kvbench import report as reporting
 
     reporting.command(run, _console(), force=force)
+
+
+@app.command("import")
+@_with_exit_code
+def import_(
+    files: Annotated[
+        list[Path], typer.Argument(help="Files, or folders, with results of other tools.", metavar="FILE…")
+    ],
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="Which format; by default what they look like."),
+    ] = None,
+    output: OutputOption = Path("results"),
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="The run's name; else the first file's.")
+    ] = None,
+    connector: Annotated[
+        str | None,
+        typer.Option("--connector", metavar="NAME", help="The KV connector of rows whose file names none."),
+    ] = None,
+) -> int:
+    """Read results of vllm bench, aiperf, guidellm, nixlbench and others into a run folder, row by row."""
+    from kvbench import importing
+
+    return importing.command(importing.Wish(files, format_, name, connector), output, _console())
+
+
+@command
+def compare(
+    run: Annotated[list[Path], typer.Argument(help="Run folders.", exists=True, file_okay=False)],
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by",
+            metavar="AXIS",
+            help="What is compared: connector, protocol, nics, tp, input_len, rate, run; by default what differs.",
+        ),
+    ] = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="AXIS[,AXIS…]", help="Sort the rows by these axes.")
+    ] = "",
+    group: Annotated[
+        str, typer.Option("--group", metavar="AXIS", help="A table for each level of this axis.")
+    ] = "",
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="terminal, md, csv, json or latex.")
+    ] = "terminal",
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Put runs into one table although they are not comparable; marks them."),
+    ] = False,
+) -> None:
+    """Say by rule who is ahead, where and by how much, and what cannot be told; then the rows as a table."""
+    from kvbench import comparing
+
+    axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
+    comparing.command(run, comparing.Asked(by, axes, group, format_, force), _console())
+
+
+@command
+def bundle(
+    run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The archive to write; by default RUN-bundle.tar.gz here."),
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="WORD", help="Remove this word, too, wherever it stands. Repeatable."),
+    ] = None,
+    without_logs: Annotated[
+        bool, typer.Option("--without-logs", help="Leave the processes' logs out.")
+    ] = False,
+) -> None:
+    """Pack a run for sharing, without host names, addresses, keys, user names and paths; say what went."""
+    from kvbench import bundle as bundling
+
+    bundling.command(run, bundling.Asked(output, tuple(also or ()), without_logs), _console())
+
+
+@command
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="prometheus, otel-json or csv.")
+    ] = "prometheus",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write to this file instead of printing."),
+    ] = None,
+) -> None:
+    """Print a run's summary as Prometheus text, as OpenTelemetry metrics in JSON, or as CSV."""
+    from kvbench import export as exporting
+
+    exporting.command(run, format_, output, _console())
+
+
+@command
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show it as a live page, too, for browsers on this machine alone.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", help="The page's port; 0: any free one.", min=0, max=65535)
+    ] = 0,
+) -> int:
+    """Follow a run while it goes on: progress, current curve, queues, NICs, verdicts; ends when it ends."""
+    from kvbench import watchrun
+
+    return watchrun.command(run, _console(), serve=serve, port=port)
 
 
 @command

@@ -5,6 +5,8 @@ Reading is the other half of the bargain: a torn last line and a missing file be
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import secrets
@@ -58,6 +60,16 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_bytes(path, _encode(data, indent=2) + b"\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of plain values; the first row names the columns."""
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode("utf-8", "replace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -6,8 +6,6 @@ byte for byte.
 
 from __future__ import annotations
 
-import csv
-import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,23 +16,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbench import microbench_report
 from kvbench.comparison import compare
 from kvbench.core.binding import LIMIT_SHORT
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
-from kvbench.files import replaced, said_clearly, write_bytes, write_json
+from kvbench.errors import InputError
+from kvbench.files import said_clearly, write_bytes, write_csv, write_json
+from kvbench.html import Sheets, transfer_sheets, write_html
+from kvbench.loadrows import conclusions
 from kvbench.markdown import report_markdown
 from kvbench.methods_tables import method_tables
-from kvbench.notes import Note, ahead, notes
+from kvbench.notes import Note, ahead, concluded, notes
 from kvbench.plots import NO_DATA, write_plots
 from kvbench.provenance import caption, check_comparable, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost, router_costs
 from kvbench.runs import Run, load_run
 from kvbench.serve_tables import Table as MethodTable
-from kvbench.tables import MISSING, Row, engine_word, number, percent, summary_table, trial_values
+from kvbench.tables import MISSING, Row, engine_word, number, percent, summary_table, time_line, trial_values
 
 __all__ = ["FORMATS", "command", "render_terminal", "summary_table", "write_report"]
 
-FORMATS: Final = ("md", "csv", "json", "png", "svg")
+FORMATS: Final = ("md", "html", "csv", "json", "png", "svg")
 
 WIDTH: Final = 100
 """The table in the terminal fits into so many columns."""
@@ -46,6 +48,17 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> 
     Raises InputError for runs that are not comparable, unless ``force``.
     """
     runs = [load_run(path) for path in paths]
+    kinds = {run.manifest.get("kind") == "microbench" for run in runs}
+    if kinds == {True, False}:
+        raise InputError(
+            "a microbenchmark of transfers and a run of requests have no table in common",
+            hint="report them one by one",
+        )
+    if True in kinds:
+        microbench_report.command(runs, console)
+        for run in runs:
+            _html(run, FORMATS, transfer_sheets(run))
+        return
     differing = check_comparable(runs, force=force)
     for run in runs:
         write_report(run.path)
@@ -55,20 +68,20 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Writes what is derived from a run folder into it; returns the files written."""
     run = load_run(path)
+    if run.manifest.get("kind") == "microbench":
+        written = microbench_report.write(run, formats)
+        return [*written, *_html(run, formats, transfer_sheets(run))]
     rows, costs = summary_table(run), router_costs(run)
+    sheets = csv_sheets(run, rows, costs)
     figures = [kind for kind in formats if kind in ("png", "svg")]
     with said_clearly(run.path):
         written = write_plots(run, run.path / "figures", figures) if figures else []
         tables = run.path / "tables"
         tables.mkdir(exist_ok=True)
         if "csv" in formats:
-            written.append(_write_csv(tables / "summary.csv", [row.flat() for row in rows]))
-            written.append(_write_csv(tables / "trials.csv", [trial_row(trial) for trial in run.all_trials]))
-            for beside in method_tables(run):
-                written.append(_write_csv(tables / f"{beside.name}.csv", beside.rows))
-            if costs:
-                compared = [row for cost in costs for row in cost.rows()]
-                written.append(_write_csv(tables / "router_cost.csv", compared))
+            for name, lines in sheets.items():
+                write_csv(tables / f"{name}.csv", lines)
+                written.append(tables / f"{name}.csv")
         if "json" in formats:
             write_json(tables / "summary.json", summary_json(run, rows, costs))
             written.append(tables / "summary.json")
@@ -76,7 +89,34 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
             text = report_markdown(run, rows, costs)
             write_bytes(run.path / "report.md", text.encode("utf-8", "replace"))
             written.append(run.path / "report.md")
-    return written
+    return [*written, *_html(run, formats, sheets, rows, costs)]
+
+
+def _html(
+    run: Run,
+    formats: Sequence[str],
+    sheets: Sheets,
+    rows: Sequence[Row] = (),
+    costs: Sequence[RouterCost] = (),
+) -> list[Path]:
+    """Writes report.html if it is asked for; pictures that were just written as SVG are not drawn again."""
+    if "html" not in formats:
+        return []
+    drawn = run.path / "figures" if "svg" in formats else None
+    with said_clearly(run.path):
+        return [write_html(run, sheets, rows, costs, drawn)]
+
+
+def csv_sheets(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost]) -> Sheets:
+    """The rows of each file under tables/, by its name without the ending."""
+    sheets: dict[str, Sequence[Mapping[str, Any]]] = {
+        "summary": [row.flat() for row in rows],
+        "trials": [trial_row(trial) for trial in run.all_trials],
+        **{beside.name: beside.rows for beside in method_tables(run)},
+    }
+    if costs:
+        sheets["router_cost"] = [row for cost in costs for row in cost.rows()]
+    return sheets
 
 
 def summary_json(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()) -> dict[str, Any]:
@@ -93,6 +133,7 @@ def summary_json(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()
         "methods": {beside.name: list(beside.rows) for beside in method_tables(run)},
         "router_cost": [row for cost in costs for row in cost.rows()],
         "comparisons": [vars(each) | {"text": each.text()} for each in compare(rows)],
+        "conclusions": [statement.to_json() for statement in conclusions([run])],
         "notes": [vars(note) for note in notes(run, rows)],
     }
 
@@ -122,17 +163,6 @@ def trial_row(trial: TrialRecord) -> dict[str, Any]:
     }
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    with replaced(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8", errors="replace")
-    return path
-
-
 # --- the terminal ----------------------------------------------------------------------------------
 
 
@@ -156,12 +186,15 @@ def render_terminal(runs: Run | Sequence[Run], console: Console, differing: Sequ
     elif not any(method_tables(run) for _, run in named):
         _line(console, f"\nno cell was measured; {NO_DATA}")
     for name, run in named:
-        if said := client_line(run):
+        for said in filter(None, (client_line(run), time_line(run))):
             _line(console, f"{name}  {said}" if several else said, style="dim")
     _line(console, "")
     if differing:
         _line(console, "NOT COMPARABLE, put together by --force: the runs differ in", style="bold red")
         _list(console, [Note(line) for line in differing])
+    for name, run in named:
+        for words, told in concluded(run).items():
+            _section(console, f"{words.lower()}, {name}" if several else words.lower(), told)
     for name, run in named:
         for beside in (each for each in method_tables(run) if each.in_terminal):
             _line(console, f"{beside.title} in {name}" if several else beside.title, style="bold")

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from kvbench import __version__
 from kvbench.core.records import MAIN_METHODS, SCHEMA_VERSION, Cell, Method, RequestRecord, TrialRecord
+from kvbench.core.transfers import TransferRecord
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import read_lines, read_object
+from kvbench.transferrows import read_transfers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,6 +148,10 @@ class Run:
         import pandas as pd
 
         return pd.read_parquet(self._parquet("telemetry", trial_id))
+
+    def transfer_records(self) -> list[TransferRecord]:
+        """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
+        return read_transfers(self.path)
 
     def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
         path = parquet_path(self.path, kind, trial_id)

@@ -11,6 +11,7 @@
     ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
     ├── requests/<trial>.parquet   one row a request
     ├── telemetry/<trial>.parquet  samples of counters and gauges
+    ├── transfers.parquet          a microbenchmark's rows, written anew after each case
     └── logs/                      output of each process
 
 How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
@@ -36,6 +37,7 @@ from typing import Any
 
 from kvbench import __version__
 from kvbench.core.records import SCHEMA_VERSION, RequestRecord, TrialRecord
+from kvbench.core.transfers import TransferRecord
 from kvbench.files import (
     append_line,
     open_append,
@@ -48,6 +50,7 @@ from kvbench.files import (
     write_rows,
 )
 from kvbench.runs import CELLS, MANIFEST, TRIALS, CellResult, Run, RunStatus, load_run, parquet_path
+from kvbench.transferrows import TransferTable
 
 __all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
 
@@ -75,6 +78,7 @@ class RunStore:
         self._manifest = manifest
         self._trials = open_append(path / TRIALS)
         self._cells = open_append(path / CELLS)
+        self._transfers = TransferTable(path)
         fcntl.flock(self._trials, fcntl.LOCK_EX)
 
     @classmethod
@@ -161,6 +165,11 @@ class RunStore:
                 replaced(parquet_path(self.path, "telemetry", trial_id)) as temporary,
             ):
                 write_rows(temporary, mine)
+
+    def add_transfer(self, record: TransferRecord) -> None:
+        """Stores one row of a microbenchmark; the file is whole at every instant."""
+        with said_clearly(self.path):
+            self._transfers.add(record)
 
     def put_cell(self, result: CellResult | Mapping[str, Any]) -> None:
         """Stores what came of one cell; a later line for the same cell replaces an earlier one."""

@@ -153,9 +153,9 @@ def test_transfers_are_nvtx_ranges_where_nvtx_is_installed(tmp_path: Path) -> No
 @pytest.mark.skipif(importlib.util.find_spec("nvtx") is not None, reason="nvtx is installed here")
 def test_without_nvtx_an_endpoint_stays_as_it_is() -> None:
     code = (
-        "from kvbench import transfer\nfrom kvbench.transfer.child import mark_ranges\n"
+        "from kvbench import transfer\nfrom kvbench.mover.child import mark_ranges\n"
         "endpoint = transfer.get('null').open({})\nmark_ranges(endpoint)\nprint(vars(endpoint).keys() & "
-        "{'submit', 'release'})"
+        "{'prepare', 'start', 'poll', 'release'})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

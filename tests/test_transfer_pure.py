@@ -5,10 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.transfer import mooncake, nixl
+from kvbench.transfer import mooncake
 from kvbench.transfer.base import Layout
-from kvbench.transfer.blocks import Span, merge_runs, pack_ids, spans, unpack_ids
-from kvbench.transfer.tcp import split_spans
+from kvbench.transfer.parts import ucx
+from kvbench.transfer.parts.blocks import (
+    Span,
+    merge_runs,
+    pack_ids,
+    paired_spans,
+    spans,
+    split_spans,
+    unpack_ids,
+)
 
 IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
 
@@ -88,6 +96,38 @@ def test_mooncake_names_its_transport_in_its_log() -> None:
 def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
     own = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
     peer = "UCX  INFO    agent intra-node cfg#1 rma(cma/memory)  amo_am(tcp/lo)  am(tcp/lo)"
-    assert nixl.transport_in_log([own]) == ""
-    assert nixl.transport_in_log([own, peer]) == "cma/memory"
-    assert nixl.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
+    assert ucx.transport_in_log([own]) == ""
+    assert ucx.transport_in_log([own, peer]) == "cma/memory"
+    assert ucx.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
+    beside = "UCX  INFO    agent intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)"
+    assert ucx.transport_in_log([own, beside]) == "cma/memory"
+    several = "UCX  INFO    agent inter-node cfg#1 rma_am(tcp/a)  am(tcp/a tcp/b)  ka(tcp/a)"
+    assert ucx.transport_in_log([several]) == "tcp/a tcp/b"
+    rails = "UCX  INFO    agent inter-node cfg#1 rma(tcp/a tcp/b)  am(tcp/a)"
+    assert ucx.transport_in_log([rails]) == "tcp/a tcp/b"
+
+
+@given(pairs(), st.integers(1, 5))
+def test_without_merging_each_block_of_each_region_is_a_span(
+    ids: tuple[list[int], list[int]], regions: int
+) -> None:
+    local, remote = Layout(regions, 201, 512), Layout(regions, 301, 512)
+    wanted = paired_spans(*ids, local, remote, merge=False)
+    assert len(wanted) == len(ids[0]) * regions
+    assert {span.nbytes for span in wanted} <= {512}
+    merged = paired_spans(*ids, local, remote)
+
+    def moved(some: list[Span]) -> set[tuple[int, int]]:
+        return {(s.local + n, s.remote + n) for s in some for n in range(0, s.nbytes, 512)}
+
+    assert moved(wanted) == moved(merged)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 200))
+def test_small_parts_stay_whole(sizes: list[int], parts: int, least: int) -> None:
+    wanted = [Span(1000 * n, 1000 * n, size) for n, size in enumerate(sizes)]
+    dealt = split_spans(wanted, parts, least)
+    assert len(dealt) <= max(parts, 1)
+    if parts > 1:
+        assert all(sum(s.nbytes for s in part) >= least for part in dealt[:-1])
+    assert sum(s.nbytes for part in dealt for s in part) == sum(sizes)

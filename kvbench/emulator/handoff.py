@@ -22,14 +22,16 @@ from kvbench.emulator.protocol import ApiError, Generate
 from kvbench.emulator.spec import EngineSpec, KvTransferConfig
 from kvbench.emulator.tracing import Trace
 from kvbench.errors import TransferError
+from kvbench.mover.remote import TransferProcess
 from kvbench.transfer.base import Op
-from kvbench.transfer.remote import TransferProcess
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S: Final = 30.0  # vLLM's kv_lease_duration
 RENEWALS_PER_LEASE: Final = 6  # vLLM: a heartbeat every sixth of the lease
 _OWN_KEYS: Final = frozenset({"kv_lease_duration"})
+_TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
+"""vLLM's name of a key → the transfer backends' option."""
 
 
 class Mover:
@@ -43,7 +45,8 @@ class Mover:
 
     async def start(self, pool: KvPool, host: str) -> None:
         """Starts the child. Raises TransferError."""
-        options = {k: v for k, v in self._config.kv_connector_extra_config.items() if k not in _OWN_KEYS}
+        extra = self._config.kv_connector_extra_config
+        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
         self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)
 
     @property

@@ -1,4 +1,4 @@
-"""The process that hosts one endpoint: ``python -m kvbench.transfer.child SPEC``.
+"""The process that hosts one endpoint: ``python -m kvbench.mover.child SPEC``.
 
 SPEC is JSON: ``backend``, ``options``, ``layout``, ``pool_fd`` (a memory file of the layout's size),
 ``control_fd`` (a stream socket) and ``parent_pid``. Over the socket go JSON lines. Requests carry an
@@ -7,6 +7,7 @@ SPEC is JSON: ``backend``, ``options``, ``layout``, ``pool_fd`` (a memory file o
 - ``{"n", "cmd": "connect", "peer": {…}, "deadline_s"}`` → ``{"peer": id}``
 - ``{"n", "cmd": "transfer", "peer": id, "op", "local", "remote", "deadline_s"}`` → TransferResult
 - ``{"n", "cmd": "forget", "peer": id}`` → ``{}``
+- ``{"n", "cmd": "collect" or "offer", "blocks"}`` → ``{}``
 
 The process ends at end of file.
 
@@ -30,9 +31,9 @@ from typing import Any, NoReturn, cast
 
 from kvbench import transfer
 from kvbench.errors import KvbenchError, MissingLibraryError
+from kvbench.mover.loop import LOG_LINES_IN_ERRORS, Loop
 from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
-from kvbench.transfer.loop import LOG_LINES_IN_ERRORS, Loop
-from kvbench.transfer.nativelog import NativeLog
+from kvbench.transfer.parts.nativelog import NativeLog
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -53,27 +54,38 @@ def mark_ranges(endpoint: Endpoint) -> None:
         nvtx: Any = importlib.import_module("nvtx")
     except ImportError:
         return
-    submit, release = endpoint.submit, endpoint.release
+    prepare, start, poll, release = endpoint.prepare, endpoint.start, endpoint.poll, endpoint.release
+    names: dict[int, str] = {}
     ranges: dict[int, Any] = {}
 
-    def marked_submit(peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
-        begun = nvtx.start_range(message=f"KV {op}, {len(local)} blocks", domain="kvbench")
-        try:
-            ticket = submit(peer, op, local, remote)
-        except BaseException:
-            nvtx.end_range(begun)
-            raise
-        ranges[id(ticket)] = begun
-        return ticket
-
-    def marked_release(ticket: Ticket) -> None:
+    def end(ticket: Ticket) -> None:
         begun = ranges.pop(id(ticket), None)
         if begun is not None:
             nvtx.end_range(begun)
+
+    def marked_prepare(peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        ticket = prepare(peer, op, local, remote)
+        names[id(ticket)] = f"KV {op}, {len(local)} blocks"
+        return ticket
+
+    def marked_start(ticket: Ticket) -> None:
+        ranges[id(ticket)] = nvtx.start_range(message=names[id(ticket)], domain="kvbench")
+        start(ticket)
+
+    def marked_poll(ticket: Ticket) -> bool:
+        done = poll(ticket)
+        if done:
+            end(ticket)
+        return done
+
+    def marked_release(ticket: Ticket) -> None:
+        end(ticket)
+        names.pop(id(ticket), None)
         release(ticket)
 
     marked = cast(Any, endpoint)
-    marked.submit, marked.release = marked_submit, marked_release
+    marked.prepare, marked.start = marked_prepare, marked_start
+    marked.poll, marked.release = marked_poll, marked_release
 
 
 def host(spec: dict[str, Any]) -> NoReturn:

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvbench.errors import KvbenchError, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Ticket, TransferResult
-from kvbench.transfer.blocks import unpack_ids
-from kvbench.transfer.nativelog import NativeLog
+from kvbench.transfer.parts.blocks import unpack_ids
+from kvbench.transfer.parts.nativelog import NativeLog
 
 LOG_LINES_IN_ERRORS = 5
 # After SIGTERM, transfers under way get this long to end. Seconds.
@@ -146,6 +146,11 @@ class Loop:
                     self._start_transfer(number, request, mark)
                 case "connect":
                     self._start_connect(number, request, mark)
+                case "collect" | "offer" as side:
+                    blocks = unpack_ids(request["blocks"])
+                    _check_ids("local", blocks, self._layout)
+                    (self._endpoint.collect if side == "collect" else self._endpoint.offer)(blocks)
+                    self._answer(number, {})
                 case "forget":
                     self._forget(str(request["peer"]))
                     self._answer(number, {})
@@ -173,7 +178,12 @@ class Loop:
             raise TransferError(f"{len(local)} local blocks do not pair with {len(remote)} remote ones")
         _check_ids("local", local, self._layout)
         _check_ids("remote", remote, self._peers[peer])
-        ticket = self._endpoint.submit(peer, op, local, remote)
+        ticket = self._endpoint.prepare(peer, op, local, remote)
+        try:
+            self._endpoint.start(ticket)
+        except BaseException:
+            self._endpoint.release(ticket)
+            raise
         pending = _Pending(ticket, began, began + deadline_s, deadline_s, mark)
         self._pending[number] = pending
         self._poll_one(number, pending, time.monotonic())

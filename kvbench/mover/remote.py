@@ -14,7 +14,7 @@ from typing import Any
 from kvbench import transfer
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, TransferResult
-from kvbench.transfer.blocks import pack_ids
+from kvbench.transfer.parts.blocks import pack_ids
 
 # The child enforces deadlines itself; this much later we stop believing in the child. Seconds.
 CHILD_GRACE_S = 2.0
@@ -85,7 +85,7 @@ class TransferProcess:
         writer = None
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvbench.transfer.child", json.dumps(spec)),
+                *(sys.executable, "-m", "kvbench.mover.child", json.dumps(spec)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(pool_fd, theirs.fileno()),
@@ -125,6 +125,14 @@ class TransferProcess:
             "deadline_s": deadline_s,
         }
         return TransferResult(**await self._ask(request, deadline_s))
+
+    async def collect(self, blocks: Sequence[int], deadline_s: float) -> None:
+        """At a target: bring what a peer wrote into the pool, where a library's writes land elsewhere."""
+        await self._ask({"cmd": "collect", "blocks": pack_ids(blocks)}, deadline_s)
+
+    async def offer(self, blocks: Sequence[int], deadline_s: float) -> None:
+        """At a target: make these blocks readable as they are, where a library does not read the pool."""
+        await self._ask({"cmd": "offer", "blocks": pack_ids(blocks)}, deadline_s)
 
     async def forget(self, peer_id: str) -> None:
         """Drop a peer."""

@@ -16,14 +16,13 @@ from importlib.metadata import entry_points
 from kvbench.errors import InputError
 from kvbench.transfer.base import Backend, Problem
 
-_NOT_BACKENDS = {"base", "blocks", "child", "loop", "native", "nativelog", "remote"}
 ENTRY_POINT_GROUP = "kvbench.transfer"
 CHECK_DEADLINE_S = 15.0
 
 
 def names() -> tuple[str, ...]:
     """All transfer backends: the files of this folder and those of outside packages."""
-    own = {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_BACKENDS
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
     outside = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return tuple(sorted(own | outside))
 
@@ -48,7 +47,7 @@ def check(name: str, deadline_s: float = CHECK_DEADLINE_S) -> Problem | None:
     problem = backend.check()
     if problem is not None or backend.load is None:
         return problem
-    command = [sys.executable, "-m", "kvbench.transfer.child", "--check", name]
+    command = [sys.executable, "-m", "kvbench.mover.child", "--check", name]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s

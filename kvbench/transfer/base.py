@@ -4,7 +4,14 @@ A backend is one file in this folder; its module name is its registration. It de
 
 - ``BACKEND``: a ``Backend`` value with the name, a title, the supported ops and ``check``;
 - its ``Endpoint``, opened by ``BACKEND.open(options)``, always in a child process of its own
-  (``kvbench.transfer.child``), since a native library may abort, hang, or clash with another.
+  (``kvbench.mover.child``), since a native library may abort, hang, or clash with another.
+
+Options that all backends know, and may ignore: ``host`` (the address that is published and listened on),
+``protocol`` (one of ``Backend.protocols``), ``nics`` (own NICs to use, a list of ``{"name", "address"}``;
+an RDMA device's name, or an interface with its address), ``op`` (the only op that will be asked for, where
+that decides how NICs are used), ``merge`` (whether contiguous blocks may be merged into runs; true),
+``streams``, ``memory`` (where registered buffers lie, one of ``Backend.memories``). Others are a backend's
+own, with its name in front.
 
 A registered buffer is a table of blocks, as an engine's paged KV cache is: ``regions`` tensors
 (one per layer and key/value) of ``blocks`` blocks of ``block_bytes`` bytes. Block ``b`` of
@@ -16,12 +23,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from kvbench import __version__
+from kvbench.errors import TransferError
 
 Op = Literal["read", "write"]
+
+
+class Nic(NamedTuple):
+    """A NIC of this side: an RDMA device or an interface, and the interface's address."""
+
+    name: str
+    address: str = ""
+
+
+def nics_of(options: Mapping[str, Any]) -> tuple[Nic, ...]:
+    """The option ``nics``; empty where none are named."""
+    return tuple(Nic(str(nic["name"]), str(nic.get("address", ""))) for nic in options.get("nics") or ())
+
+
+def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:
+    """The option ``protocol``, or the first of a backend's. Raises TransferError for another one."""
+    asked = str(options.get("protocol") or protocols[0])
+    if asked not in protocols:
+        raise TransferError(f"there is no protocol {asked!r} here", hint=f"there are: {', '.join(protocols)}")
+    return asked
 
 
 @dataclass(frozen=True)
@@ -69,9 +97,10 @@ class TransferResult:
 class Endpoint(ABC):
     """One side of a transfer inside the child process.
 
-    The child's loop calls ``submit``, ``poll``, ``release``, ``progress`` and ``forget``; none of
-    them may wait for a peer. ``connect`` alone may: it runs in a thread of its own, and the loop
-    enforces its deadline. The loop checks block ids and layouts before it calls ``submit``.
+    The child's loop calls ``submit`` (or ``prepare``, once, and then ``start`` as often as a transfer is
+    repeated), ``poll``, ``release``, ``progress`` and ``forget``; none of them may wait for a peer.
+    ``connect`` alone may: it runs in a thread of its own, and the loop enforces its deadline. The loop
+    checks block ids and layouts before it calls ``submit``.
     """
 
     poll_interval_s: float = 0.0003
@@ -84,6 +113,14 @@ class Endpoint(ABC):
     @abstractmethod
     def register(self, address: int, layout: Layout) -> None:
         """Make ``layout.nbytes`` bytes at ``address`` reachable. Raises TransferError."""
+
+    def reshape(self, layout: Layout) -> bool:
+        """See the registered memory, or its beginning, as another table of blocks of at most the same bytes.
+
+        No transfer is under way, and no ticket is started again afterwards; ``describe`` is asked anew and
+        peers are connected again. False: this backend cannot, so that a new process takes over.
+        """
+        return False
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -103,15 +140,44 @@ class Endpoint(ABC):
         """Drop a peer; unknown ids are ignored."""
 
     @abstractmethod
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        """Make a transfer ready without starting it: ``write`` local → remote, ``read`` remote → local.
+
+        ``ticket.prepare_s`` says how long that took, ``ticket.descriptors`` what will be handed over.
+        """
+
+    @abstractmethod
+    def start(self, ticket: Ticket) -> None:
+        """Start a prepared transfer, or repeat one that is done. Raises TransferError."""
+
     def submit(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
-        """Start moving blocks: ``write`` local → remote, ``read`` remote → local."""
+        """Prepare and start."""
+        ticket = self.prepare(peer, op, local, remote)
+        self.start(ticket)
+        return ticket
+
+    def collect(self, blocks: Sequence[int]) -> None:  # noqa: B027 - optional
+        """At a target: bring what a peer wrote into the registered buffer, to be compared there.
+
+        Only for libraries whose writes land elsewhere, such as in a store. Not in any timed window;
+        may wait a few seconds. Raises TransferError.
+        """
+
+    def offer(self, blocks: Sequence[int]) -> None:  # noqa: B027 - optional
+        """At a target, before a peer reads: make the registered blocks' present content readable.
+
+        Only for libraries that do not read registered memory itself. May wait a few seconds.
+        """
 
     @abstractmethod
     def poll(self, ticket: Ticket) -> bool:
         """True when done, False while pending. Raises TransferError when it failed."""
 
     def release(self, ticket: Ticket) -> None:  # noqa: B027 - optional
-        """Give up or clean up a ticket; called once for each, also after failure or deadline."""
+        """Give up or clean up a ticket; called once for each, also after failure or deadline.
+
+        A ticket that is to be started again is not released in between.
+        """
 
     def progress(self) -> None:  # noqa: B027 - optional
         """Called whenever the loop wakes, for libraries that progress only when polled."""
@@ -146,6 +212,8 @@ class Ticket:
     descriptors: int
     prepare_s: float
     handle: Any = None
+    repeats: int | None = None
+    """How often it can be started until the target must ``offer`` again; None: without end."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +232,24 @@ class Backend:
     child process. Raises MissingLibraryError. None: nothing native, ``check`` says it all."""
     moves_bytes: bool = True
     """False for a backend that only measures the tool itself."""
+    protocols: tuple[str, ...] = ("tcp",)
+    """Protocols that the option ``protocol`` may name, the usual one first."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """What a protocol needs beside the library: ``"rdma"`` (an RDMA device), ``"gpu"``, or nothing."""
+    one_nic: tuple[str, ...] = ()
+    """Protocols over which it uses one NIC and no more."""
+    nics: bool = True
+    """Whether it passes NICs, so that the option ``nics`` means something."""
+    loopback_only: bool = False
+    """Whether both sides must be on one host (shared memory, a copy in memory)."""
+    local_protocols: tuple[str, ...] = ()
+    """Those of ``protocols`` that need both sides on one host, and pass no NIC, while others do not."""
+    memories: tuple[str, ...] = ("host",)
+    """Where registered buffers may lie: ``"host"``, ``"cuda"``."""
+    check_protocol: Callable[[str], Problem | None] = lambda protocol: None
+    """What keeps one protocol from working here although ``check`` finds nothing."""
+    optional: bool = False
+    """Whether the default matrix leaves it out unless it is named."""
+    staged: bool = False
+    """Whether bytes go through a store, so that the target must ``offer`` before reads and ``collect``
+    after writes."""

@@ -4,12 +4,18 @@ How it is driven, and why (measured with the non-CUDA wheel 0.3.13 over TCP on t
 
 - The blocking calls (``transfer_sync``, ``batch_transfer_sync``, ``get_batch_transfer_status``)
   spin, which costs the caller 0.7 CPU-seconds per GB against 0.4 for submitting and polling with
-  pauses; and they cannot be left before the library's own time limit. So every run is submitted
-  as a batch of one, the only kind whose status can be asked without waiting.
+  pauses; and they cannot be left before the library's own time limit. So every span is submitted
+  as a batch of one: of a larger batch ``transfer_check_status`` asks the first span only, and
+  nothing else answers without waiting. A submission takes 25 to 40 µs per span either way, most of
+  it the library's own, and the bytes of eight blocks of 1 MiB as long as in one batch or longer.
 - The wait for a peer that accepts a connection and never answers is 61 s, inside
   ``send_probe`` as inside the first transfer. The probe runs in ``connect``, in a thread, and
   nothing is submitted to a peer that did not answer it.
 - The protocol argument of ``initialize`` selects nothing; ``MC_FORCE_TCP`` does, by its presence.
+- Over TCP an engine sends from and to one address. So with NICs there is one engine per NIC here,
+  each reaching the peer's engine of the same index, and the bytes are split evenly over them. Over
+  RDMA one engine gets the list of devices and stripes by itself; each device is kept to the peer's
+  device of the same name, since cross-rail pairs fail on many networks.
 """
 
 from __future__ import annotations
@@ -21,13 +27,13 @@ import re
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import TransferError
-from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Problem, Ticket
-from kvbench.transfer.blocks import Span, merge_runs, spans
-from kvbench.transfer.native import (
+from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Problem, Ticket, nics_of, protocol_of
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
+from kvbench.transfer.parts.native import (
     VERBS_FIX,
     VERBS_LIBRARIES,
     import_native,
@@ -45,6 +51,8 @@ MAX_UNDER_WAY = 256
 # its threads and buffers do not stay busy with a peer that is gone. Seconds.
 STALL_LIMIT_S = "20"
 DONE, PENDING = 1, 0
+FAILED = frozenset({0, -1, 2**64 - 1})
+PROTOCOLS = ("tcp", "rdma")
 
 
 def check() -> Problem | None:
@@ -70,9 +78,19 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
         "MC_TCP_BIND_ADDRESS": inherited("MC_TCP_BIND_ADDRESS", options.get("host"), "127.0.0.1"),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": inherited("MC_TCP_PROGRESS_TIMEOUT_SEC", None, STALL_LIMIT_S),
     }
-    rdma = options.get("mooncake_protocol", "tcp") == "rdma" or "MC_FORCE_HCA" in os.environ
-    variables["MC_FORCE_HCA" if rdma else "MC_FORCE_TCP"] = "1"
+    if _rdma(options):
+        variables["MC_FORCE_HCA"] = "1"
+        if len(nics_of(options)) > 1:
+            variables["MC_ENABLE_DEST_DEVICE_AFFINITY"] = "1"
+    else:
+        variables["MC_FORCE_TCP"] = "1"
     return variables
+
+
+def _rdma(options: Mapping[str, Any]) -> bool:
+    """Whether RDMA is asked for: by the option, or without one by the environment."""
+    protocol = protocol_of(options, PROTOCOLS)
+    return protocol == "rdma" or (not options.get("protocol") and "MC_FORCE_HCA" in os.environ)
 
 
 def transport_in_log(lines: Sequence[str]) -> str:
@@ -85,115 +103,173 @@ def transport_in_log(lines: Sequence[str]) -> str:
     return ""
 
 
-@dataclass
-class _Batch:
-    """One transfer: spans not yet submitted, and the library's ids of those under way."""
+class _Part:
+    """The spans of a transfer that one engine moves to one peer, and the library's ids of those under way."""
 
-    segment: str
-    op: Op
-    waiting: deque[Span]
-    under_way: deque[int] = field(default_factory=deque)
-    error: str = ""
+    __slots__ = ("calls", "error", "lane", "segment", "under_way", "waiting")
+
+    def __init__(self, lane: _Lane, segment: str, calls: list[tuple[Any, ...]]) -> None:
+        self.lane = lane
+        self.segment = segment
+        self.calls = calls
+        """The arguments of each submission."""
+        self.waiting: deque[tuple[Any, ...]] = deque()
+        self.under_way: deque[int] = deque()
+        self.error = ""
+
+
+class _Lane:
+    """One engine, and the order in which spans are given to it."""
+
+    def __init__(self, host: str, protocol: str, devices: str) -> None:
+        module = import_native("mooncake.engine", VERBS_FIX)
+        self.opcodes = {"read": module.TransferOpcode.Read, "write": module.TransferOpcode.Write}
+        self.engine = module.TransferEngine()
+        code = self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        if code != 0:
+            raise TransferError(f"the Transfer Engine does not start: initialize returned {code}")
+        self.segment = f"{host}:{self.engine.get_rpc_port()}"
+        self._submit = self.engine.batch_transfer_async
+        self._status = self.engine.transfer_check_status
+        # Per segment: the parts that have spans to submit, oldest first, and all spans under way.
+        self._queues: defaultdict[str, deque[_Part]] = defaultdict(deque)
+        self._under_way: Counter[str] = Counter()
+
+    def start(self, part: _Part) -> None:
+        queue = self._queues[part.segment]
+        part.waiting.extend(part.calls)
+        part.error = ""
+        queue.append(part)
+        self._submit_more(part.segment, queue)
+
+    def _submit_more(self, segment: str, queue: deque[_Part]) -> None:
+        """Keep the library busy, but not beyond its queue; older transfers go first."""
+        while queue and self._under_way[segment] < MAX_UNDER_WAY:
+            part = queue[0]
+            if not part.waiting or part.error:
+                queue.popleft()
+                continue
+            number = self._submit(*part.waiting.popleft())
+            # 0 means failure; some builds return -1 as an unsigned number when the segment is gone.
+            if number in FAILED:
+                part.error = "the engine refused a span"
+                continue
+            part.under_way.append(number)
+            self._under_way[segment] += 1
+
+    def poll(self, part: _Part) -> bool:
+        """Whether the part is done. Raises TransferError."""
+        under_way = part.under_way
+        while under_way and not part.error:
+            # Spans end about in order, so the oldest one is the one to ask.
+            status = self._status(under_way[0])
+            if status == PENDING:
+                break
+            under_way.popleft()
+            self._under_way[part.segment] -= 1
+            if status != DONE:
+                part.error = f"the engine reports status {status}"
+        if queue := self._queues[part.segment]:
+            self._submit_more(part.segment, queue)
+        if part.error:
+            raise TransferError(part.error)
+        return not under_way and not part.waiting
+
+    def drop(self, part: _Part) -> None:
+        """Spans of a failed transfer cannot be called back; they end by the library's own limits."""
+        self._under_way[part.segment] -= len(part.under_way)
+        part.waiting.clear()
+        part.under_way.clear()
+
+
+@dataclass(frozen=True)
+class _Peer:
+    segments: list[str]
+    address: int
+    layout: Layout
 
 
 class MooncakeEndpoint(Endpoint):
-    """One TransferEngine with its own RPC port."""
+    """One engine, or over TCP one for each NIC, each with its own RPC port."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         preload(VERBS_LIBRARIES)
-        engine = import_native("mooncake.engine", VERBS_FIX)
-        self._host = str(options.get("host", "127.0.0.1"))
-        self._opcodes = {"read": engine.TransferOpcode.Read, "write": engine.TransferOpcode.Write}
-        self._engine = engine.TransferEngine()
-        devices = str(options.get("device_name", ""))
-        protocol = str(options.get("mooncake_protocol", "tcp"))
-        code = self._engine.initialize(self._host, "P2PHANDSHAKE", protocol, devices)
-        if code != 0:
-            raise TransferError(f"the Transfer Engine does not start: initialize returned {code}")
+        host = str(options.get("host", "127.0.0.1"))
+        nics = nics_of(options)
+        self._merge = bool(options.get("merge", True))
+        if _rdma(options):
+            # What is forced is told by a variable's presence, so the other one must be absent.
+            os.environ.pop("MC_FORCE_TCP", None)
+            devices = ",".join(nic.name for nic in nics) or str(options.get("device_name", ""))
+            self._lanes = [_Lane(host, "rdma", devices)]
+        else:
+            os.environ.pop("MC_FORCE_HCA", None)
+            self._lanes = [_tcp_lane(address) for address in [nic.address for nic in nics] or [host]]
         self._address = 0
         self._layout = Layout(0, 0, 0)
-        self._peers: dict[str, tuple[str, int, Layout]] = {}
-        # Per segment: the transfers that have spans to submit, oldest first, and all runs under way.
-        self._queues: defaultdict[str, deque[_Batch]] = defaultdict(deque)
-        self._under_way: Counter[str] = Counter()
+        self._peers: dict[str, _Peer] = {}
 
     def register(self, address: int, layout: Layout) -> None:
-        code = self._engine.register_memory(address, layout.nbytes)
-        if code != 0:
-            raise TransferError(f"register_memory returned {code} for {layout.nbytes} bytes")
+        for lane in self._lanes:
+            code = lane.engine.register_memory(address, layout.nbytes)
+            if code != 0:
+                raise TransferError(f"register_memory returned {code} for {layout.nbytes} bytes")
         self._address, self._layout = address, layout
 
+    def reshape(self, layout: Layout) -> bool:
+        self._layout = layout
+        return True
+
     def describe(self) -> dict[str, Any]:
-        segment = f"{self._host}:{self._engine.get_rpc_port()}"
-        return {"segment": segment, "address": self._address}
+        return {"segments": [lane.segment for lane in self._lanes], "address": self._address}
 
     def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
-        segment = str(peer["segment"])
-        code = self._engine.send_probe(segment)
-        if code != 0:
-            raise TransferError(f"cannot reach {segment}: send_probe returned {code}")
-        self._peers[peer["id"]] = (segment, int(peer["address"]), Layout(**peer["layout"]))
+        known = _Peer(list(peer["segments"]), int(peer["address"]), Layout(**peer["layout"]))
+        if len(known.segments) != len(self._lanes):
+            ours, theirs = len(self._lanes), len(known.segments)
+            raise TransferError(f"this side has {ours} engines, the peer {theirs}: both need as many NICs")
+        for lane, segment in zip(self._lanes, known.segments, strict=True):
+            code = lane.engine.send_probe(segment)
+            if code != 0:
+                raise TransferError(f"cannot reach {segment}: send_probe returned {code}")
+        self._peers[peer["id"]] = known
 
     def forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
 
-    def submit(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
         if peer not in self._peers:
             raise TransferError(f"no peer is called {peer!r}")
         began = time.perf_counter()
-        segment, address, layout = self._peers[peer]
-        wanted = deque(
-            Span(self._address + span.local, address + span.remote, span.nbytes)
-            for span in spans(merge_runs(local, remote), self._layout, layout)
-        )
-        nbytes = sum(span.nbytes for span in wanted)
-        batch = _Batch(segment, op, wanted)
-        ticket = Ticket(peer, op, nbytes, len(wanted), time.perf_counter() - began, batch)
-        self._queues[segment].append(batch)
-        self._submit_more(segment)
-        return ticket
-
-    def _submit_more(self, segment: str) -> None:
-        """Keep the library busy, but not beyond its queue; older transfers go first."""
-        queue = self._queues[segment]
-        while queue and self._under_way[segment] < MAX_UNDER_WAY:
-            batch = queue[0]
-            if not batch.waiting or batch.error:
-                queue.popleft()
-                continue
-            span = batch.waiting.popleft()
-            number = self._engine.batch_transfer_async(
-                segment, [span.local], [span.remote], [span.nbytes], self._opcodes[batch.op]
+        known = self._peers[peer]
+        wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
+        dealt = split_spans(wanted, len(self._lanes), MIN_PART_BYTES) if wanted else []
+        parts = []
+        for lane, segment, spans in zip(self._lanes, known.segments, dealt, strict=False):
+            code = lane.opcodes[op]
+            here, there = self._address, known.address
+            parts.append(
+                _Part(lane, segment, [(segment, [here + a], [there + b], [n], code) for a, b, n in spans])
             )
-            # 0 means failure; some builds return -1 as an unsigned number when the segment is gone.
-            if number in (0, -1, 2**64 - 1):
-                batch.error = f"the engine refused a {batch.op} of {span.nbytes} bytes"
-                continue
-            batch.under_way.append(number)
-            self._under_way[segment] += 1
+        nbytes = sum(span.nbytes for span in wanted)
+        return Ticket(peer, op, nbytes, sum(map(len, dealt)), time.perf_counter() - began, parts)
+
+    def start(self, ticket: Ticket) -> None:
+        for part in ticket.handle:
+            part.lane.start(part)
 
     def poll(self, ticket: Ticket) -> bool:
-        batch: _Batch = ticket.handle
-        while batch.under_way and not batch.error:
-            # Runs end about in order, so the oldest one is the one to ask.
-            status = self._engine.transfer_check_status(batch.under_way[0])
-            if status == PENDING:
-                break
-            batch.under_way.popleft()
-            self._under_way[batch.segment] -= 1
-            if status != DONE:
-                batch.error = f"the engine reports status {status} for a {batch.op}"
-        self._submit_more(batch.segment)
-        if batch.error:
-            raise TransferError(batch.error)
-        return not batch.under_way and not batch.waiting
+        done = True
+        for part in ticket.handle:
+            try:
+                done = part.lane.poll(part) and done
+            except TransferError as error:
+                raise TransferError(f"the {ticket.op} of {ticket.nbytes} bytes: {error}") from None
+        return done
 
     def release(self, ticket: Ticket) -> None:
-        # Runs of a failed transfer cannot be called back; they end by the library's own limits.
-        batch: _Batch = ticket.handle
-        self._under_way[batch.segment] -= len(batch.under_way)
-        batch.waiting.clear()
-        batch.under_way.clear()
+        for part in ticket.handle:
+            part.lane.drop(part)
 
     def transport(self) -> str:
         configured = "tcp" if "MC_FORCE_TCP" in os.environ else "rdma"
@@ -206,8 +282,15 @@ class MooncakeEndpoint(Endpoint):
         self._peers.clear()
         if self._address:
             with contextlib.suppress(Exception):
-                self._engine.unregister_memory(self._address)
+                for lane in self._lanes:
+                    lane.engine.unregister_memory(self._address)
             self._address = 0
+
+
+def _tcp_lane(address: str) -> _Lane:
+    """An engine at one address, which it reads from the environment when it starts."""
+    os.environ["MC_TCP_BIND_ADDRESS"] = address
+    return _Lane(address, "tcp", "")
 
 
 BACKEND = Backend(
@@ -218,4 +301,6 @@ BACKEND = Backend(
     open=MooncakeEndpoint,
     env=env,
     load=load,
+    protocols=PROTOCOLS,
+    needs={"rdma": "rdma"},
 )

@@ -10,7 +10,7 @@ from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket
 
 
 class NullEndpoint(Endpoint):
-    """Every transfer is done when it is submitted."""
+    """Every transfer is done when it is started."""
 
     def __init__(self) -> None:
         self._layout = Layout(0, 0, 0)
@@ -18,6 +18,10 @@ class NullEndpoint(Endpoint):
 
     def register(self, address: int, layout: Layout) -> None:
         self._layout = layout
+
+    def reshape(self, layout: Layout) -> bool:
+        self._layout = layout
+        return True
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -28,11 +32,14 @@ class NullEndpoint(Endpoint):
     def forget(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def submit(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
         if peer not in self._peers:
             raise TransferError(f"no peer is called {peer!r}")
         count = len(local) * self._layout.regions
         return Ticket(peer, op, count * self._layout.block_bytes, count, 0.0)
+
+    def start(self, ticket: Ticket) -> None:
+        pass
 
     def poll(self, ticket: Ticket) -> bool:
         return True
@@ -52,4 +59,6 @@ BACKEND = Backend(
     open=lambda options: NullEndpoint(),
     env=lambda options: {},
     moves_bytes=False,
+    protocols=("none",),
+    nics=False,
 )

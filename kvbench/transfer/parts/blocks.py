@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from kvbench.transfer.base import Layout
 
+MIN_PART_BYTES = 16 * 1024
+"""What several NICs or streams are worth; smaller transfers use fewer of them."""
+
 
 class Run(NamedTuple):
     """``blocks`` blocks that lie side by side on both sides."""
@@ -54,6 +57,38 @@ def spans(runs: Iterable[Run], local: Layout, remote: Layout) -> list[Span]:
         for region in range(local.regions)
         for run in wanted
     ]
+
+
+def paired_spans(
+    local: Sequence[int], remote: Sequence[int], here: Layout, there: Layout, merge: bool = True
+) -> list[Span]:
+    """Pairs of blocks as byte spans of two buffers; every block of every region apart unless ``merge``."""
+    if merge:
+        return spans(merge_runs(local, remote), here, there)
+    return spans([Run(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
+
+
+def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list[Span]]:
+    """Spans dealt out to at most ``parts`` lists of about equal bytes; a span may be cut.
+
+    No list but the last one gets fewer than ``least`` bytes, so that what is small stays whole.
+    """
+    if parts == 1:
+        return [list(wanted)]
+    total = sum(span.nbytes for span in wanted)
+    share = max(-(-total // parts), least, 1)
+    dealt: list[list[Span]] = [[]]
+    room = share
+    for span in wanted:
+        local, remote, left = span
+        while left:
+            if room == 0:
+                dealt.append([])
+                room = share
+            take = min(left, room)
+            dealt[-1].append(Span(local, remote, take))
+            local, remote, left, room = local + take, remote + take, left - take, room - take
+    return dealt
 
 
 def pack_ids(ids: Sequence[int]) -> dict[str, list[int]]:

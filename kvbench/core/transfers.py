@@ -1,0 +1,127 @@
+"""What a transfer microbenchmark measures, and what it found: a case, and a row for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+TransferOp = Literal["read", "write"]
+Memory = Literal["host", "cuda"]
+Status = Literal["ok", "error", "skipped"]
+
+TRANSFER_SCHEMA: Final = 1
+"""Version of the rows in ``transfers.parquet``; raised when a field changes its meaning, with an upgrade."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix: how bytes are to move, once.
+
+    A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, so
+    ``nbytes`` bytes; ``threads`` transfers are under way at a time from each initiator to each target.
+    ``nics`` of 0 stands for a way that passes no NIC (a copy in memory, shared memory, the null backend).
+    ``scattered`` blocks never touch each other in memory; the others lie side by side and are ``merged``
+    into runs where the backend can do that and it is asked to.
+    """
+
+    backend: str
+    protocol: str
+    op: TransferOp
+    block_bytes: int
+    batch_size: int
+    threads: int = 1
+    nics: int = 0
+    initiators: int = 1
+    targets: int = 1
+    memory: Memory = "host"
+    scattered: bool = False
+    merged: bool = False
+    regions: int = 1
+    shape: str = ""
+    """The KV cache that the descriptors stand for: ``qwen3-30b-a3b 32768 tokens, rank 1 of 8``; or empty."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transfer."""
+        return self.regions * self.batch_size * self.block_bytes
+
+    @property
+    def key(self) -> str:
+        """What names this case, and no other one of a matrix."""
+        parts = [self.backend, self.protocol, self.op, f"{self.block_bytes}x{self.batch_size}"]
+        parts += [f"r{self.regions}", f"t{self.threads}", f"n{self.nics}"]
+        parts += [f"{self.initiators}to{self.targets}", self.memory]
+        parts += ["scattered"] if self.scattered else []
+        parts += ["merged"] if self.merged else []
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class TransferWarning:
+    """What makes a row weaker than it looks: data, with evidence and advice."""
+
+    kind: str
+    message: str
+    advice: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TransferRecord:
+    """One case measured, refused or failed: a row of ``transfers.parquet``.
+
+    Times end in ``_s`` and are seconds. ``gb_per_s`` is 10⁹ bytes over ``window_s``, the time from the first
+    start to the last end over all initiators; ``call_s`` holds each call's own time, start to completion, one
+    initiator after the other. ``logical_bytes`` counts each KV byte of a model once; ``nbytes`` is what one
+    transfer moves.
+    """
+
+    case: Case
+    status: Status = "ok"
+    error: str = ""
+    """Why it failed or was skipped; empty when it was measured."""
+    log: list[str] = field(default_factory=list)
+    """The library's last lines, with an error."""
+    transport: str = ""
+    """The transport that really ran."""
+    library: str = ""
+    """Name and version of the library, such as ``nixl-cu12 1.5.1``."""
+    started_at: str = ""
+    nbytes: int = 0
+    logical_bytes: int = 0
+    descriptors: int = 0
+    """Of one transfer, as handed to the library."""
+    calls: int = 0
+    window_s: float = 0.0
+    gb_per_s: float | None = None
+    call_s: list[float] = field(default_factory=list)
+    warmup_calls: int = 0
+    open_s: float | None = None
+    register_s: float | None = None
+    connect_s: float | None = None
+    prepare_s: float | None = None
+    """Median time of making one transfer's descriptors ready, outside of the window."""
+    initiator_cpu_s: float | None = None
+    target_cpu_s: float | None = None
+    """CPU time in the window, all initiators and all targets."""
+    verified: bool | None = None
+    """Whether all bytes of all blocks were compared and equal; None: this backend moves none."""
+    nic_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes through each NIC in the window, both directions' larger one, by ``side:name``."""
+    nics_asked: list[str] = field(default_factory=list)
+    line_rate_gb_per_s: float | None = None
+    """What the asked NICs can carry together; None where the driver does not say."""
+    load_average: float | None = None
+    lab: str = ""
+    """The lab it ran in, such as ``8 × 1gbit``; empty on real hosts."""
+    warnings: list[TransferWarning] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": TRANSFER_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> TransferRecord:
+        data = {key: value for key, value in row.items() if key != "schema"}
+        data["case"] = Case(**data["case"])
+        data["warnings"] = [TransferWarning(**warning) for warning in data.get("warnings", [])]
+        return cls(**data)

@@ -1,0 +1,314 @@
+"""Measures raw transfers between workers, case by case: every case ends as a row, whatever goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench import devices, transfer
+from kvbench.core import transferplan, transferwarnings
+from kvbench.core.transferplan import Shape
+from kvbench.core.transfers import Case, TransferRecord
+from kvbench.errors import InputError, KvbenchError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
+from kvbench.mover.memory import MEMORY_SHARE, available_bytes
+from kvbench.sides import Asked, Side, WorkerError, Workers
+
+MAX_FAILURES: Final = 2
+"""Workers of one kind that did not start, or connect, so often in a row are not waited for again."""
+TOUCH_BYTES_PER_S: Final = 200e6
+"""Memory that is touched and registered slower than this is taken for a stuck worker's."""
+
+Told = Callable[[int, Case, str], None]
+"""Progress: the case's place in the list, the case, and what happens to it now."""
+
+
+def run_cases(
+    cases: Sequence[Case],
+    initiator: Side | None = None,
+    target: Side | None = None,
+    settings: Settings | None = None,
+    told: Told = lambda index, case, stage: None,
+    log_dir: Path | None = None,
+) -> Iterator[TransferRecord]:
+    """Measure cases one after the other; a row for each, in their order, as soon as it is known.
+
+    Whatever goes wrong with a case becomes its row's error. The workers' output goes to files in ``log_dir``.
+    Close the iterator, or interrupt it, and no process is left. Use it from one thread: workers end with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvbench-microbench-") as folder:
+        scratch = Path(folder)
+        bench = Microbench(
+            initiator or Side(),
+            target or Side(),
+            settings or Settings(),
+            log_dir or scratch / "logs",
+            scratch,
+        )
+        yield from bench.run(cases, told)
+
+
+def skipped_because(case: Case) -> str:
+    """What keeps a case from being tried on this machine, or an empty string. Raises InputError for a
+    mistake."""
+    backend = transfer.get(case.backend)
+    for what, value, known in (
+        ("protocol", case.protocol, backend.protocols),
+        ("op", case.op, backend.ops),
+        ("memory", case.memory, backend.memories),
+    ):
+        if value not in known:
+            raise InputError(f"{case.backend} has no {what} {value!r}, only {', '.join(known)}")
+    if problem := backend.check() or backend.check_protocol(case.protocol):
+        return problem.reason + (f": {problem.fix}" if problem.fix else "")
+    match backend.needs.get(case.protocol):
+        case "rdma" if not devices.rdma():
+            return "not run here: no RDMA device"
+        case "gpu" if not devices.gpus():
+            return "not run here: no GPU"
+    return "not run here: no GPU" if case.memory == "cuda" and not devices.gpus() else ""
+
+
+class Microbench:
+    """Runs cases one after the other, and keeps workers from one case to the next where they can serve
+    both."""
+
+    def __init__(
+        self, initiator: Side, target: Side, settings: Settings, log_dir: Path, scratch: Path
+    ) -> None:
+        self._sides = {"initiator": initiator, "target": target}
+        self._settings = settings
+        self._workers = Workers(LocalLauncher(f"microbench-{os.getpid()}", log_dir, scratch))
+        self._team: Team | None = None
+        self._largest: dict[Key, tuple[Shape, Shape]] = {}
+        self._rigid: set[str] = set()
+        self._failures: dict[Key, int] = {}
+        self._generation = 0
+        self._memcpy: float | None = None
+        self._load = os.getloadavg()[0]
+
+    def run(self, cases: Sequence[Case], told: Told) -> Iterator[TransferRecord]:
+        """A row for each case, in order. Leaves no process, also when it is closed or interrupted."""
+        room = self._room()
+        for case in cases:
+            if not self._too_large(case, room):
+                self._remember_size(case)
+        try:
+            for index, case in enumerate(cases):
+                told(index, case, "starting")
+                yield self._row(case, room, functools.partial(told, index, case))
+        finally:
+            self._disband(orderly=True)
+
+    def _row(self, case: Case, room: int | None, told: Callable[[str], None]) -> TransferRecord:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        record = TransferRecord(case, started_at=now.isoformat(timespec="seconds"), lab=self._settings.lab)
+        record.nbytes = case.nbytes
+        try:
+            if reason := skipped_because(case):
+                record.status, record.error = "skipped", reason
+                return record
+            if reason := self._too_large(case, room) or self._too_few_nics(case):
+                raise WorkerError(reason)
+            key = Key.of(case)
+            if self._failures.get(key, 0) >= MAX_FAILURES:
+                raise WorkerError(f"not tried any more, since {MAX_FAILURES} such cases before did not start")
+            self._failures[key] = self._failures.get(key, 0) + 1
+            team = self._fitting_team(case, record, told)
+            self._failures[key] = 0
+            steps = CaseRun(case, record, team, self._workers, self._settings)
+            self._judge(record, team, steps.run(self._new_content, told))
+        except (KvbenchError, OSError, ValueError, KeyError) as error:
+            record.status = "error"
+            record.error = self._cause(error)
+            record.log = error.log if isinstance(error, WorkerError) else []
+            record.gb_per_s = None
+            self._disband(orderly=False)
+        return record
+
+    def _cause(self, error: Exception) -> str:
+        cause = str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}"
+        return "; ".join([cause, *(word for word in self._workers.casualties() if word not in cause)])
+
+    def _new_content(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    # --- what cannot be
+
+    def _room(self) -> int | None:
+        if all(side.elsewhere for side in self._sides.values()):
+            return None
+        return available_bytes()
+
+    def _too_large(self, case: Case, room: int | None) -> str:
+        if room is None or case.memory != "host":
+            return ""
+        here = {name: not side.elsewhere for name, side in self._sides.items()}
+        needed = here["initiator"] * case.initiators * transferplan.initiator_shape(case).nbytes
+        needed += here["target"] * case.targets * transferplan.target_shape(case).nbytes
+        if needed <= MEMORY_SHARE * room:
+            return ""
+        return f"its buffers need {needed:,} bytes, and {room:,} bytes of memory are free"
+
+    def _too_few_nics(self, case: Case) -> str:
+        for name, side in self._sides.items():
+            if case.nics and len(side.nics) < case.nics:
+                there = ", ".join(str(nic["name"]) for nic in side.nics) or "none"
+                return f"{case.nics} NICs are asked for, and the {name} has {len(side.nics)}: {there}"
+        return ""
+
+    # --- workers
+
+    def _remember_size(self, case: Case) -> None:
+        shapes = (transferplan.initiator_shape(case), transferplan.target_shape(case))
+        known = self._largest.get(Key.of(case))
+        if known is None or shapes[0].nbytes > known[0].nbytes:
+            self._largest[Key.of(case)] = shapes
+
+    def _fitting_team(self, case: Case, record: TransferRecord, told: Callable[[str], None]) -> Team:
+        """The team of the case before if it can serve this one, or a new one; connected."""
+        wanted = (transferplan.initiator_shape(case), transferplan.target_shape(case))
+        key = Key.of(case)
+        if self._team is None or self._team.key != key or self._workers.casualties():
+            self._disband(orderly=True)
+            rigid = case.backend in self._rigid
+            self._team = self._assemble(case, wanted if rigid else self._largest[key])
+        if self._team.shapes != wanted and not self._reshape(self._team, wanted):
+            self._rigid.add(case.backend)
+            self._disband(orderly=True)
+            self._team = self._assemble(case, wanted)
+        team = self._team
+        if team.connect_s is None:
+            told("connecting")
+            team.connect_s = self._connect(team)
+        record.open_s, record.register_s, record.connect_s = team.open_s, team.register_s, team.connect_s
+        library = team.initiators[0].hello["library"]
+        record.library = f"{library['name']} {library['version']}"
+        record.nics_asked = [str(nic["name"]) for nic in self._sides["initiator"].nics[: case.nics]]
+        return team
+
+    def _assemble(self, case: Case, shapes: tuple[Shape, Shape]) -> Team:
+        key, settings = Key.of(case), self._settings
+        team = Team(key, shapes)
+        for role, count, shape in (
+            ("target", case.targets, shapes[1]),
+            ("initiator", case.initiators, shapes[0]),
+        ):
+            for number in range(count):
+                spec = {
+                    "role": role,
+                    "backend": case.backend,
+                    "options": {"role": role, **self._options(key, self._sides[role])},
+                    "layout": dataclasses.asdict(shape),
+                    "memory": case.memory,
+                    "seed": settings.seed,
+                    "side": side_number(role, number),
+                }
+                name = role if count == 1 else f"{role}-{number}"
+                worker = self._workers.start(name, self._sides[role], spec)
+                (team.targets if role == "target" else team.initiators).append(worker)
+        size = max(shape.nbytes for shape in shapes)
+        self._workers.hello(team.everyone, settings.open_s + size / TOUCH_BYTES_PER_S)
+        team.agents = [worker.hello["agent"] for worker in team.targets]
+        team.open_s = max(worker.hello["open_s"] for worker in team.everyone)
+        team.register_s = max(worker.hello["register_s"] for worker in team.everyone)
+        return team
+
+    def _options(self, key: Key, side: Side) -> dict[str, Any]:
+        nics = [dict(nic) for nic in side.nics[: key.nics]]
+        return {
+            "host": next((nic["address"] for nic in nics if nic.get("address")), side.host),
+            "protocol": key.protocol,
+            "merge": key.merged,
+            "streams": key.streams,
+            **({"nics": nics} if nics else {}),
+            **({"op": key.op} if key.op else {}),
+            **dict(self._settings.options.get(key.backend, {})),
+        }
+
+    def _reshape(self, team: Team, shapes: tuple[Shape, Shape]) -> bool:
+        asked: list[Asked] = [
+            (worker, "reshape", {"layout": dataclasses.asdict(shape)})
+            for workers, shape in ((team.initiators, shapes[0]), (team.targets, shapes[1]))
+            for worker in workers
+        ]
+        answers = self._workers.ask(asked, self._settings.connect_s)
+        if any(answer["agent"] is None for answer in answers):
+            return False
+        team.agents = [answer["agent"] for answer in answers[len(team.initiators) :]]
+        team.shapes, team.connect_s = shapes, None
+        return True
+
+    def _connect(self, team: Team) -> float:
+        """Each initiator to each target; the longest time."""
+        limit = self._settings.connect_s
+        longest = 0.0
+        for agent in team.agents:
+            asked: list[Asked] = [
+                (worker, "connect", {"peer": agent, "deadline_s": limit}) for worker in team.initiators
+            ]
+            answers = self._workers.ask(asked, limit + ANSWER_S)
+            longest = max(longest, *(answer["connect_s"] for answer in answers))
+        return longest
+
+    def _disband(self, *, orderly: bool) -> None:
+        self._team = None
+        self._workers.stop(orderly=orderly)
+
+    # --- judging
+
+    def _judge(self, record: TransferRecord, team: Team, window: Window) -> None:
+        case, sides = record.case, self._sides
+        before, after = window.before[0], window.after[0]
+        record.load_average = before["load"]
+        record.line_rate_gb_per_s = self._line_rate(case, window)
+        moved = carried(team.everyone, window)
+        asked = {role: [str(nic["name"]) for nic in side.nics[: case.nics]] for role, side in sides.items()}
+        little = 0.01 * record.calls * record.nbytes
+        record.nic_bytes = {
+            f"{role}:{name}": count
+            for role, nics in moved.items()
+            for name, count in nics.items()
+            if name in asked[role] or count > little
+        }
+        ours = (record.initiator_cpu_s or 0.0) + (
+            0.0 if sides["target"].elsewhere else record.target_cpu_s or 0.0
+        )
+        backend = transfer.get(case.backend)
+        seen = transferwarnings.Seen(
+            cores=before["cores"],
+            load_before=self._load,
+            others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - ours,
+            steal_s=after["steal_s"] - before["steal_s"],
+            burst_bytes=self._settings.burst_bytes if case.nics else None,
+            memcpy_gb_per_s=self._memcpy,
+            moves_bytes=backend.moves_bytes,
+            carried=moved,
+            asked=asked if backend.nics else {},
+        )
+        if case.backend == "memcpy":
+            self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
+        record.warnings = transferwarnings.warnings(record, seen)
+
+    def _line_rate(self, case: Case, window: Window) -> float | None:
+        """What the asked NICs of the slower side can carry together, in GB/s."""
+        if not case.nics:
+            return None
+        if self._settings.nic_gb_per_s is not None:
+            return case.nics * self._settings.nic_gb_per_s
+        rates: list[float] = []
+        for role, counters in (("initiator", window.before[0]), ("target", window.before[-1])):
+            names = [str(nic["name"]) for nic in self._sides[role].nics[: case.nics]]
+            known = [counters["nics"].get(name, {}).get("bytes_per_s") for name in names]
+            if None in known:
+                return None
+            rates.append(sum(known) / 1e9)
+        return min(rates)

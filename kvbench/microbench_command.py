@@ -1,0 +1,287 @@
+"""``kvbench microbench``: options → matrix → rows in a run folder → table and report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from kvbench import environment, microbench_report, nics, transfer
+from kvbench.core import matrix as matrices
+from kvbench.core.kvshape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
+from kvbench.core.matrix import Axes, Matrix, Mover
+from kvbench.core.sizes import duration_text, parse_counts, parse_sizes, size_text
+from kvbench.core.transfers import Case, Memory, TransferOp, TransferRecord
+from kvbench.devices import gpus
+from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
+from kvbench.microbench import run_cases
+from kvbench.microbench_options import MicrobenchOptions
+from kvbench.microbench_places import Place, Places
+from kvbench.microbench_progress import CaseProgress
+from kvbench.mover.memory import available_bytes
+from kvbench.runs import Run, load_run
+from kvbench.store import RunInfo, RunStore
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything that a run is made of, before anything is started."""
+
+    axes: Axes
+    matrix: Matrix
+    seconds: float
+    estimate_s: float
+    words: tuple[str, ...] = ()
+    work: KvWork | None = None
+
+
+def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
+    """Measures the matrix. 0: all measured · 1: a case failed, or none could run · 130: interrupted."""
+    before = _earlier(options.compare)
+    places = Places.of(options)
+    asked = ask(options, movers, places)
+    _announce(asked, console)
+    if options.dry_run:
+        _print_matrix(asked.matrix, console)
+        return EXIT_OK
+    store = _create(output, asked, places, options)
+    _measure(asked, places, store, console)
+    run = load_run(store.path)
+    microbench_report.write(run)
+    microbench_report.render(run, console, before)
+    return exit_code(run)
+
+
+def exit_code(run: Run) -> int:
+    """What the rows and the run's end say."""
+    if run.manifest.get("status") == "interrupted":
+        return EXIT_INTERRUPTED
+    statuses = [record.status for record in run.transfer_records()]
+    return EXIT_FAILED if "error" in statuses or "ok" not in statuses else EXIT_OK
+
+
+def _earlier(path: Path | None) -> Run | None:
+    if path is None:
+        return None
+    run = load_run(path)
+    if run.manifest.get("kind") != "microbench":
+        raise InputError(f"{path} is no microbenchmark", hint="give --compare a run of kvbench microbench")
+    return run
+
+
+# --- what is asked for -----------------------------------------------------------------------------
+
+
+def movers() -> list[Mover]:
+    """Every backend, with what keeps it, or one of its protocols, from running here."""
+    names = transfer.names()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        problems = dict(zip(names, pool.map(transfer.check, names), strict=True))
+    absent = {"rdma": "no RDMA device", "gpu": "no GPU"}
+    here = {"rdma": bool(nics.find("rdma").usable), "gpu": bool(gpus())}
+    found = []
+    for name in names:
+        backend, problem = transfer.get(name), problems[name]
+        lacking = {
+            p: absent.get(need, need) for p, need in backend.needs.items() if not here.get(need, False)
+        }
+        mend = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
+        found.append(
+            Mover(
+                name,
+                backend.protocols,
+                backend.ops,
+                nics=backend.nics,
+                loopback_only=backend.loopback_only,
+                memories=backend.memories,
+                optional=backend.optional,
+                problem="" if problem is None else problem.reason + mend,
+                one_nic=backend.one_nic,
+                lacking=lacking,
+            )
+        )
+    return found
+
+
+def ask(options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: Places) -> Asked:
+    """The matrix of the options; mistakes in them are said before ``known`` looks for libraries.
+
+    Raises InputError for what cannot be.
+    """
+    work = _work(options)
+    axes = _axes(options, work, places)
+    free = None if places.remote else available_bytes()
+    if options.memory == "cuda" and not gpus() and not places.remote:
+        raise InputError("there is no GPU here", hint="leave --memory out to measure host memory")
+    if work is not None and free is not None:
+        check_memory(work, free, scattered=options.scattered)
+    matrix = matrices.build(axes, known(), free)
+    places.check(matrix.cases)
+    usual = matrices.FULL_SECONDS if options.full else matrices.DEFAULT_SECONDS
+    seconds = options.seconds or (matrices.LAB_SECONDS if places.in_lab else usual)
+    estimate_s = matrix.estimate_s(seconds, places.nic_gb_per_s)
+    words = (*(work.words() if work is not None else ()), *places.words())
+    return Asked(axes, matrix, seconds, estimate_s, words, work)
+
+
+def _work(options: MicrobenchOptions) -> KvWork | None:
+    if options.model is None:
+        return None
+    for name, given in (("--block-size", options.block_size), ("--batch-size", options.batch_size)):
+        if given is not None:
+            raise InputError(f"{name} and --model cannot both be given: the model says how large blocks are")
+    return kv_work(
+        options.model, options.input_len, options.tp, options.block_tokens, all_ranks=options.all_ranks
+    )
+
+
+def _axes(options: MicrobenchOptions, work: KvWork | None, places: Places) -> Axes:
+    given: dict[str, Any] = {
+        "backends": _names(options.backend),
+        "protocols": _names(options.protocol),
+        "ops": _ops(options.op),
+        "nics": places.counts or (0,),
+        "memory": _memory(options.memory),
+        "scattered": options.scattered,
+        "remote": places.remote,
+    }
+    for name in ("threads", "initiators", "targets"):
+        value = getattr(options, name)
+        if value is not None:
+            given[name] = parse_counts(value)
+    if work is not None:
+        if options.all_ranks:
+            given["initiators"] = (work.ranks,)
+        sizes = ((work.block_bytes, work.blocks),)
+        return Axes(
+            **given,
+            sizes=sizes,
+            regions=work.regions,
+            whole_blocks=WHOLE_BLOCKS,
+            shape=work.shape(),
+            merging=MERGING,
+        )
+    if options.block_size or options.batch_size:
+        default = (
+            matrices.FULL_BLOCKS if options.full else tuple(block for block, _ in matrices.DEFAULT_SIZES)
+        )
+        blocks = parse_sizes(options.block_size) if options.block_size else default
+        batches = parse_counts(options.batch_size) if options.batch_size else (1,)
+        given["sizes"] = tuple((block, batch) for block in blocks for batch in batches)
+    elif places.in_lab and not options.full:
+        given["sizes"] = matrices.LAB_SIZES
+    return Axes.full(**given) if options.full else Axes(**given)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+
+
+def _ops(text: str | None) -> tuple[TransferOp, ...]:
+    known: dict[str, TransferOp] = {"write": "write", "read": "read"}
+    names = _names(text) or ("write", "read")
+    for name in names:
+        if name not in known:
+            raise InputError(f"--op knows no {name!r}", hint="write, read, or both: write,read")
+    return tuple(known[name] for name in names)
+
+
+def _memory(text: str) -> Memory:
+    if text == "host":
+        return "host"
+    if text == "cuda":
+        return "cuda"
+    raise InputError(f"--memory knows no {text!r}", hint="host or cuda")
+
+
+# --- telling ---------------------------------------------------------------------------------------
+
+
+def _announce(asked: Asked, console: Console) -> None:
+    matrix = asked.matrix
+    console.print(
+        f"{len(matrix.cases)} cases, {matrix.groups()} pairs of workers, {asked.seconds:g} s each: about "
+        f"{duration_text(asked.estimate_s)}",
+        markup=False,
+    )
+    for word in asked.words:
+        console.print(f"  {word}", markup=False, soft_wrap=True)
+    for left in matrix.left:
+        count = f" ({left.cases} cases)" if left.cases > 1 else ""
+        here = "not run here: " if left.absent else "left out: "
+        console.print(f"  {left.what}{count}: {here}{left.reason}", markup=False, style="dim", soft_wrap=True)
+
+
+def _print_matrix(matrix: Matrix, console: Console) -> None:
+    for case in matrix.cases:
+        more = [f"{case.regions} regions"] if case.regions > 1 else []
+        more += [f"{case.threads} at a time"] if case.threads > 1 else []
+        more += [f"{case.nics} NICs"] if case.nics else []
+        more += [f"{case.initiators} to {case.targets}"] if case.initiators + case.targets > 2 else []
+        size = f"{size_text(case.block_bytes)} × {case.batch_size}"
+        words = f"{case.backend:<15} {case.protocol:<7} {case.op:<6} {size:<14} {', '.join(more)}"
+        console.print(words.rstrip(), markup=False, soft_wrap=True)
+
+
+# --- measuring -------------------------------------------------------------------------------------
+
+
+def _create(output: Path, asked: Asked, places: Places, options: MicrobenchOptions) -> RunStore:
+    machine = environment.describe()
+    info = RunInfo(
+        kind="microbench",
+        argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
+        git=machine.get("git"),
+        hosts=[str(machine.get("hostname")), *([places.peer] if places.peer else [])],
+        labels=["lab"] if places.in_lab else [],
+    )
+    plan = {
+        **asked.matrix.to_json(),
+        "seconds": asked.seconds,
+        "estimate_s": asked.estimate_s,
+        "words": list(asked.words),
+        "compared_with": str(options.compare) if options.compare else None,
+    }
+    return RunStore.create(output, "microbench", b"", plan, machine, info)
+
+
+def _measure(asked: Asked, places: Places, store: RunStore, console: Console) -> None:
+    """Stores a row for each case; Ctrl-C ends it, keeps the rows, and says so."""
+    cases = asked.matrix.cases
+    with store:
+        for left in asked.matrix.left:
+            if left.absent:
+                store.add_transfer(TransferRecord(left.case, "skipped", left.reason))
+        try:
+            with ExitStack() as stack, CaseProgress(console, len(cases), asked.estimate_s) as progress:
+                if places.in_lab:
+                    progress.note(f"lab: {places.describe()}")
+                for place, members in places.legs(cases, stack):
+                    _leg(asked, place, members, store, progress)
+                if places.in_lab:
+                    store.update(lab=places.record())
+        except KeyboardInterrupt:
+            kept = sum(record.status != "skipped" for record in load_run(store.path).transfer_records())
+            store.finish("interrupted", f"interrupted after {kept} of {len(cases)} cases")
+            console.print(f"interrupted: the rows of {kept} of {len(cases)} cases are kept", style="yellow")
+
+
+def _leg(
+    asked: Asked, place: Place, members: Sequence[Case], store: RunStore, progress: CaseProgress
+) -> None:
+    settings = place.settings(asked.seconds, members)
+    rows = run_cases(members, place.initiator, place.target, settings, progress.told, store.logs)
+    # Closed at once when interrupted: the workers end with it.
+    with closing(cast("Generator[TransferRecord, None, None]", rows)):
+        for record in rows:
+            whole = asked.work.logical_bytes if asked.work is not None else record.nbytes
+            record.logical_bytes = whole
+            store.add_transfer(record)
+            progress.finished(record)

@@ -1,0 +1,268 @@
+"""The buffer of one side of a measured transfer, and what its blocks hold.
+
+Every block holds a pattern that depends on a seed, the side, the region, the block and the offset, so that no
+two blocks are alike and bytes that arrive in the wrong place do not look right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.errors import InputError, TransferError
+from kvbench.transfer.base import Layout
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+MEMORY_SHARE = 0.9
+"""Of the memory that is free, what a buffer may take: the rest is for the library and the others."""
+PIECE_BYTES = 1 << 20
+"""Patterns are made and compared in pieces that stay in a core's cache."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""Odd, so that its multiples modulo 2⁶⁴ are all different: the step of SplitMix64 (Steele, Lea, Flood
+2014)."""
+MASK = (1 << 64) - 1
+
+
+# --- memory
+
+
+class Memory(ABC):
+    """``nbytes`` bytes at ``address``, all of them backed by real pages."""
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def put(self, offset: int, data: Bytes) -> None:
+        """Overwrite ``len(data)`` bytes."""
+
+    @abstractmethod
+    def get(self, offset: int, nbytes: int) -> Bytes:
+        """These bytes; a view or a copy, only to be read."""
+
+    def rows(self, layout: Layout, region: int, blocks: Sequence[int]) -> Bytes:
+        """Whole blocks of a region: (blocks, bytes), only to be read."""
+        return np.stack([self.get(layout.offset(region, block), layout.block_bytes) for block in blocks])
+
+
+class HostMemory(Memory):
+    """Anonymous memory, in huge pages where the system allows it, every page touched."""
+
+    def __init__(self, nbytes: int) -> None:
+        room = available_bytes()
+        if room is not None and nbytes > MEMORY_SHARE * room:
+            raise InputError(
+                f"a buffer of {nbytes:,} bytes does not fit into this machine's memory: "
+                f"{room:,} bytes are free",
+                hint="take fewer or smaller blocks, or fewer threads",
+            )
+        self.nbytes = nbytes
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(f"a buffer of {nbytes:,} bytes cannot be had: {error}") from error
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        self._bytes[:: mmap.PAGESIZE] = 0
+
+    def put(self, offset: int, data: Bytes) -> None:
+        self._bytes[offset : offset + len(data)] = data
+
+    def get(self, offset: int, nbytes: int) -> Bytes:
+        return self._bytes[offset : offset + nbytes]
+
+    def rows(self, layout: Layout, region: int, blocks: Sequence[int]) -> Bytes:
+        whole = self.get(layout.offset(region, 0), layout.blocks * layout.block_bytes)
+        found: Bytes = whole.reshape(layout.blocks, layout.block_bytes)[np.asarray(blocks)]
+        return found
+
+
+class CudaMemory(Memory):
+    """Memory of one GPU, through the CUDA driver API alone (docs.nvidia.com/cuda/cuda-driver-api).
+
+    Written from that documentation; not run on a machine with a GPU so far.
+    """
+
+    def __init__(self, nbytes: int, device: int = 0) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise InputError(
+                "GPU memory needs NVIDIA's driver: libcuda.so.1 does not load", hint=f"{error}"
+            ) from error
+        self.nbytes = nbytes
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        self._do("cuInit", 0)
+        self._do("cuDeviceGet", ctypes.byref(handle), device)
+        # The primary context is the one that other libraries of this process use as well.
+        self._do("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        self._do("cuCtxSetCurrent", context)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._do("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        if nbytes > MEMORY_SHARE * free.value:
+            raise InputError(
+                f"a buffer of {nbytes:,} bytes does not fit into GPU {device}: {free.value:,} bytes are free",
+                hint="take fewer or smaller blocks, or fewer threads",
+            )
+        pointer = ctypes.c_uint64()
+        self._do("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(nbytes, 1)))
+        self.address = int(pointer.value)
+        self._do(
+            "cuMemsetD8_v2", ctypes.c_uint64(self.address), ctypes.c_ubyte(0), ctypes.c_size_t(max(nbytes, 1))
+        )
+
+    def _do(self, call: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, call)(*arguments)
+        if code:
+            name = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(name))
+            raise TransferError(f"{call} returned {(name.value or b'an unknown error').decode()} ({code})")
+
+    def put(self, offset: int, data: Bytes) -> None:
+        whole = np.ascontiguousarray(data)
+        source = ctypes.c_void_p(whole.ctypes.data)
+        self._do(
+            "cuMemcpyHtoD_v2", ctypes.c_uint64(self.address + offset), source, ctypes.c_size_t(len(whole))
+        )
+
+    def get(self, offset: int, nbytes: int) -> Bytes:
+        copy = np.empty(nbytes, dtype=np.uint8)
+        here = ctypes.c_void_p(copy.ctypes.data)
+        self._do("cuMemcpyDtoH_v2", here, ctypes.c_uint64(self.address + offset), ctypes.c_size_t(nbytes))
+        return copy
+
+
+def allocate(kind: str, nbytes: int, device: int = 0) -> Memory:
+    """A buffer in ``"host"`` or ``"cuda"`` memory. Raises InputError when it does not fit."""
+    if kind == "host":
+        return HostMemory(nbytes)
+    if kind == "cuda":
+        return CudaMemory(nbytes, device)
+    raise InputError(f"no memory is called {kind!r}", hint="there are: host, cuda")
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that can be had without swapping: the kernel's estimate, or what the cgroup leaves."""
+    rooms = []
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                rooms.append(int(line.split()[1]) * 1024)
+        own = (root / "proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+    except (OSError, ValueError):
+        return min(rooms, default=None)
+    base = root / "sys/fs/cgroup"
+    for folder in (base / own, *(base / own).parents):
+        if folder != base and base not in folder.parents:
+            break
+        try:
+            limit = int((folder / "memory.max").read_text())
+            rooms.append(max(limit - int((folder / "memory.current").read_text()), 0))
+        except (OSError, ValueError):
+            continue  # "max", or the root, which has no such file
+    return min(rooms, default=None)
+
+
+# --- content
+
+
+@dataclass(frozen=True)
+class Content:
+    """Which pattern: ``side`` tells the buffers of one case apart, ``generation`` their refills."""
+
+    seed: int
+    side: int
+    generation: int = 0
+
+    def keys(self, region: int, blocks: Words) -> Words:
+        """One random word for each block, by SplitMix64's finalizer over everything that counts."""
+        start = self.seed & MASK
+        for part in (self.side, self.generation, region):
+            start = _mixed(np.array([(start + (part + 1) * GOLDEN) & MASK], dtype=np.uint64)).item()
+        step = np.array([GOLDEN], dtype=np.uint64)
+        return _mixed(np.array([start], dtype=np.uint64) + (blocks + np.uint64(1)) * step)
+
+
+def _mixed(words: Words) -> Words:
+    words = (words ^ (words >> np.uint64(30))) * np.array([0xBF58476D1CE4E5B9], dtype=np.uint64)
+    words = (words ^ (words >> np.uint64(27))) * np.array([0x94D049BB133111EB], dtype=np.uint64)
+    return words ^ (words >> np.uint64(31))
+
+
+class _Painter:
+    """Makes the bytes that blocks of one size hold: word ``i`` is the block's key plus ``i`` golden steps."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._size = block_bytes
+        self._steps = np.arange(min(-(-block_bytes // 8), PIECE_BYTES // 8), dtype=np.uint64) * np.array(
+            [GOLDEN], dtype=np.uint64
+        )
+
+    def pieces(self, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """(first, end) of the blocks and (first, end) of the bytes in them: at most PIECE_BYTES each."""
+        if self._size >= PIECE_BYTES:
+            for block in range(count):
+                for low in range(0, self._size, PIECE_BYTES):
+                    yield block, block + 1, low, min(low + PIECE_BYTES, self._size)
+            return
+        group = max(PIECE_BYTES // self._size, 1)
+        for first in range(0, count, group):
+            yield first, min(first + group, count), 0, self._size
+
+    def paint(self, keys: Words, low: int, high: int) -> Bytes:
+        """Bytes ``low`` to ``high`` of the blocks with these keys: (blocks, bytes)."""
+        words = -(-(high - low) // 8)
+        shift = np.array([(low // 8 * GOLDEN) & MASK], dtype=np.uint64)
+        whole = (keys + shift)[:, None] + self._steps[None, :words]
+        return whole.view(np.uint8)[:, : high - low]
+
+
+def fill(memory: Memory, layout: Layout, content: Content) -> None:
+    """Write every block's pattern."""
+    painter = _Painter(layout.block_bytes)
+    blocks = np.arange(layout.blocks, dtype=np.uint64)
+    for region in range(layout.regions):
+        keys = content.keys(region, blocks)
+        for first, end, low, high in painter.pieces(layout.blocks):
+            painted = painter.paint(keys[first:end], low, high)
+            memory.put(layout.offset(region, first) + low, painted.reshape(-1))
+
+
+def difference(
+    memory: Memory, layout: Layout, blocks: Sequence[int], source: Content, source_blocks: Sequence[int]
+) -> str:
+    """Compare all bytes: block ``blocks[i]`` must hold what ``source_blocks[i]`` of ``source`` holds, in
+    every region.
+
+    Returns the first difference in words, or an empty string. Raises InputError when the two lists do not
+    pair.
+    """
+    if len(blocks) != len(source_blocks):
+        raise InputError(f"{len(blocks)} blocks cannot be compared with {len(source_blocks)}")
+    painter = _Painter(layout.block_bytes)
+    theirs = np.asarray(source_blocks, dtype=np.uint64)
+    for region in range(layout.regions):
+        keys = source.keys(region, theirs)
+        for first, end, low, high in painter.pieces(len(blocks)):
+            wanted = painter.paint(keys[first:end], low, high)
+            if high - low == layout.block_bytes:
+                here = memory.rows(layout, region, blocks[first:end])
+            else:
+                here = memory.get(layout.offset(region, blocks[first]) + low, high - low)[None, :]
+            if not np.array_equal(here, wanted):
+                row, byte = (int(places[0]) for places in np.nonzero(here != wanted))
+                return f"region {region}, block {blocks[first + row]}: byte {low + byte} is not what was sent"
+    return ""

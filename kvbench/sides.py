@@ -1,0 +1,200 @@
+"""The worker processes of a transfer measurement: where each side runs, and a conversation with all of them.
+
+Nothing here waits without a deadline, and every process is ended by whoever started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvbench.core.processes import ProcessSpec
+from kvbench.errors import TransferError
+from kvbench.launchers.local import LocalLauncher, LocalProcess
+
+QUIT_S: Final = 2.0
+"""A library has so long to close in order; it may own shared memory that only it can remove."""
+LOG_LINES: Final = 8
+READ_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where the initiators, or the targets, run.
+
+    ``host`` is the address under which the other side reaches it. ``prefix`` is put in front of the worker's
+    command (``ip netns exec …``, ``ssh node``); the worker speaks over stdin and stdout. ``nics`` are those
+    that may be used, the best first: ``{"name", "address"}``.
+    """
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    nics: tuple[Mapping[str, Any], ...] = ()
+    python: str = sys.executable
+    elsewhere: bool = False
+    """Whether it is another machine, with memory and cores of its own."""
+
+
+class WorkerError(TransferError):
+    """A worker failed, died, or gave no answer; ``log`` is what its library wrote last."""
+
+    def __init__(self, cause: str, log: Sequence[str] = ()) -> None:
+        super().__init__(cause)
+        self.log = list(log)
+
+
+@dataclass
+class Worker:
+    """One started worker. ``name`` is ``initiator`` or ``target``, with a number where there are several."""
+
+    name: str
+    process: LocalProcess
+    hello: dict[str, Any] = field(default_factory=dict)
+    _next: int = 0
+    _rest: bytes = b""
+    _answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def fd(self) -> int:
+        return self.process.stdout.fileno()
+
+    def send(self, command: str, content: Mapping[str, Any]) -> int:
+        """Write a request; returns its number. Raises WorkerError when the worker is gone."""
+        self._next += 1
+        self._write({"n": self._next, "cmd": command, **content})
+        return self._next
+
+    def introduce(self, spec: Mapping[str, Any]) -> None:
+        """Write the first line."""
+        self._write(spec)
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        try:
+            self.process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self.gone() from None
+
+    def read(self) -> None:
+        """Take in what is there to be read. Raises WorkerError at the end of file."""
+        chunk = os.read(self.fd, READ_BYTES)
+        if not chunk:
+            raise self.gone()
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            try:
+                message = json.loads(line)
+                self._answers[int(message.get("n", 0))] = message
+            except (ValueError, AttributeError):
+                text = line[:200].decode(errors="replace")
+                raise WorkerError(f"the {self.name} sent something unreadable: {text}", self.tail()) from None
+
+    def take(self, number: int) -> dict[str, Any] | None:
+        """An answer that has arrived. Raises WorkerError where it is an error."""
+        message = self._answers.pop(number, None)
+        if message is None:
+            return None
+        cause = message.get("error", message.get("failed"))
+        if cause is not None:
+            raise WorkerError(f"{self.name}: {cause}", message.get("log") or self.tail())
+        return dict(message.get("ok", message.get("ready", {})))
+
+    def gone(self) -> WorkerError:
+        """The error that says how this worker ended."""
+        deadline = time.monotonic() + 1.0
+        while (code := self.process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        how = "closed its output" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code}"
+        return WorkerError(f"the {self.name} {how}", self.tail())
+
+    def tail(self) -> list[str]:
+        return self.process.tail(LOG_LINES)
+
+
+Asked = tuple[Worker, str, Mapping[str, Any]]
+
+
+class Workers:
+    """Starts workers and talks to them. Use it from one thread that lives as long as they shall."""
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
+        self._started = 0
+        self.all: list[Worker] = []
+
+    def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> Worker:
+        """Start one and tell it what it is; ``hello`` waits until it is ready. Raises LaunchError,
+        WorkerError."""
+        self._started += 1
+        # The last word is for those who read a process list.
+        argv = (*side.prefix, side.python, "-m", "kvbench.mover.worker", name)
+        command = ProcessSpec(f"{spec['backend']}-{name}-{self._started}", argv)
+        worker = Worker(name, self._launcher.start(command, piped=True))
+        self.all.append(worker)
+        worker.introduce(spec)
+        return worker
+
+    def hello(self, workers: Sequence[Worker], deadline_s: float) -> None:
+        """Wait until all are ready. Raises WorkerError."""
+        answers = self._gather([(worker, 0) for worker in workers], deadline_s, "did not get ready")
+        for worker, answer in zip(workers, answers, strict=True):
+            worker.hello = answer
+
+    def ask(self, asked: Sequence[Asked], deadline_s: float) -> list[dict[str, Any]]:
+        """Put questions to workers at the same time; their answers in order. Raises WorkerError for the first
+        trouble: an error, a worker that has died (also one that was not asked), silence beyond the deadline.
+        """
+        numbers = [(worker, worker.send(command, content)) for worker, command, content in asked]
+        commands = " and ".join(dict.fromkeys(command for _, command, _ in asked))
+        return self._gather(numbers, deadline_s, f"gave no answer to {commands}")
+
+    def _gather(
+        self, wanted: Sequence[tuple[Worker, int]], deadline_s: float, what: str
+    ) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + deadline_s
+        found: dict[int, dict[str, Any]] = {}
+        by_fd = {worker.fd: worker for worker in self.all}
+        poller = select.poll()
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        while True:
+            for at, (worker, number) in enumerate(wanted):
+                if at not in found and (answer := worker.take(number)) is not None:
+                    found[at] = answer
+            if len(found) == len(wanted):
+                return [found[at] for at in range(len(wanted))]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                silent = [worker for at, (worker, _) in enumerate(wanted) if at not in found]
+                names = " and the ".join(worker.name for worker in silent)
+                raise WorkerError(f"the {names} {what} within {deadline_s:.3g} s", silent[0].tail())
+            for fd, _ in poller.poll(left * 1e3):
+                by_fd[fd].read()
+
+    def casualties(self) -> list[str]:
+        """How workers ended that should still be there, in words."""
+        return [worker.gone().message for worker in self.all if worker.process.poll() is not None]
+
+    def stop(self, *, orderly: bool = True) -> None:
+        """End all: by request where they still listen, else by force. Nothing of them is left."""
+        workers, self.all = self.all, []
+        try:
+            for worker in workers:
+                with contextlib.suppress(WorkerError, OSError, ValueError):
+                    worker.send("quit", {})
+                    worker.process.stdin.close()
+            deadline = time.monotonic() + (QUIT_S if orderly else QUIT_S / 4)
+            while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
+                time.sleep(0.005)
+        finally:
+            for worker in workers:
+                worker.process.kill()

@@ -1,0 +1,324 @@
+"""Mooncake Store: put and get of objects, zero copy, in batches.
+
+The target brings up a ``mooncake_master`` and contributes the one segment that objects live in, so a write
+moves initiator → segment and a read segment → initiator; the initiator is a pure client. How it is driven,
+and why (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
+
+- The calls block, and release the interpreter: each transfer under way has a thread of its own.
+- A second put of a key returns success and keeps the old value, so each put has a fresh key.
+- ``remove`` refuses for the time of the lease (10 s) after a get, unless it is forced; it is forced here.
+- A pure client without a local hot cache gets from the segment each time, so reads may repeat a key.
+- An absent master costs 4.4 s a try and 20 tries. The target itself is asked first, and one try is made.
+- The first write of a page of the segment takes several times as long as a later one: all are touched first.
+- The holder's own ``close`` takes 2.4 s and is not called: the process ends, and its memory with it.
+- A metadata server ``redis://`` ends the process where that plug-in is not built in. It is refused before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvbench.errors import TransferError
+from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
+from kvbench.transfer.parts.keyed import KeyedEndpoint
+from kvbench.transfer.parts.native import (
+    VERBS_FIX,
+    VERBS_LIBRARIES,
+    import_native,
+    inherited,
+    preload,
+    version_of,
+)
+from kvbench.transfer.parts.servers import Master, available_bytes, master_binary
+from kvbench.transfer.parts.storepeer import Notes, Store
+
+DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+INSTALL = "pip install mooncake-transfer-engine-non-cuda"
+# The segment holds what is offered, what was written last, what is being written and what it replaced.
+GENERATIONS = 4
+SPARE_BYTES = 64 << 20
+# Objects under way at a time. The library's queue per peer is limited, and what exceeds it fails
+# (TRANSFER_FAIL, seen with 2048 objects a call and 8 calls).
+MAX_UNDER_WAY = 256
+TOUCH_BYTES = 4 << 20
+TOUCH_S = 3.0
+# The library's own buffer, which zero copy leaves unused; with none at all, gets of small objects fail.
+LOCAL_BUFFER_BYTES = 16 << 20
+
+# mooncake-store/include/types.h, ErrorCode
+NAMES = {
+    -1: "INTERNAL_ERROR",
+    -10: "BUFFER_OVERFLOW",
+    -101: "SEGMENT_NOT_FOUND",
+    -102: "SEGMENT_ALREADY_EXISTS",
+    -103: "CLIENT_NOT_FOUND",
+    -200: "NO_AVAILABLE_HANDLE",
+    -400: "INVALID_KEY",
+    -500: "WRITE_FAIL",
+    -600: "INVALID_PARAMS",
+    -601: "ILLEGAL_CLIENT",
+    -700: "INVALID_WRITE",
+    -701: "INVALID_READ",
+    -702: "INVALID_REPLICA",
+    -703: "REPLICA_IS_NOT_READY",
+    -704: "OBJECT_NOT_FOUND",
+    -705: "OBJECT_ALREADY_EXISTS",
+    -706: "OBJECT_HAS_LEASE",
+    -707: "LEASE_EXPIRED",
+    -712: "REPLICA_IS_GONE",
+    -800: "TRANSFER_FAIL",
+    -801: "CHECKSUM_MISMATCH",
+    -900: "RPC_FAIL",
+    -901: "RPC_TIMEOUT",
+    -1010: "UNAVAILABLE_IN_CURRENT_STATUS",
+}
+HINTS = {
+    -200: "the segment is full: raise the target's option segment_bytes",
+    -704: "it was never put, or was put out by others for want of room",
+    -800: "the process that holds the segment is gone, or an address is not registered",
+    -900: "the master is gone, or does not answer",
+}
+OBJECT_NOT_FOUND = -704
+
+
+def words(code: int) -> str:
+    """A return code as its name, with what it most often means."""
+    name = f"{NAMES.get(code, 'unknown code')} ({code})"
+    return f"{name}: {HINTS[code]}" if code in HINTS else name
+
+
+def check() -> Problem | None:
+    """Are the package and its master there? Whether it loads is asked in a child process."""
+    if importlib.util.find_spec("mooncake") is None:
+        return Problem("not installed", INSTALL)
+    binary = master_binary()
+    if not os.access(binary, os.X_OK):
+        return Problem(f"the package has no program {binary.name} beside it", f"{INSTALL} --force-reinstall")
+    return None
+
+
+def load() -> dict[str, str]:
+    """Import the store; for child processes only."""
+    preload(VERBS_LIBRARIES)
+    import_native("mooncake.store", VERBS_FIX)
+    return version_of(*DISTRIBUTIONS)
+
+
+def env(options: Mapping[str, Any]) -> dict[str, str]:
+    """Short waits for a master that is gone, and the transport, which a variable's presence forces."""
+    return {
+        "MC_TCP_BIND_ADDRESS": inherited("MC_TCP_BIND_ADDRESS", _address(options), "127.0.0.1"),
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_RPC_TIMEOUT_MS": inherited("MC_RPC_TIMEOUT_MS", None, "3000"),
+        "MC_RPC_CONNECT_TIMEOUT_MS": inherited("MC_RPC_CONNECT_TIMEOUT_MS", None, "3000"),
+        "MC_FORCE_HCA" if options.get("protocol", "tcp") == "rdma" else "MC_FORCE_TCP": "1",
+    }
+
+
+def _address(options: Mapping[str, Any]) -> str:
+    """The address that a side publishes: the NIC's, where one is asked for, else the host's."""
+    nics = options.get("nics") or [{}]
+    if options.get("protocol", "tcp") == "tcp" and len(nics) > 1:
+        raise TransferError("over tcp the store uses one address: ask for one NIC, or for protocol rdma")
+    return str(nics[0].get("address") or options.get("host", "127.0.0.1"))
+
+
+class Budget:
+    """How many objects may be under way at a time, over all threads."""
+
+    def __init__(self, objects: int) -> None:
+        self._free = objects
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def of(self, objects: int) -> Iterator[None]:
+        """Wait until so many more fit; at most the whole budget."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= objects)
+            self._free -= objects
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += objects
+                self._changed.notify_all()
+
+
+class MooncakeStore(Store):
+    """One client; the holder of the segment if ``segment_bytes`` is not 0."""
+
+    def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
+        """``settings``: host, metadata_server, protocol, devices, master. Raises TransferError."""
+        preload(VERBS_LIBRARIES)
+        self._client = import_native("mooncake.store", VERBS_FIX).MooncakeDistributedStore()
+        self.master: Master | None = None
+        self._budget = Budget(MAX_UNDER_WAY)
+        code = self._client.setup(
+            settings["host"],
+            settings["metadata_server"],
+            segment_bytes,
+            LOCAL_BUFFER_BYTES,
+            settings["protocol"],
+            settings["devices"],
+            settings["master"],
+        )
+        if code != 0:
+            raise TransferError(
+                f"the store at {settings['master']} cannot be joined: setup gave {words(code)}"
+            )
+        code = self._client.register_buffer(address, nbytes)
+        if code != 0:
+            raise TransferError(f"register_buffer of {nbytes} bytes gave {words(code)}")
+
+    def put(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int) -> Notes:
+        self._in_portions(self._client.batch_put_from, "put", (keys, addresses, nbytes), 0)
+        return [None] * len(keys)
+
+    def get(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int, notes: Notes) -> None:
+        self._in_portions(self._client.batch_get_into, "get", (keys, addresses, nbytes), nbytes)
+
+    def _in_portions(
+        self,
+        call: Callable[[Sequence[str], Sequence[int], list[int]], list[int]],
+        what: str,
+        objects: tuple[Sequence[str], Sequence[int], int],
+        wanted: int,
+    ) -> None:
+        keys, addresses, nbytes = objects
+        for first in range(0, len(keys), MAX_UNDER_WAY):
+            some = slice(first, first + MAX_UNDER_WAY)
+            names = keys[some]
+            with self._budget.of(len(names)):
+                codes = call(names, addresses[some], [nbytes] * len(names))
+            _all_well(what, codes, wanted)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        if keys:
+            codes = self._client.batch_remove(keys, True)
+            _all_well("remove", [0 if code == OBJECT_NOT_FOUND else code for code in codes], 0)
+
+    def touch(self, room: int) -> None:
+        """Write once to about all of the segment, so that no measured write meets a page that is not there.
+
+        A first write of a page takes several times as long as a later one. Gives up after TOUCH_S.
+        """
+        until = time.monotonic() + TOUCH_S
+        scratch = mmap.mmap(-1, TOUCH_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(scratch))
+        code = self._client.register_buffer(address, TOUCH_BYTES)
+        if code != 0:
+            raise TransferError(f"register_buffer of {TOUCH_BYTES} bytes gave {words(code)}")
+        keys: list[str] = []
+        # Somewhat less than all: what does not fit makes the master put objects out.
+        for number in range(room * 9 // 10 // TOUCH_BYTES):
+            if time.monotonic() > until:
+                break
+            keys.append(f"kvbench-touch-{number}")
+            self.put(keys[-1:], [address], TOUCH_BYTES)
+        self.remove(keys)
+        self._client.unregister_buffer(address)
+
+    def close(self) -> None:
+        if self.master is not None:
+            self.master.close()
+        else:
+            self._client.close()
+
+
+def _all_well(what: str, codes: Sequence[int], wanted: int) -> None:
+    """Raises TransferError that names the first code that is not the wanted one."""
+    for code in codes:
+        if code != wanted:
+            wrong = sum(other != wanted for other in codes)
+            said = words(code) if code < 0 else f"{code} of {wanted} bytes"
+            raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {said}")
+
+
+class MooncakeStoreEndpoint(KeyedEndpoint):
+    """One side: the holder of a segment beside its own master, or a pure client, or both."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self._host = _address(options)
+        self._protocol = str(options.get("protocol", "tcp"))
+        server = str(options.get("mooncake_store_metadata_server", "P2PHANDSHAKE"))
+        if server.startswith("redis"):
+            raise TransferError(
+                f"metadata server {server!r}: a library without its redis plug-in would end the process; "
+                "use P2PHANDSHAKE, http:// or etcd://"
+            )
+        nics = options.get("nics") or ()
+        self._settings = {
+            "host": self._host,
+            "metadata_server": server,
+            "protocol": self._protocol,
+            "devices": ",".join(str(nic["name"]) for nic in nics) if self._protocol == "rdma" else "",
+        }
+
+    def provide(self, address: int, layout: Layout) -> tuple[Store, dict[str, Any]]:
+        default = GENERATIONS * layout.nbytes + SPARE_BYTES
+        room = int(self._options.get("segment_bytes") or default)
+        if room > available_bytes():
+            raise TransferError(
+                f"a segment of {room} bytes does not fit into the {available_bytes()} bytes of memory "
+                "that are free; use smaller or fewer blocks, or the option segment_bytes"
+            )
+        master = Master(self._host)
+        try:
+            settings = {**self._settings, "master": master.address}
+            store = MooncakeStore(settings, address, layout.nbytes, room)
+            store.touch(room)
+        except BaseException:
+            master.close()
+            raise
+        store.master = master
+        return store, {"master": master.address, "room": room}
+
+    def reach(self, provided: Mapping[str, Any], deadline_s: float) -> Store:
+        host, _, port = str(provided["master"]).rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=deadline_s).close()
+        except OSError as error:
+            raise TransferError(f"no mooncake_master answers at {provided['master']}: {error}") from error
+        settings = {**self._settings, "master": str(provided["master"])}
+        return MooncakeStore(settings, self._address, self._layout.nbytes, 0)
+
+    def transport(self) -> str:
+        for line in self.native_log():
+            if "TcpTransport" in line:
+                return "tcp"
+            if "RdmaTransport" in line or "type=rdma" in line:
+                return "rdma"
+        return f"{self._protocol} (configured)"
+
+    def library(self) -> dict[str, str]:
+        return version_of(*DISTRIBUTIONS)
+
+
+def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
+    """One side. Raises TransferError."""
+    return MooncakeStoreEndpoint(options)
+
+
+BACKEND = Backend(
+    name="mooncake_store",
+    title="Mooncake Store",
+    ops=("read", "write"),
+    check=check,
+    open=open_endpoint,
+    env=env,
+    load=load,
+    protocols=("tcp", "rdma"),
+    needs={"rdma": "rdma"},
+    one_nic=("tcp",),
+    staged=True,
+)

@@ -1,0 +1,192 @@
+"""Copies between memory of this host: what ``memcpy`` and ``shm`` share, and the neighbour process's files.
+
+A peer is another process of this host. It publishes its process id and one of its file descriptors, a
+memory file, which this process opens through ``/proc`` and maps; so nothing has a name that could be left
+behind. The same user (or root) and one process namespace are needed, not the same network namespace.
+
+A copy of one part is made at once, in ``start``, as ``process_vm_writev`` and ``cp`` would; with
+``streams`` above 1, parts are copied by that many threads, since ``ctypes`` gives up the interpreter
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.errors import TransferError
+from kvbench.transfer.base import Endpoint, Layout, Op, Ticket, protocol_of
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
+from kvbench.transfer.parts.neighbour import Neighbour, file_of
+from kvbench.transfer.parts.threads import Job, Threads
+
+
+def memory_file(nbytes: int) -> int:
+    """A file in memory, without a name."""
+    fd = os.memfd_create("kvbench-transfer")
+    os.ftruncate(fd, max(nbytes, 1))
+    return fd
+
+
+class MappedFile(contextlib.AbstractContextManager["MappedFile"]):
+    """A file of which every page is mapped and there."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        try:
+            self._map = mmap.mmap(fd, max(nbytes, 1), flags=flags)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot map {nbytes} bytes of the peer's memory: {error}") from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def __exit__(self, *_: object) -> None:
+        # Freed with the last view; a thread may still be copying.
+        del self._map
+
+
+@dataclass
+class _Peer:
+    process: Neighbour
+    memory: MappedFile
+    offset: int
+    layout: Layout
+
+
+@dataclass
+class _Copy:
+    """What a ticket stands for: (to, from, bytes) of each part, and the threads' jobs."""
+
+    process: Neighbour
+    memory: MappedFile
+    parts: list[list[tuple[int, int, int]]]
+    calls: list[Callable[[], None]] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+
+
+class CopyEndpoint(Endpoint):
+    """Copies straight from one buffer into another."""
+
+    poll_interval_s = 0.0003
+    transport_name = ""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        protocol_of(options, (self.transport_name,))
+        self._merge = bool(options.get("merge", True))
+        self._streams = int(options.get("streams", 1))
+        self._threads = Threads(self._streams) if self._streams > 1 else None
+        self._address = 0
+        self._layout = Layout(0, 0, 0)
+        self._peers: dict[str, _Peer] = {}
+
+    @abstractmethod
+    def published(self) -> tuple[int, int]:
+        """The file that a peer maps, and the offset of the registered bytes in it."""
+
+    def reshape(self, layout: Layout) -> bool:
+        self._layout = layout
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        fd, offset = self.published()
+        return {"memory": file_of(fd), "offset": offset}
+
+    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
+        layout = Layout(**peer["layout"])
+        process = Neighbour(int(peer["memory"]["pid"]))
+        try:
+            fd = process.open(peer["memory"])
+            try:
+                memory = MappedFile(fd, int(peer["offset"]) + layout.nbytes)
+            finally:
+                os.close(fd)
+        except TransferError:
+            process.close()
+            raise
+        self.forget(peer["id"])
+        self._peers[peer["id"]] = _Peer(process, memory, int(peer["offset"]), layout)
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            known.process.close()
+
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        if peer not in self._peers:
+            raise TransferError(f"no peer is called {peer!r}")
+        began = time.perf_counter()
+        known = self._peers[peer]
+        here, there = self._address, known.memory.address + known.offset
+        wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
+        dealt = split_spans(wanted, self._streams, MIN_PART_BYTES)
+        parts = [
+            [
+                (there + span.remote, here + span.local, span.nbytes)
+                if op == "write"
+                else (here + span.local, there + span.remote, span.nbytes)
+                for span in part
+            ]
+            for part in dealt
+        ]
+        handle = _Copy(known.process, known.memory, parts)
+        handle.calls = [_copier(part) for part in parts]
+        nbytes = sum(span.nbytes for span in wanted)
+        return Ticket(peer, op, nbytes, sum(map(len, parts)), time.perf_counter() - began, handle)
+
+    def start(self, ticket: Ticket) -> None:
+        handle: _Copy = ticket.handle
+        handle.process.check()
+        if len(handle.calls) == 1 or self._threads is None:
+            for call in handle.calls:
+                call()
+            return
+        handle.jobs = [self._threads.start(call) for call in handle.calls]
+
+    def poll(self, ticket: Ticket) -> bool:
+        handle: _Copy = ticket.handle
+        while handle.jobs:
+            if not handle.jobs[-1].finished():
+                return False
+            handle.jobs.pop()
+        return True
+
+    def progress(self) -> None:
+        if self._threads is not None:
+            self._threads.clear()
+
+    def wait_fds(self) -> Sequence[int]:
+        return (self._threads.fd,) if self._threads is not None else ()
+
+    def transport(self) -> str:
+        return self.transport_name
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+
+
+def _copier(part: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
+    """Copies these (to, from, bytes)."""
+    memmove = ctypes.memmove
+    if len(part) == 1:
+        to, source, nbytes = part[0]
+
+        def copy_one() -> None:
+            memmove(to, source, nbytes)
+
+        return copy_one
+
+    def copy() -> None:
+        for to, source, nbytes in part:
+            memmove(to, source, nbytes)
+
+    return copy

@@ -1,0 +1,306 @@
+"""What kvbench's own path costs a transfer: ``make perf-microbench``. A benchmark, not a test: it judges
+nothing.
+
+The same transfers go through Mooncake's own C++ tool (``transfer_engine_bench`` of the wheel) and through the
+backend ``mooncake``, in turn and in changing order. The null backend shows what the tool costs by itself, and
+the backend ``memcpy`` stands beside plain copies of the same blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvbench import transfer
+from kvbench.core.processes import ProcessSpec
+from kvbench.core.transfers import Case, TransferOp, TransferRecord
+from kvbench.errors import EXIT_FAILED, EXIT_OK, LaunchError
+from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.measuring import Settings
+from kvbench.microbench import run_cases
+from kvbench.mover.memory import HostMemory
+from kvbench.transfer.parts.native import unpacked_folder
+
+SIZES = ((1 << 20, 8), (16 << 20, 1), (64 << 10, 32), (4 << 10, 1))
+OPS: tuple[TransferOp, ...] = ("write", "read")
+SHARE_WANTED = 0.97
+"""Of the C++ tool's bandwidth, for blocks of 1 MiB and more."""
+OVERHEAD_WANTED_US = 5.0
+MEMCPY_WANTED = 0.95
+READY_DEADLINE_S = 10.0
+BUFFER_BYTES = 64 << 20
+LISTENING = re.compile(r"P2P handshake, listening on ([\d.]+:\d+)")
+COMPLETED = re.compile(r"Test completed: duration ([\d.]+), batch count (\d+)")
+
+
+@dataclass
+class Pair:
+    """One case: (GB/s, µs per call) of each repeat, theirs and ours."""
+
+    case: Case
+    theirs: list[tuple[float, float]] = field(default_factory=list)
+    ours: list[tuple[float, float]] = field(default_factory=list)
+
+
+class TheirTool:
+    """``transfer_engine_bench``: a target that stays, and an initiator for each measurement."""
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        found = importlib.util.find_spec("mooncake")
+        folder = Path(
+            found.submodule_search_locations[0] if found and found.submodule_search_locations else ""
+        )
+        self._binary = folder / "transfer_engine_bench"
+        if not self._binary.is_file():
+            raise LaunchError("the mooncake wheel's transfer_engine_bench is not there", hint="make setup")
+        self._launcher = launcher
+        self._target = self._start("target", [])
+        self._segment = self._wait(self._target, LISTENING, READY_DEADLINE_S).group(1)
+
+    def _start(self, mode: str, more: list[str]) -> LocalProcess:
+        libraries = [str(path.parent) for path in unpacked_folder().rglob("*.so.*")]
+        argv = [
+            str(self._binary),
+            f"--mode={mode}",
+            "--protocol=tcp",
+            "--metadata_server=P2PHANDSHAKE",
+            "--local_server_name=127.0.0.1",
+            f"--buffer_size={BUFFER_BYTES}",
+            *more,
+        ]
+        env = {
+            "LD_LIBRARY_PATH": os.pathsep.join(dict.fromkeys([*libraries, str(self._binary.parent)])),
+            "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+        }
+        self._number = getattr(self, "_number", 0) + 1
+        return self._launcher.start(ProcessSpec(f"their-{mode}-{self._number}", tuple(argv), env=env))
+
+    def _wait(self, process: LocalProcess, wanted: re.Pattern[str], deadline_s: float) -> re.Match[str]:
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if found := wanted.search("\n".join(process.tail(200))):
+                return found
+            if process.poll() not in (None, 0):
+                break
+            time.sleep(0.05)
+        raise LaunchError(f"{process.name} did not say {wanted.pattern!r}", hint=" | ".join(process.tail(3)))
+
+    def measure(self, case: Case, seconds: int) -> tuple[float, float]:
+        """(GB/s, µs per call) of a case."""
+        process = self._start(
+            "initiator",
+            [
+                f"--segment_id={self._segment}",
+                f"--operation={case.op}",
+                f"--block_size={case.block_bytes}",
+                f"--batch_size={case.batch_size}",
+                f"--threads={case.threads}",
+                f"--duration={seconds}",
+            ],
+        )
+        try:
+            found = self._wait(process, COMPLETED, seconds + READY_DEADLINE_S)
+        finally:
+            process.kill()
+        took, calls = float(found[1]), int(found[2])
+        return calls * case.nbytes / took / 1e9, took / calls * 1e6
+
+    def close(self) -> None:
+        """End the target."""
+        self._target.kill()
+
+
+@contextlib.contextmanager
+def their_tool(launcher: LocalLauncher) -> Iterator[TheirTool]:
+    """The C++ tool with its target, ended in any case."""
+    tool = TheirTool(launcher)
+    try:
+        yield tool
+    finally:
+        tool.close()
+
+
+def figures(row: TransferRecord) -> tuple[float, float]:
+    """(GB/s, µs per call) from the window, as the C++ tool counts. Raises LaunchError for a row with an
+    error."""
+    if row.status != "ok":
+        raise LaunchError(f"{row.case.key}: {row.error}", hint=" | ".join(row.log[-2:]))
+    return row.gb_per_s or 0.0, row.window_s / row.calls * 1e6
+
+
+def compare(tool: TheirTool, chosen: Any, log_dir: Path, console: Console) -> list[Pair]:
+    """All chosen cases, ``repeats`` times, ours and theirs in turn."""
+    repeats, seconds = chosen.repeats, chosen.seconds
+    sizes = [size for size in SIZES if not chosen.blocks or size[0] in chosen.blocks]
+    pairs = [Pair(Case("mooncake", "tcp", op, block, batch)) for block, batch in sizes for op in OPS]
+    settings = Settings(seconds=seconds, max_seconds=2 * seconds)
+    ours = run_cases([pair.case for pair in pairs] * repeats, settings=settings, log_dir=log_dir)
+    try:
+        for repeat in range(repeats):
+            for pair in pairs:
+                if console.is_terminal:
+                    console.print(f"[dim]repeat {repeat + 1} of {repeats}: {pair.case.key}", end="\r")
+                if repeat % 2:
+                    pair.ours.append(figures(next(ours)))
+                pair.theirs.append(tool.measure(pair.case, seconds))
+                if repeat % 2 == 0:
+                    pair.ours.append(figures(next(ours)))
+    finally:
+        ours.close()  # type: ignore[attr-defined]
+    return pairs
+
+
+def middle(values: list[tuple[float, float]], which: int) -> float:
+    return statistics.median(value[which] for value in values)
+
+
+def print_pairs(pairs: list[Pair], null_us: float, console: Console) -> None:
+    """Ours beside theirs; the ratio is the median of the repeats' own ratios."""
+    table = Table(title="kvbench's mooncake backend beside transfer_engine_bench, TCP on this machine")
+    for name in (
+        "op",
+        "block × batch",
+        "ours GB/s",
+        "theirs GB/s",
+        "ratio (min–max)",
+        "ours µs",
+        "theirs µs",
+    ):
+        table.add_column(name, justify="left" if name == "op" else "right")
+    for pair in pairs:
+        ratios = [a[0] / b[0] for a, b in zip(pair.ours, pair.theirs, strict=True)]
+        table.add_row(
+            pair.case.op,
+            f"{pair.case.block_bytes >> 10} KiB × {pair.case.batch_size}",
+            f"{middle(pair.ours, 0):.3f}",
+            f"{middle(pair.theirs, 0):.3f}",
+            f"{statistics.median(ratios):.3f} ({min(ratios):.2f}–{max(ratios):.2f})",
+            f"{middle(pair.ours, 1):.1f}",
+            f"{middle(pair.theirs, 1):.1f}",
+        )
+    console.print(table)
+    console.print(f"wanted: a ratio of {SHARE_WANTED} or more for blocks of 1 MiB and more")
+    console.print(
+        f"null backend: {null_us:.2f} µs per call; wanted: at most {OVERHEAD_WANTED_US:g} µs over that"
+    )
+    for pair in pairs:
+        if pair.case.nbytes == SIZES[-1][0]:
+            over = [a[1] - b[1] for a, b in zip(pair.ours, pair.theirs, strict=True)]
+            best = min(us for _, us in pair.ours) - min(us for _, us in pair.theirs)
+            console.print(
+                f"4 KiB {pair.case.op}: ours − theirs = {statistics.median(over):+.1f} µs per call "
+                f"(median of the repeats); {best:+.1f} µs between the best of each"
+            )
+
+
+def copies(blocks: int, block_bytes: int, seconds: float) -> dict[str, float]:
+    """GB/s of plain copies of these blocks, one buffer to the other, one thread."""
+    size = blocks * block_bytes
+    here, there = HostMemory(size), HostMemory(size)
+    source, sink = here.get(0, size), there.get(0, size)
+    rows = [slice(at, at + block_bytes) for at in range(0, size, block_bytes)]
+    libc = ctypes.CDLL(None)
+    libc.memcpy.argtypes, libc.memcpy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+    views = [(sink[row], source[row]) for row in rows]
+    addresses = [(there.address + row.start, here.address + row.start) for row in rows]
+
+    def by_numpy() -> None:
+        for to, of in views:
+            np.copyto(to, of)
+
+    def by_c() -> None:
+        for to, of in addresses:
+            libc.memcpy(to, of, block_bytes)
+
+    return {"numpy.copyto": _rate(by_numpy, size, seconds), "C memcpy": _rate(by_c, size, seconds)}
+
+
+def _rate(copy: Callable[[], None], size: int, seconds: float) -> float:
+    copy()
+    calls, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < seconds:
+        copy()
+        calls += 1
+    return calls * size / took / 1e9
+
+
+def print_copies(repeats: int, seconds: float, log_dir: Path, console: Console) -> None:
+    """The memcpy backend beside plain copies."""
+    if "memcpy" not in transfer.names():
+        return
+    sizes = ((1 << 20, 8), (16 << 20, 1), (64 << 20, 1))
+    protocol = transfer.get("memcpy").protocols[0]
+    table = Table(title="memcpy backend beside plain copies")
+    for name in ("block × batch", "backend GB/s", "numpy.copyto", "C memcpy", "ratio to the best"):
+        table.add_column(name, justify="right")
+    for block, batch in sizes:
+        ours: list[float] = []
+        plain: list[dict[str, float]] = []
+        case = Case("memcpy", protocol, "write", block, batch)
+        rows = run_cases([case] * repeats, settings=Settings(seconds=seconds), log_dir=log_dir)
+        for row in rows:
+            ours.append(figures(row)[0])
+            plain.append(copies(batch, block, seconds))
+        ratios = [mine / max(others.values()) for mine, others in zip(ours, plain, strict=True)]
+        table.add_row(
+            f"{block >> 20} MiB × {batch}",
+            f"{statistics.median(ours):.2f}",
+            *(f"{statistics.median(each[name] for each in plain):.2f}" for name in plain[0]),
+            f"{statistics.median(ratios):.3f} ({min(ratios):.2f}–{max(ratios):.2f})",
+        )
+    console.print(table)
+    console.print(f"wanted: {MEMCPY_WANTED} of the best or more")
+
+
+def null_call_us(log_dir: Path) -> float:
+    """What one call of the null backend takes."""
+    case = Case("null", transfer.get("null").protocols[0], "write", SIZES[-1][0], 1)
+    return figures(next(iter(list(run_cases([case], log_dir=log_dir)))))[1]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the pairs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=1, help="of each measurement")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[], help="only these sizes, in bytes")
+    parser.add_argument("--keep-logs", type=Path, default=None, help="folder for the processes' output")
+    chosen: Any = parser.parse_args(arguments)
+    console = Console()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        log_dir = chosen.keep_logs or Path(folder) / "logs"
+        launcher = LocalLauncher("perf-microbench", log_dir, Path(folder))
+        try:
+            null_us = null_call_us(log_dir)
+            with their_tool(launcher) as tool:
+                pairs = compare(tool, chosen, log_dir, console)
+            print_pairs(pairs, null_us, console)
+            if not chosen.blocks:
+                print_copies(chosen.repeats, chosen.seconds, log_dir, console)
+        except LaunchError as error:
+            console.print(f"[red]{error}")
+            return EXIT_FAILED
+    cores = len(os.sched_getaffinity(0))
+    console.print(f"load average before: {load:.1f}, after: {os.getloadavg()[0]:.1f}, on {cores} cores")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
