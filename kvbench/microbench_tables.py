@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
+from kvbench.core.phrases import joined
 from kvbench.core.sizes import size_text
 from kvbench.core.transfers import Case, TransferRecord, TransferWarning
 from kvbench.core.transferstats import Figures, figures
@@ -62,12 +63,13 @@ class Tabled:
 def tabled(records: Sequence[TransferRecord]) -> Tabled:
     """The table of a run's rows. A note that all of them share marks none of them."""
     measured = [record for record in records if record.status != "skipped"]
-    shared = _shared([record for record in measured if record.status == "ok"])
+    said = joined(_note(warning) for record in measured for warning in record.warnings)
+    shared = _shared([record for record in measured if record.status == "ok"], said)
     notes: dict[str, int] = {}
     groups = []
     for _, members in groupby(measured, key=lambda record: _way(record.case)):
         own = list(members)
-        lines = tuple(_line(record, records, notes, shared) for record in own)
+        lines = tuple(_line(record, records, notes, _said(record, said, shared)) for record in own)
         groups.append(Group(_title(own), lines))
     errors = _errors(measured)
     footnotes = [f"{place}. {note}" for note, place in notes.items()]
@@ -89,9 +91,15 @@ def _errors(records: Sequence[TransferRecord]) -> list[str]:
     return lines
 
 
-def _shared(records: Sequence[TransferRecord]) -> list[str]:
+def _said(record: TransferRecord, said: Mapping[str, str], but: Sequence[str] = ()) -> list[str]:
+    """A row's own notes, in the words that they share with those of other rows."""
+    found = dict.fromkeys(said[_note(warning)] for warning in record.warnings)
+    return [note for note in found if note not in but]
+
+
+def _shared(records: Sequence[TransferRecord], said: Mapping[str, str]) -> list[str]:
     """The notes that every row has."""
-    found = [list(dict.fromkeys(map(_note, record.warnings))) for record in records]
+    found = [_said(record, said) for record in records]
     if len(found) < 2:
         return []
     return [note for note in found[0] if all(note in other for other in found)]
@@ -154,10 +162,9 @@ def _title(records: Sequence[TransferRecord]) -> str:
 
 
 def _line(
-    record: TransferRecord, run: Sequence[TransferRecord], notes: dict[str, int], shared: Sequence[str]
+    record: TransferRecord, run: Sequence[TransferRecord], notes: dict[str, int], own: Sequence[str]
 ) -> Line:
     told = figures(record, run)
-    own = [note for note in map(_note, record.warnings) if note not in shared]
     numbers = [notes.setdefault(note, len(notes) + 1) for note in own]
     case = record.case
     if record.status == "error":

@@ -166,6 +166,17 @@ def test_a_note_of_every_row_marks_none() -> None:
     assert [line.notes for line in table.groups[0].lines] == [(1,), *[()] * 7]
 
 
+def test_notes_that_differ_in_numbers_only_are_one_with_the_range() -> None:
+    rows = [make_record(case) for case in build(Axes(backends=("tcp",)), MOVERS).cases]
+    for row, text in zip(
+        rows, ("only 9 calls in 5.06 s", "only 18 calls in 5.05 s", "nic3 idle"), strict=False
+    ):
+        row.warnings = [TransferWarning("few_repeats", text)]
+    table = tabled(rows)
+    assert table.footnotes == ("1. only 9–18 calls in 5.05–5.06 s", "2. nic3 idle")
+    assert [line.notes for line in table.groups[0].lines][:3] == [(1,), (1,), (2,)]
+
+
 def test_equal_causes_are_told_once() -> None:
     cases = build(Axes(backends=("tcp",)), MOVERS).cases
     rows = [TransferRecord(case, "error", "the peer is gone", ["E1121 connection reset"]) for case in cases]

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,20 +89,25 @@ class UcxEndpoint(AgentsEndpoint):
         nics = nics_of(options)
         self._kind = "VRAM" if options.get("memory") == "cuda" else "DRAM"
         self._probing = threading.Lock()
+        self._owner: dict[int, Agent] = {}
         params = {"ucx_error_handling_mode": "none" if protocol == "shm" else "peer"}
         if threads := int(options.get("num_threads", 0)):
             params["num_threads"] = str(threads)
-        before = epoll_descriptors()
         if protocol == "tcp" and len(nics) > 1 and options.get("op") != "write":
             os.environ["UCX_MAX_RMA_RAILS"] = "1"
             for nic in nics:
                 # UCX reads it when an agent starts.
                 os.environ["UCX_NET_DEVICES"] = devices([nic], protocol)
-                self._agents.append(Agent("UCX", params))
+                self._open(params)
         else:
-            self._agents.append(Agent("UCX", params))
+            self._open(params)
         only_tcp = set(os.environ.get("UCX_TLS", "").split(",")) <= {"tcp", "self"}
-        self._fds = tuple(sorted(epoll_descriptors() - before)) if only_tcp else ()
+        self._fds = tuple(self._owner) if only_tcp else ()
+        self._ready: select.epoll | None = None
+        if len(self._agents) > 1 and self._fds:
+            self._ready = select.epoll()
+            for fd in self._fds:
+                self._ready.register(fd, select.EPOLLIN)
         self.poll_interval_s = SAFETY_INTERVAL_S if self._fds else 0.0003
         self.progress_interval_s = 0.1 if self._fds else 0.002
         self._tables: list[Any] = []
@@ -109,6 +115,13 @@ class UcxEndpoint(AgentsEndpoint):
         # Peers read the key to see that they reached this very process; it lands in their scratch.
         self._key = ctypes.create_string_buffer(os.urandom(KEY_BYTES), KEY_BYTES)
         self._scratch = ctypes.create_string_buffer(KEY_BYTES)
+
+    def _open(self, params: Mapping[str, str]) -> None:
+        """One more agent, and the descriptors by which it says that there is something to do."""
+        before = epoll_descriptors()
+        agent = Agent("UCX", params)
+        self._agents.append(agent)
+        self._owner |= dict.fromkeys(epoll_descriptors() - before, agent)
 
     def register(self, address: int, layout: Layout) -> None:
         for agent in self._agents:
@@ -201,9 +214,15 @@ class UcxEndpoint(AgentsEndpoint):
         return ticket
 
     def progress(self) -> None:
-        for agent in self._agents:
+        for agent in self._called():
             with agent.lock:
                 agent.progress()
+
+    def _called(self) -> Iterable[Agent]:
+        """Agents with something to do, or all if none says so: asking each at every call costs the others time."""
+        if self._ready is None:
+            return self._agents
+        return {self._owner[fd] for fd, _ in self._ready.poll(0)} or self._agents
 
     def wait_fds(self) -> Sequence[int]:
         return self._fds
@@ -225,6 +244,9 @@ class UcxEndpoint(AgentsEndpoint):
             agent.drop_table(table)
             agent.unregister()
         self._tables = []
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
 
 
 def open_endpoint(options: Mapping[str, Any]) -> Endpoint:

@@ -207,8 +207,7 @@ class AgentsEndpoint(Endpoint):
             agent, handle = pending[-1]
             if not agent.poll(handle):
                 if len(pending) > 1:
-                    for agent, _ in pending:
-                        agent.progress()
+                    self.progress()
                 return False
             pending.pop()
         return True
