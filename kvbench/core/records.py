@@ -38,8 +38,9 @@ UNENDED: Final = ("timeout", "no_answer", "cancelled")
 # "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 
-Method = Literal["sustained", "burst", "fixed", "trace", "equal_rate"]
-"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds."""
+Method = Literal["sustained", "burst", "fixed", "trace", "equal_rate", "imported"]
+"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds; "imported" is a
+result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 
 ROUTER_TIMES: Final = (

@@ -1,0 +1,210 @@
+"""Work notes that hold result blocks of ``vllm bench serve`` under headings, a section for each connector.
+
+The layout, in any language around it::
+
+    1. Mooncake Transfer engine          ← how it was launched: environment and flags of `vllm serve`
+    Mooncake connector                   ← section of results
+    Env: 16 * H200, vllm0.13.0
+    run_test 1024 1024 75                ← what a script in the notes says; results need not follow it
+    Testing input=1024 output=1024 rps=80 num_prompts=400
+    ============ Serving Benchmark Result ============
+    …
+    5. 结论                              ← written conclusions; kept as claims beside the rows they speak of
+
+A section without a block is said. Claims are data: what is claimed, by which line; nothing here judges them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.importers import blocks, claims
+from kvbench.importers.base import Origin, Problem, Reading, ServingRow, excerpt, peek, read_lines
+from kvbench.importers.vllmresult import DEFINITIONS
+
+FORMAT: Final = "notes with result blocks under headings, a section for each connector"
+RANK: Final = 5
+TOOL: Final = "vllm bench serve"
+
+_SECTION: Final = re.compile(r"^=*\s*(?P<name>[A-Za-z]+) connector\s*$", re.IGNORECASE)
+_LAUNCH: Final = re.compile(r"\d\.\s*(?P<name>[A-Za-z]+)(?: Send/Recv)? Transfer Engine\s*$", re.IGNORECASE)
+_HEADING: Final = re.compile(
+    r"^Testing input=(?P<input>\d+) output=(?P<output>\d+) rps=(?P<rate>[\d.]+) num_prompts=(?P<n>\d+)\s*$"
+)
+_SCRIPT: Final = re.compile(r"^run_test (?P<input>\d+) (?P<output>\d+) (?P<rate>[\d.]+)\s*$")
+_ENVIRONMENT: Final = re.compile(
+    r"^Env:\s*(?P<count>\d+)\s*\*\s*(?P<gpu>[A-Za-z0-9]+),\s*vllm\s*(?P<version>[\d.]+)"
+)
+_SLO: Final = re.compile(
+    r"ttft\s*在\s*(?P<ttft>[\d.]+)\s*秒内\W*tpot\s*在\s*(?P<tpot>[\d.]+)\s*ms\s*内", re.IGNORECASE
+)
+_FLAG: Final = re.compile(r"--(?P<name>[a-z-]+)\s+(?P<value>[^\s\\]+)")
+_MODEL: Final = re.compile(r"\bvllm serve\s+(?P<path>\S+)")
+_DEVICES: Final = re.compile(r'"rdma_devices":"(?P<list>[^"]+)"')
+_UCX: Final = re.compile(r"\bUCX_NET_DEVICES=(?P<list>\S+)")
+_INITIALIZE: Final = re.compile(r'engine\.initialize\([^)]*"(?P<protocol>rdma|tcp)"')
+_KEPT: Final = {
+    "tensor-parallel-size": "tp",
+    "max-num-seqs": "max_num_seqs",
+    "max-num-batched-tokens": "max_num_batched_tokens",
+    "max-model-len": "max_model_len",
+    "kv-cache-dtype": "kv_cache_dtype",
+    "gpu-memory-utilization": "gpu_memory_utilization",
+    "seed": "engine_seed",
+}
+
+
+def recognise(path: Path) -> bool:
+    lines = peek(path).splitlines()
+    sections = sum(_SECTION.match(line) is not None for line in lines)
+    return (
+        bool(sections)
+        and any(_HEADING.match(line) for line in lines)
+        and any(map(blocks.TITLE.search, lines))
+    )
+
+
+def read(path: Path) -> Reading:
+    """A row for each block, with its heading, the section's connector, and how that connector was
+    launched."""
+    lines = read_lines(path)
+    reading = Reading(definitions=dict(DEFINITIONS))
+    launches, launch_lines = _launches(lines)
+    sections = _sections(lines)
+    version = _about(lines, reading)
+    before = 0
+    for block in blocks.blocks(lines):
+        connector = next((name for line, name in reversed(sections) if line < block.line), "")
+        if block.cut:
+            reading.problems.append(
+                Problem(block.line, f"a result block is left out: {block.cut}", path.name)
+            )
+        else:
+            row = _row(block, lines, before, Origin(path.name, block.line, block.last_line, TOOL, version))
+            row.connector = connector
+            row.settings |= launches.get(connector, {})
+            reading.rows.append(row)
+            reading.problems += [
+                Problem(at, f"not read: {text[:100]}", path.name) for at, text in block.unreadable
+            ]
+        before = block.last_line
+    _scripts(lines, sections, reading.serving)
+    _empty_sections(lines, sections, reading, path.name)
+    reading.about["settings_lines"] = launch_lines
+    known = [row.connector for row in reading.serving]
+    lengths = [row.input_len for row in reading.serving if row.input_len is not None]
+    if found := claims.read(lines, known, lengths):
+        reading.about["claims"] = found
+    return reading
+
+
+def _row(block: blocks.Block, lines: Sequence[str], before: int, origin: Origin) -> ServingRow:
+    row = ServingRow(
+        origin, dict(block.figures), request_rate=block.request_rate, unknown=dict(block.unknown)
+    )
+    for place in range(block.line - 2, before - 1, -1):
+        if found := _HEADING.match(lines[place].strip()):
+            row.input_len, row.output_len = int(found["input"]), int(found["output"])
+            row.num_prompts = int(found["n"])
+            row.settings["heading_line"] = place + 1
+            if row.request_rate is None:
+                row.request_rate = float(found["rate"])
+            elif row.request_rate != float(found["rate"]):
+                row.settings["heading_request_rate"] = float(found["rate"])
+            break
+    return row
+
+
+def _sections(lines: Sequence[str]) -> list[tuple[int, str]]:
+    return [
+        (line, found["name"].lower())
+        for line, text in enumerate(lines, start=1)
+        if (found := _SECTION.match(text.strip()))
+    ]
+
+
+def _launches(lines: Sequence[str]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    """Settings by connector from the chapters on how each is launched, and the line of each setting."""
+    values: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, int]] = {}
+    name = ""
+    for line, text in enumerate(lines, start=1):
+        if found := _LAUNCH.search(text):
+            name = found["name"].lower()
+        elif _SECTION.match(text.strip()):
+            break
+        if not name or text.lstrip().startswith("#"):
+            continue
+        for key, value in _settings(text):
+            values.setdefault(name, {})[key] = value
+            places.setdefault(name, {})[key] = line
+    return values, places
+
+
+def _settings(text: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for flag in _FLAG.finditer(text):
+        if key := _KEPT.get(flag["name"]):
+            value = flag["value"]
+            found.append((key, int(value) if value.isdigit() else _float(value)))
+    if model := _MODEL.search(text):
+        found.append(("model", model["path"].rstrip("/").rsplit("/", 1)[-1]))
+    if devices := _DEVICES.search(text):
+        found.append(("nics", len(devices["list"].split(","))))
+    if devices := _UCX.search(text):
+        found.append(("nics", devices["list"]))
+    if protocol := _INITIALIZE.search(text):
+        found.append(("protocol", protocol["protocol"]))
+    return found
+
+
+def _float(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _about(lines: Sequence[str], reading: Reading) -> str:
+    """Hardware, SLO and model of the notes; returns vLLM's version."""
+    version = ""
+    for line, text in enumerate(lines, start=1):
+        if found := _ENVIRONMENT.match(text.strip()):
+            version = found["version"]
+            reading.about |= {"gpus": [found["gpu"]] * int(found["count"]), "gpus_line": line}
+        if found := _SLO.search(text):
+            slo = {"ttft_ms": float(found["ttft"]) * 1e3, "tpot_ms": float(found["tpot"])}
+            reading.about |= {"slo": slo, "slo_line": line, "slo_text": excerpt(lines, line, 400)}
+        if (found := _MODEL.search(text)) and "model" not in reading.about:
+            reading.about["model"] = found["path"].rstrip("/").rsplit("/", 1)[-1]
+    return version
+
+
+def _scripts(lines: Sequence[str], sections: Sequence[tuple[int, str]], rows: Sequence[ServingRow]) -> None:
+    """The rate that the script printed above the results asks for, beside the one that the result names."""
+    for line, text in enumerate(lines, start=1):
+        found = _SCRIPT.match(text.strip())
+        connector = next((name for at, name in reversed(sections) if at < line), "")
+        if not found or not connector:
+            continue
+        for row in rows:
+            if (row.connector, row.input_len) == (connector, int(found["input"])):
+                row.settings["script_request_rate"] = float(found["rate"])
+                row.settings["script_line"] = line
+
+
+def _empty_sections(
+    lines: Sequence[str], sections: Sequence[tuple[int, str]], reading: Reading, file: str
+) -> None:
+    measured = {row.connector for row in reading.serving}
+    for line, name in sections:
+        if name not in measured:
+            told = excerpt(lines, line + 1, 60)
+            text = f"the section of {name} has no result block" + (f"; it says {told!r}" if told else "")
+            reading.problems.append(Problem(line, text, file))
+            reading.about.setdefault("without_results", []).append(
+                {"connector": name, "line": line, "says": told}
+            )

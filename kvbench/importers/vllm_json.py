@@ -1,0 +1,59 @@
+"""Result files of ``vllm bench serve --save-result`` (one object), ``--append-result`` (one a line), or a
+list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.errors import InputError
+from kvbench.importers.base import Origin, Problem, Reading, peek, read_lines, read_text
+from kvbench.importers.vllmresult import DEFINITIONS, is_result, row_of
+
+FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
+RANK: Final = 20
+TOOL: Final = "vllm bench serve"
+
+
+def recognise(path: Path) -> bool:
+    text = peek(path).lstrip()
+    return text[:1] in ("{", "[") and '"request_throughput"' in text and '"total_input_tokens"' in text
+
+
+def read(path: Path) -> Reading:
+    """Every result in the file. Raises InputError if not even the first one is whole."""
+    reading = Reading(definitions=dict(DEFINITIONS))
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        found = _lines(path, reading)
+        if not found:
+            raise InputError(
+                f"{path.name}:{error.lineno}: is not whole JSON ({error.msg})",
+                hint="the file was cut off while it was written; the run's log may hold the result block",
+            ) from error
+        return reading
+    last = len(read_lines(path))
+    for result in value if isinstance(value, list) else [value]:
+        _take(result, Origin(path.name, 1, last, TOOL), reading)
+    return reading
+
+
+def _lines(path: Path, reading: Reading) -> int:
+    for line, text in enumerate(read_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            _take(json.loads(text), Origin(path.name, line, line, TOOL), reading)
+        except json.JSONDecodeError as error:
+            reading.problems.append(Problem(line, f"is not whole JSON ({error.msg}); left out", path.name))
+    return len(reading.rows)
+
+
+def _take(result: Any, origin: Origin, reading: Reading) -> None:
+    if is_result(result):
+        reading.rows.append(row_of(result, origin))
+    else:
+        what = "is no result of a serving benchmark"
+        reading.problems.append(Problem(origin.line, f"{what}; left out", origin.file))
