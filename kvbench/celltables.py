@@ -28,7 +28,7 @@ def result(rows: Sequence[Row]) -> str:
             row.rate_text(),
             LIMIT_WORDS.get(row.limit, MISSING),
             row.search + (", confirmed" if row.confirmed else ""),
-            _with_interval(row.values),
+            with_interval(row.values),
             number(row.values["achieved_request_rate"]),
         ]
         for row in rows
@@ -39,12 +39,19 @@ def result(rows: Sequence[Row]) -> str:
     ])  # fmt: skip
 
 
-def _with_interval(values: Mapping[str, float | None]) -> str:
+def with_interval(values: Mapping[str, float | None]) -> str:
+    """The share of requests that met the SLO, in per cent, with its interval where there is one."""
     share = percent(values["slo_attainment"])
     if share == MISSING or values.get("attainment_lower") is None:
         return share
     return f"{share} [{percent(values['attainment_lower'])}, {percent(values['attainment_upper'])}]"
 
+
+WHY_AHEAD: Final = (
+    "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
+    "it, and two rates are ordered only if their intervals do not overlap. In brackets: what the two "
+    "intervals allow for their ratio. They do not cover how much a repeated run would differ."
+)
 
 WHICH_TRIAL: Final = (
     "Milliseconds as mean / P50 / P90 / P99, of the trial that confirmed the rate or else of the highest "

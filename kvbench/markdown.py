@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from kvbench import celltables
 from kvbench.celltables import table
 from kvbench.core.records import TrialRecord
+from kvbench.loadrows import IMPORTED
 from kvbench.methods_tables import method_tables
-from kvbench.notes import Note, ahead, notes
-from kvbench.plots import NO_DATA
+from kvbench.notes import Note, ahead, concluded, notes
+from kvbench.plots import NO_DATA, PICTURES
 from kvbench.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost
 from kvbench.runs import Run
 from kvbench.tables import Row, number, percent, time_line, trial_values
-
-_PICTURES: Final = {
-    "max_request_rate": "Highest request rate by input length",
-    "latency": "Latency against request rate",
-    "ttft_breakdown": "Where the time to the first token goes",
-    "burst": "A burst beside the sustained rate",
-}
 
 
 def report_markdown(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()) -> str:
     """The report as Markdown with GitHub's tables."""
     mark = mark_of(run)
     parts = [
-        f"# {scenario_of(run)}: highest request rate under the SLO" + (f" ({mark.word})" if mark else ""),
+        f"# {scenario_of(run)}: {_subject(run)}" + (f" ({mark.word})" if mark else ""),
         f"{caption(run)}\n\nSLO: {slo_of(run).text()}. Status of the run: {run.manifest.get('status')}.",
     ]
+    for words, told_of in concluded(run).items():
+        parts += [f"## {words}", _bullets(told_of)]
     if mark is not None:
         parts.append(f"> **{mark.word.title()}**: {mark.why}. These are not figures of a GPU.")
     beside = method_tables(run)
     if rows or not beside:
         parts += ["## Result", celltables.result(rows) if rows else f"No cell was measured; {NO_DATA}."]
-    for name, words in _PICTURES.items():
+    for name, picture in PICTURES.items():
         if (run.path / "figures" / f"{name}.png").is_file():
-            parts.append(f"![{words}](figures/{name}.png)")
+            parts.append(f"![{picture.title}](figures/{name}.png)")
     told = ahead(rows)
     if told:
-        parts += ["## Who is ahead", _why_ahead(), _bullets(Note(line) for line in told)]
+        parts += ["## Who is ahead", celltables.WHY_AHEAD, _bullets(Note(line) for line in told)]
     for each in beside:
         parts += [f"## {each.title}", each.words, table(each.header, each.shown)]
     parts += ["## Notes", _bullets(notes(run, rows)) or "None."]
+    if run.manifest.get("kind") == IMPORTED:
+        parts += ["## Where the rows come from", *_provenance(run), "## How to read it in again", _again(run)]
+        return "\n\n".join(part for part in parts if part) + "\n"
     parts += ["## Latency at the supporting trial", celltables.WHICH_TRIAL, celltables.latencies(rows)]
     where = celltables.breakdown(rows)
     if where:
@@ -63,12 +61,34 @@ def report_markdown(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] =
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _why_ahead() -> str:
-    return (
-        "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
-        "it, and two rates are ordered only if their intervals do not overlap. In brackets: what the two "
-        "intervals allow for their ratio. They do not cover how much a repeated run would differ."
-    )
+def _subject(run: Run) -> str:
+    if run.manifest.get("kind") == IMPORTED:
+        return "results that were read in"
+    return "highest request rate under the SLO"
+
+
+def _provenance(run: Run) -> Iterable[str]:
+    """The files that were read, what they do not say, and what was left out."""
+    told = run.manifest.get("imported") or {}
+    header = ["file", "format", "tool", "lines", "SHA-256"]
+    yield table(
+        header,
+        [
+            [
+                *(str(file.get(key)) for key in ("name", "format")),
+                f"{file.get('tool')} {file.get('version') or ''}",
+                *(str(file.get(key)) for key in ("lines", "sha256")),
+            ]
+            for file in told.get("files", ())
+        ],
+    )  # fmt: skip
+    missing = ", ".join(f"{name} ({count})" for name, count in (told.get("missing") or {}).items())
+    yield f"Not told, and in how many rows: {missing or 'nothing'}."
+    left = [
+        Note(f"{each.get('file')}:{each.get('line')}: {each.get('why')}")
+        for each in told.get("left_out") or ()
+    ]
+    yield f"Left out, or to be read with care:\n\n{_bullets(left)}" if left else "Nothing was left out."
 
 
 def _searches(run: Run) -> Iterable[str]:
@@ -130,6 +150,8 @@ def _environment(run: Run) -> str:
 
 def _again(run: Run) -> str:
     argv = " ".join(str(word) for word in run.manifest.get("argv", [])) or "(not recorded)"
+    if run.manifest.get("kind") == IMPORTED:
+        return f"```\n{argv}\n```"
     about = f"Seed {run.manifest.get('seed')}. The scenario lies beside this file as `scenario.yaml`"
     return f"```\n{argv}\n```\n\n{about}, everything resolved in `plan.json`."
 

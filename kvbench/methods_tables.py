@@ -4,6 +4,7 @@
 - ``burst``: the rate that five seconds' means allow, beside the sustained one, and their ratio;
 - one equal rate: all connectors with the same requests at the lowest rate found;
 - SLO tiers: each tier's answer from the same trials;
+- read-in results, with the columns of ``vllm bench serve``;
 - a trace: what it asked for, and the prefix hits expected of an endless cache beside those measured.
 """
 
@@ -14,7 +15,15 @@ from typing import Any
 
 from kvbench.core.records import TrialRecord
 from kvbench.runs import CellResult, Run
-from kvbench.serve_tables import FIGURES, Table, about, fixed_tables, serve_values, trace_table
+from kvbench.serve_tables import (
+    FIGURES,
+    Table,
+    about,
+    fixed_tables,
+    imported_table,
+    serve_values,
+    trace_table,
+)
 from kvbench.tables import number, percent, read_answer
 
 
@@ -26,6 +35,7 @@ def method_tables(run: Run) -> list[Table]:
         _equal_rate(run),
         *fixed_tables(run),
         trace_table(run),
+        imported_table(run),
     )
     return [table for table in made if table.rows]
 

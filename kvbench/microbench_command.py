@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from kvbench import environment, microbench_report, nics, transfer
+from kvbench import environment, microbench_report, nics, report, transfer
 from kvbench.core import matrix as matrices
 from kvbench.core.kvshape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
 from kvbench.core.matrix import Axes, Matrix, Mover
@@ -54,7 +54,7 @@ def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
     store = _create(output, asked, places, options)
     _measure(asked, places, store, console)
     run = load_run(store.path)
-    microbench_report.write(run)
+    report.write_report(run.path)
     microbench_report.render(run, console, before)
     return exit_code(run)
 

@@ -32,10 +32,9 @@ _SUPERSCRIPT: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
-def command(runs: Sequence[Run], console: Console) -> None:
-    """Writes and prints the report of each run; of several, each beside the first one."""
+def render_all(runs: Sequence[Run], console: Console) -> None:
+    """Prints the report of each run; of several, each beside the first one."""
     for place, run in enumerate(runs):
-        write(run)
         render(run, console, runs[0] if place else None)
 
 

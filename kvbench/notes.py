@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from kvbench.comparison import Comparison, compare
 from kvbench.core.binding import LIMIT_WORDS
+from kvbench.core.findings import KIND_WORDS
+from kvbench.loadrows import row_conclusions
 from kvbench.provenance import mark_of
 from kvbench.runs import Run
 from kvbench.tables import Row, number
@@ -19,6 +21,18 @@ class Note:
 
     text: str
     advice: str = ""
+
+
+def concluded(run: Run) -> dict[str, list[Note]]:
+    """What the rules say of the run's loads (listed rates, read-in results), under the heading of each
+    kind.
+    """
+    told = row_conclusions([run])
+    return {
+        words: mine
+        for kind, words in KIND_WORDS.items()
+        if (mine := [Note(each.text, each.advice) for each in told if each.kind == kind])
+    }
 
 
 def notes(run: Run, rows: Sequence[Row]) -> list[Note]:

@@ -28,6 +28,7 @@ from kvbench.markdown import report_markdown
 from kvbench.methods_tables import method_tables
 from kvbench.notes import Note, ahead, concluded, notes
 from kvbench.plots import NO_DATA, write_plots
+from kvbench.plots.transfer import write_transfer_plots
 from kvbench.provenance import caption, check_comparable, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost, router_costs
 from kvbench.runs import Run, load_run
@@ -42,8 +43,8 @@ WIDTH: Final = 100
 """The table in the terminal fits into so many columns."""
 
 
-def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> None:
-    """Writes the report of each run and prints one table of all of them.
+def command(paths: Sequence[Path], console: Console, *, force: bool = False, dark: bool = False) -> None:
+    """Writes the report of each run and prints one table of all of them; ``dark``: figures for that, too.
 
     Raises InputError for runs that are not comparable, unless ``force``.
     """
@@ -55,13 +56,17 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False) -> 
             hint="report them one by one",
         )
     if True in kinds:
-        microbench_report.command(runs, console)
         for run in runs:
-            _html(run, FORMATS, transfer_sheets(run))
+            write_report(run.path)
+            if dark:
+                write_transfer_plots(run, run.path / "figures", theme="dark")
+        microbench_report.render_all(runs, console)
         return
     differing = check_comparable(runs, force=force)
     for run in runs:
         write_report(run.path)
+        if dark:
+            write_plots(run, run.path / "figures", theme="dark")
     render_terminal(runs, console, differing)
 
 

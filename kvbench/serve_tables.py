@@ -149,6 +149,65 @@ def about(trial: TrialRecord) -> dict[str, Any]:
     }
 
 
+# --- read-in results -------------------------------------------------------------------------------
+
+_IMPORTED_WORDS: Final = (
+    "As the tool that measured them summed them up; nothing was judged by kvbench. What is not told is "
+    "missing. TTFT counts from the tool's own send. `source`: the file and lines that a row was read from."
+)
+
+
+def imported_table(run: Run) -> Table:
+    """Results of other tools, with the columns of ``vllm bench serve``; each row names its lines."""
+    trials = [trial for trial in run.other_trials if trial.method == "imported"]
+    axes = [
+        axis
+        for axis in ("protocol", "nics", "tp")
+        if any((trial.engine.get("settings") or {}).get(axis) is not None for trial in trials)
+    ]
+    rows, shown = [], []
+    for trial in trials:
+        settings, source = trial.engine.get("settings") or {}, trial.engine.get("source") or {}
+        lines = dict.fromkeys((source.get("line"), source.get("last_line")))
+        place = f"{source.get('file')}:{'-'.join(str(line) for line in lines)}"
+        values, asked = serve_values(trial), {axis: settings.get(axis) for axis in axes}
+        rows.append({**about(trial), **asked, **values, "source": place})
+        counts = [_count(values[key]) for key in ("completed", "failed")]
+        tokens = [_count(values[key]) for key in ("total_input_tokens", "total_output_tokens")]
+        rates = [number(values[f"{key}_throughput"]) for key in ("request", "output", "total_token")]
+        shown.append(
+            [
+                trial.cell.connector,
+                f"{trial.cell.input_len}",
+                f"{trial.cell.output_len}",
+                *("–" if asked[axis] is None else str(asked[axis]) for axis in axes),
+                number(trial.request_rate or None),
+                *[*counts, number(values["duration_s"]), *tokens, *rates],
+                *(_figures(values, latency) for latency in (*_LATENCIES, "e2el")),
+                place,
+            ]
+        )
+    header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
+    first = 4 + len(axes)
+    brief = (*range(first), first + 5, first + 6, *range(first + 8, first + 10))
+    return Table("imported", "Results that were read in", _IMPORTED_WORDS, header, shown, rows, brief)
+
+
+_IMPORTED_HEADER: Final = (
+    *_SERVE_HEADER[:8],
+    *(f"{latency} mean / P50 / P90 / P99 (ms)" for latency in ("TTFT", "TPOT", "ITL", "E2EL")),
+)
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else "–"
+
+
+def _figures(values: Mapping[str, Any], latency: str) -> str:
+    told = [values[f"{figure}_{latency}_ms"] for figure in ("mean", "median", "p90", "p99")]
+    return " / ".join(number(value) for value in told) if any(value is not None for value in told) else "–"
+
+
 # --- traces ----------------------------------------------------------------------------------------
 
 

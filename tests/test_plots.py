@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,14 +12,37 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.image
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from sample_run import make_run
+from sample_transfers import MOVERS, make_record
+from sample_transfers import make_run as make_transfers
 
-from kvbench.plots import breakdown_figure, burst_figure, latency_figure, max_rate_figure, write_plots
+from kvbench.core.matrix import Axes, build
+from kvbench.plots import (
+    PICTURES,
+    burst_figure,
+    distribution_figure,
+    goodput_figure,
+    in_flight_figure,
+    latency_figure,
+    max_rate_figure,
+    nic_share_figure,
+    pareto_figure,
+    write_plots,
+)
+from kvbench.plots.nicshare import nic_bytes
+from kvbench.plots.panels import light_records, series_of, supporting
+from kvbench.plots.pareto import Point, front, gpus_by_connector, points
 from kvbench.plots.style import PALETTES, looks, nice_log_ticks
 from kvbench.runs import Run, load_run
+from kvbench.store import RunInfo, RunStore
+
+SHOWN = {"max_request_rate", "latency", "goodput", "ttft_breakdown", "distribution", "in_flight"}
+"""The pictures of the sample run: its plan names no instances, it has no telemetry, and no burst."""
+REFERENCE = Path(__file__).parent.parent / "results" / "reference"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +64,8 @@ def drawn(figure: Figure | None) -> Figure:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pictures_are_written_and_not_blank(special: Run, tmp_path: Path, theme: str) -> None:
     written = write_plots(special, tmp_path, ("png", "svg"), theme)  # type: ignore[arg-type]
-    assert len(written) == 6
+    assert {path.stem.removesuffix("-dark") for path in written} == SHOWN
+    assert len(written) == 2 * len(SHOWN)
     for path in written:
         assert path.stat().st_size > 5_000
         if path.suffix == ".png":
@@ -89,13 +114,14 @@ def test_a_run_without_trials_gives_no_picture_and_old_ones_go(one: Run, tmp_pat
 
 @pytest.mark.parametrize(
     ("lengths", "long"),
-    [((1024,), True), ((512, 2048), False), ((512, 2048), True), ((512, 1024, 2048, 4096, 8192), True)],
+    [((1024,), False), ((512, 2048), True), ((512, 1024, 2048, 4096, 8192), True)],
 )
 def test_no_words_lie_over_others_or_outside(tmp_path: Path, lengths: tuple[int, ...], long: bool) -> None:
     run = load_run(make_run(tmp_path, ("aggregated", "mooncake", "nixl"), lengths))
     if long:
         run.manifest["scenario"] = "a-scenario-with-quite-a-long-name-that-somebody-chose " * 3
-    for figure in (drawn(max_rate_figure(run)), drawn(latency_figure(run)), drawn(breakdown_figure(run))):
+    for name in sorted(SHOWN):
+        figure = drawn(PICTURES[name].draw(run, "light"))
         texts: list[Text] = [*figure.texts]
         for legend in figure.legends:
             texts += legend.get_texts()
@@ -179,12 +205,12 @@ def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(one: 
         text=True,
         timeout=60,
     )
-    assert done.stdout == "3\nFalse\n", done.stderr
+    assert done.stdout == f"{len(SHOWN)}\nFalse\n", done.stderr
 
 
 def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: Run) -> None:
     assert burst_figure(one) is None
-    measured = load_run(Path(__file__).parent.parent / "results" / "reference" / "burst-or-sustained")
+    measured = load_run(REFERENCE / "burst-or-sustained")
     figure = burst_figure(measured)
     assert figure is not None
     burst, held = figure.axes
@@ -197,3 +223,148 @@ def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: Run) -> 
     on_their_way = max(burst.lines[0].get_ydata())
     assert on_their_way == round(5 * rate)
     assert max(held.lines[0].get_ydata()) < on_their_way
+
+
+# --- what the pictures are made of -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Run:
+    return load_run(REFERENCE / "quickstart")
+
+
+def test_goodput_points_are_those_of_the_trials(quickstart: Run) -> None:
+    figure = drawn(goodput_figure(quickstart))
+    points_drawn = {
+        (round(x, 6), round(y, 6))
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_linestyle() == "None" and line.get_marker() != "^"
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    expected = {
+        (round(trial.request_rate, 6), round(trial.summary["request_goodput"], 6))
+        for trial in quickstart.trials
+        if trial.verdict != "invalid" and trial.purpose != "ceiling"
+    }
+    assert points_drawn == expected
+
+
+def test_light_records_are_the_requests_without_their_gaps(quickstart: Run) -> None:
+    trial = quickstart.trials[0]
+    whole = quickstart.request_records(trial.trial_id)
+    light = light_records(quickstart, trial.trial_id)
+    assert [
+        (r.scheduled_s, r.sent_s, r.first_token_s, r.last_token_s, r.output_len, r.error) for r in light
+    ] == [(r.scheduled_s, r.sent_s, r.first_token_s, r.last_token_s, r.output_len, r.error) for r in whole]
+    assert any(record.first_token_s is None for record in light)
+
+
+def test_in_flight_reaches_the_peak_that_the_summary_tells(quickstart: Run) -> None:
+    figure = drawn(in_flight_figure(quickstart))
+    trials = {trial.trial_id: trial for trial in quickstart.trials}
+    peaks = sorted(trials[trial.trial_id].summary["peak_in_flight"] for _, trial in supporting(quickstart))
+    shown = sorted(max(axes.lines[0].get_ydata()) for axes in figure.axes if axes.lines)
+    assert shown == peaks
+
+
+def test_distributions_end_at_all_requests_and_cross_the_median(quickstart: Run) -> None:
+    figure = drawn(distribution_figure(quickstart))
+    curves = [line for axes in figure.axes for line in axes.lines if line.get_drawstyle() == "steps-post"]
+    assert len(curves) == 2 * 9
+    for line in curves:
+        assert list(line.get_xdata()) == sorted(line.get_xdata())
+        assert line.get_ydata()[-1] == pytest.approx(100)
+
+
+def test_requests_with_one_token_have_a_ttft_distribution_only(one: Run, tmp_path: Path) -> None:
+    assert distribution_figure(replace(one, path=tmp_path)) is None
+    assert in_flight_figure(replace(one, path=tmp_path)) is None
+
+
+def test_throughput_is_shared_out_over_all_instances(quickstart: Run) -> None:
+    assert gpus_by_connector(quickstart) == {"aggregated": 1, "mooncake": 2, "nixl": 2}
+    by_place = {point for panel in points(quickstart).values() for point in panel}
+    for trial in quickstart.trials:
+        tpot_ms, output = trial.summary["tpot_ms"]["p50"], trial.summary["output_tok_per_s"]
+        if trial.verdict == "invalid" or trial.purpose == "ceiling" or not tpot_ms or not output:
+            continue
+        gpus = 1 if trial.cell.connector == "aggregated" else 2
+        assert any(
+            (point.connector, point.interactivity, point.throughput)
+            == (trial.cell.connector, pytest.approx(1e3 / tpot_ms), pytest.approx(output / gpus))
+            for point in by_place
+        )
+    assert pareto_figure(quickstart) is not None
+
+
+def test_the_front_holds_what_nothing_beats_in_both() -> None:
+    beaten, slow, fast = Point("a", 10, 50, True), Point("a", 20, 100, True), Point("a", 40, 60, False)
+    assert front([beaten, fast, slow]) == [slow, fast]
+    assert front([]) == []
+
+
+def test_the_nics_shares_of_a_microbenchmark_are_those_of_its_rows(tmp_path: Path) -> None:
+    run = load_run(make_transfers(tmp_path, Axes(nics=(1, 2)), lab="2 × 1gbit"))
+    shares = nic_bytes(run)
+    assert shares
+    assert all(set(parts) == {"kv0", "kv1"} for parts in shares.values())
+    assert "mooncake tcp write, 2 NICs" in shares
+    figure = drawn(nic_share_figure(run))
+    assert any(text.get_text().startswith("LAB") for text in figure.texts)
+    (axes,) = figure.axes
+    assert all(patch.get_width() == pytest.approx(50) for patch in axes.patches)
+
+
+def test_the_nics_shares_of_a_sweep_come_from_its_telemetry(one: Run, tmp_path: Path) -> None:
+    assert nic_share_figure(one) is None
+    shutil.copytree(one.path, tmp_path / "run")
+    ((_, trial),) = supporting(one)
+    rows = [
+        {
+            "trial_id": trial.trial_id,
+            "t_s": t,
+            "source": f"nic:{nic}",
+            "metric": metric,
+            "value": start + t * rate,
+        }
+        for nic, rate, start in (("lo", 9e9, 5), ("eth0", 3e6, 70), ("eth1", 1e6, 9e9), ("eth2", 10, 0))
+        for metric in ("tx_bytes", "rx_bytes")
+        for t in (0.5, 1.0, 2.5)
+    ]
+    (tmp_path / "run" / "telemetry").mkdir(exist_ok=True)
+    pd.DataFrame(rows).to_parquet(tmp_path / "run" / "telemetry" / f"{trial.trial_id}.parquet")
+    assert nic_bytes(load_run(tmp_path / "run")) == {"tcp, 1,024 in": {"eth0": 6e6, "eth1": 2e6}}
+
+
+def test_read_in_results_of_different_ways_are_not_joined_by_a_line() -> None:
+    run = load_run(REFERENCE / "seed-pr10884")
+    names = series_of(run.all_trials)
+    assert set(names.values()) == {"mooncake rdma, 2 NICs", "mooncake rdma, 1 NIC", "mooncake tcp"}
+    figure = drawn(latency_figure(run))
+    titles = {axes.get_title(loc="left") for axes in figure.axes} - {""}
+    assert "1,024 tokens in, tp 1" in titles
+    for axes in figure.axes:
+        for line in axes.lines:
+            rates = list(line.get_xdata())
+            assert rates == sorted(rates)
+
+
+def test_words_of_others_are_no_formulas(one: Run) -> None:
+    run = replace(one, manifest=one.manifest | {"scenario": r"costs $5 and $\frac{ more $"})
+    figure = drawn(max_rate_figure(run))
+    assert any("costs" in text.get_text() for text in figure.texts)
+
+
+def test_a_nic_that_was_asked_and_idle_keeps_its_place(tmp_path: Path) -> None:
+    matrix = build(Axes(backends=("tcp",), nics=(2,)), MOVERS)
+    case = max((case for case in matrix.cases if case.backend == "tcp"), key=lambda case: case.nbytes)
+    record = make_record(case)
+    record.nic_bytes = {"initiator:kv0": 1000, "initiator:kv1": 0, "target:kv0": 1000, "target:kv1": 0}
+    info = RunInfo(kind="microbench", labels=["lab"])
+    with RunStore.create(tmp_path, "idle", b"", matrix.to_json(), {}, info) as store:
+        store.add_transfer(record)
+    run = load_run(store.path)
+    assert list(nic_bytes(run).values()) == [{"kv0": 1000.0, "kv1": 0.0}]
+    figure = drawn(nic_share_figure(run))
+    assert any(text.get_text() == "max / mean 2.00" for text in figure.axes[0].texts)

@@ -247,7 +247,7 @@ def test_warnings_of_supporting_trials_stand_beside_the_table(full: Run) -> None
 def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:
     path = make_run(tmp_path, connectors=(), status="interrupted")
     files = {file.name for file in write_report(path)}
-    assert files == {"summary.csv", "trials.csv", "summary.json", "report.md"}
+    assert files == {"summary.csv", "trials.csv", "summary.json", "report.md", "report.html"}
     assert "no cell was measured" in printed(load_run(path))
     assert "interrupted" in (path / "report.md").read_text()
     run = load_run(path)

@@ -14,7 +14,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import TrialRecord
-from kvbench.errors import StoreError
+from kvbench.plots.panels import (
+    Lengths,
+    found_rates,
+    lengths_of,
+    panel_title,
+    rated_trials,
+    request_times,
+    series_of,
+)
 from kvbench.plots.style import (
     PALETTES,
     Look,
@@ -22,7 +30,6 @@ from kvbench.plots.style import (
     Theme,
     Words,
     add_legend,
-    at_bottom,
     handle,
     looks,
     new_figure,
@@ -32,7 +39,7 @@ from kvbench.plots.style import (
 )
 from kvbench.provenance import slo_of
 from kvbench.runs import Run
-from kvbench.tables import Row, summary_table, trial_value
+from kvbench.tables import summary_table, trial_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,14 +73,15 @@ class _Metric:
 def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
     """Latency against rate; None where no trial has a latency."""
     metrics = _metrics(run)
-    # A ceiling probe floods the system to see what comes out: its latencies say nothing.
-    tried = [trial for trial in run.trials if trial.purpose != "ceiling"]
-    trials = [trial for trial in tried if any(trial.trial_id in metric.high for metric in metrics)]
+    trials = [
+        trial for trial in rated_trials(run) if any(trial.trial_id in metric.high for metric in metrics)
+    ]
     if not trials:
         return None
     palette, rows = PALETTES[theme], summary_table(run)
-    look = looks(list(dict.fromkeys(row.cell.connector for row in rows)), palette)
-    panels = sorted({_panel(trial) for trial in trials})
+    series = series_of(trials)
+    look = looks(list(dict.fromkeys([*(row.cell.connector for row in rows), *series.values()])), palette)
+    panels = sorted({lengths_of(trial) for trial in trials})
     columns = min(len(panels), PANELS_PER_LINE)
     bands = math.ceil(len(panels) / columns)
     with style(palette):
@@ -84,38 +92,29 @@ def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
         for index, panel in enumerate(panels):
             lines = grid[index // columns, index % columns].subgridspec(len(metrics), 1, hspace=0.12)
             axes = [figure.add_subplot(lines[line]) for line in range(len(metrics))]
-            mine = [trial for trial in trials if _panel(trial) == panel]
+            mine = [trial for trial in trials if lengths_of(trial) == panel]
             for axis, metric in zip(axes, metrics, strict=True):
-                for name, item in look.items():
-                    _draw_trials(axis, metric, [t for t in mine if t.cell.connector == name], item, palette)
+                for place, (name, item) in enumerate(look.items()):
+                    own = [trial for trial in mine if series[trial.trial_id] == name]
+                    _draw_trials(axis, metric, own, item, palette, max(4.5, 7.5 - place))
                 _scale(axis, metric)
                 _draw_limit(axis, metric, palette, labelled=_ends_line(index, columns, panels))
                 axis.set_xlim(0, max(trial.request_rate for trial in mine) * 1.08)
                 axis.tick_params(labelleft=index % columns == 0, labelbottom=axis is axes[-1])
                 axis.set_ylabel(f"{metric.name.upper()} (ms)" if index % columns == 0 else "")
-            _draw_found(axes, [row for row in rows if _lengths(row) == panel], look)
-            axes[0].set_title(_title(panel, panels))
+            found_rates(axes, [row for row in rows if lengths_of(row) == panel], look)
+            axes[0].set_title(panel_title(panel, panels))
             axes[-1].set_xlabel("offered request rate (req/s)")
         figure.align_ylabels()
-        add_legend(figure, _legend(trials, metrics, look, palette))
+        found = any(row.outcome in ("found", "at_least") for row in rows)
+        add_legend(
+            figure, _legend(trials, metrics, {name: look[name] for name in series.values()}, palette, found)
+        )
     return figure
 
 
-def _panel(trial: TrialRecord) -> tuple[int, int]:
-    return trial.cell.input_len, trial.cell.output_len
-
-
-def _lengths(row: Row) -> tuple[int, int]:
-    return row.cell.input_len, row.cell.output_len
-
-
-def _ends_line(index: int, columns: int, panels: Sequence[tuple[int, int]]) -> bool:
+def _ends_line(index: int, columns: int, panels: Sequence[Lengths]) -> bool:
     return index % columns == columns - 1 or index == len(panels) - 1
-
-
-def _title(panel: tuple[int, int], panels: Sequence[tuple[int, int]]) -> str:
-    several = len({output_len for _, output_len in panels}) > 1
-    return f"{panel[0]:,} tokens in" + (f", {panel[1]:,} out" if several else "")
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -125,21 +124,36 @@ def _metrics(run: Run) -> list[_Metric]:
     """TTFT and TPOT as far as measured, each with the highest quantile that can be had."""
     slo = slo_of(run)
     share = slo.attainment or 0.99
+    read: dict[tuple[str, float], Latencies] = {}
     found = []
     for name in NAMES:
         lines = slo.lines(f"{name}_ms")
         asked = lines[0][1] if lines else f"p{share * 100:g}"
         share_of_name = float(asked[1:]) / 100 if asked.startswith("p") else share
-        computed = {trial.trial_id: _from_requests(run, trial, share_of_name) for trial in run.trials}
         limits = [(_line_name(tier, statistic, asked), limit) for tier, statistic, limit in lines]
         middle = _column(run, f"{name}_ms_p50")
         for quantile in (asked, "p99", "p90", "mean"):
             high = _column(run, f"{name}_ms_{quantile}")
             if quantile == asked:
-                high = {key: value for key, each in computed.items() if (value := each.get(name))} | high
+                high |= _computed(run, name, share_of_name, read, known=high)
             if high:
                 found.append(_Metric(name, limits, quantile, high, middle))
                 break
+    return found
+
+
+def _computed(
+    run: Run, name: str, share: float, read: dict[tuple[str, float], Latencies], known: Mapping[str, float]
+) -> dict[str, float]:
+    """The quantile of the trials whose summary does not tell it. ``read``: what was computed already."""
+    found = {}
+    for trial in rated_trials(run):
+        if trial.trial_id not in known:
+            key = (trial.trial_id, share)
+            if key not in read:
+                read[key] = _from_requests(run, trial, share)
+            if value := read[key].get(name):
+                found[trial.trial_id] = value
     return found
 
 
@@ -149,16 +163,14 @@ def _line_name(tier: str, statistic: str, drawn: str) -> str:
 
 
 def _column(run: Run, column: str) -> dict[str, float]:
-    values = {trial.trial_id: trial_value(trial, column) for trial in run.trials}
+    values = {trial.trial_id: trial_value(trial, column) for trial in rated_trials(run)}
     return {trial_id: value for trial_id, value in values.items() if value}
 
 
 def _from_requests(run: Run, trial: TrialRecord, share: float) -> Latencies:
     """A quantile of both latencies, in milliseconds, over the successful requests of the steady window."""
-    columns = ["scheduled_s", "first_token_s", "last_token_s", "output_len", "error"]
-    try:
-        requests = run.requests(trial.trial_id, columns)
-    except StoreError:
+    requests = request_times(run, trial.trial_id)
+    if requests is None:
         return {}
     window = trial.summary.get("window") or {}
     start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
@@ -176,14 +188,22 @@ def _from_requests(run: Run, trial: TrialRecord, share: float) -> Latencies:
 
 
 def _draw_trials(
-    axes: Axes, metric: _Metric, trials: Sequence[TrialRecord], look: Look, palette: Palette
+    axes: Axes,
+    metric: _Metric,
+    trials: Sequence[TrialRecord],
+    look: Look,
+    palette: Palette,
+    size: float,
 ) -> None:
-    """One connector's trials. Those that were refused stand apart, hollow, and no line goes through them."""
+    """One connector's trials. Those that were refused stand apart, hollow, and no line goes through them.
+
+    ``size``: of its points; a larger one is seen behind a smaller one of equal value.
+    """
     ordered = sorted(trials, key=lambda trial: trial.request_rate)
     used = [trial for trial in ordered if trial.verdict != "invalid"]
     refused = [trial for trial in ordered if trial.verdict == "invalid"]
     edge: dict[str, Any] = {"markeredgecolor": palette.paper, "markeredgewidth": 0.6}
-    point: dict[str, Any] = {"marker": look.marker, "markersize": 5.5}
+    point: dict[str, Any] = {"marker": look.marker, "markersize": size}
     middle, high = _points(used, metric.middle), _points(used, metric.high)
     axes.plot(*_means(*middle), color=look.colour, linestyle=":", linewidth=1.2, alpha=0.85)
     axes.plot(*_means(*high), color=look.colour, linewidth=1.5, zorder=2.5)
@@ -233,43 +253,23 @@ def _draw_limit(axes: Axes, metric: _Metric, palette: Palette, *, labelled: bool
             )
 
 
-def _draw_found(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Look]) -> None:
-    """The rate that the search found: a line through the panels and a triangle on the axis."""
-    for row in rows:
-        if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:
-            continue
-        colour, rate = look[row.cell.connector].colour, row.answer.max_request_rate
-        for axis in axes:
-            axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1)
-        axes[-1].plot(
-            [rate],
-            [0.0],
-            marker="^",
-            markersize=7,
-            color=colour,
-            markeredgecolor=axes[-1].get_facecolor(),
-            markeredgewidth=0.6,
-            transform=at_bottom(axes[-1]),
-            clip_on=False,
-            zorder=5,
-        )
-
-
 def _legend(
-    trials: Sequence[TrialRecord], metrics: Sequence[_Metric], look: Mapping[str, Look], palette: Palette
+    trials: Sequence[TrialRecord],
+    metrics: Sequence[_Metric],
+    look: Mapping[str, Look],
+    palette: Palette,
+    found: bool,
 ) -> list[list[Line2D]]:
-    names = {trial.cell.connector for trial in trials}
     connectors = [
-        handle(name, marker=item.marker, color=item.colour, linestyle="-")
-        for name, item in look.items()
-        if name in names
+        handle(name, marker=item.marker, color=item.colour, linestyle="-") for name, item in look.items()
     ]
     quantiles = " / ".join(dict.fromkeys(metric.quantile.upper() for metric in metrics))
     keys = [
         handle(quantiles, color=palette.faint, linestyle="-", marker="o", markersize=4),
         handle("P50", color=palette.faint, linestyle=":"),
-        handle("found rate", color=palette.faint, marker="^"),
     ]
+    if found:
+        keys.append(handle("found rate", color=palette.faint, marker="^"))
     if any(trial.verdict == "invalid" for trial in trials):
         hollow = {"markerfacecolor": "none", "markeredgecolor": palette.faint}
         keys.append(handle("refused trial, not used", marker="o", **hollow))

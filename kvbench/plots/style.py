@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,8 @@ def looks(connectors: Sequence[str], palette: Palette) -> dict[str, Look]:
             known[name] = Look(palette.series[name], _MARKERS[name])
         else:
             known[name] = Look(
-                palette.spare[spare % len(palette.spare)], _SPARE_MARKERS[spare % len(_SPARE_MARKERS)]
+                palette.spare[spare % len(palette.spare)],
+                _SPARE_MARKERS[(spare + spare // len(palette.spare)) % len(_SPARE_MARKERS)],
             )
             spare += 1
     return known
@@ -115,6 +116,7 @@ def looks(connectors: Sequence[str], palette: Palette) -> dict[str, Look]:
 def style(palette: Palette) -> Iterator[None]:
     """Our settings, on top of matplotlib's defaults and not of the user's; the old ones come back."""
     import matplotlib
+    from matplotlib.rcsetup import cycler
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -134,6 +136,7 @@ def style(palette: Palette) -> Iterator[None]:
                 "axes.spines.right": False,
                 "axes.grid": True,
                 "axes.axisbelow": True,
+                "axes.prop_cycle": cycler(color=list(palette.series.values())),
                 "grid.color": palette.grid,
                 "grid.linewidth": 0.8,
                 "text.color": palette.ink,
@@ -168,7 +171,22 @@ class Words:
     @classmethod
     def of(cls, run: Run, heading: str) -> Words:
         mark = mark_of(run)
-        return cls(heading, slo_of(run).text(), caption(run), mark.badge if mark is not None else "")
+        badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
+        return cls(heading, slo_of(run).text(), " · ".join([caption(run), *_libraries(run)]), badge)
+
+
+_MOVERS: Final = ("vllm", "mooncake-transfer-engine", "nixl", "torch")
+
+
+def _libraries(run: Run) -> list[str]:
+    """Engine and transfer libraries of the machine, with their versions; those of one name once."""
+    known = run.environment.get("libraries")
+    found = known.items() if isinstance(known, Mapping) else ()
+    return [
+        f"{str(name).split('-')[0]} {version}"
+        for name, version in found
+        if version and str(name).startswith(_MOVERS)
+    ]
 
 
 # Inches around the axes, for words, legend lines, axis labels and the limits' labels.
@@ -188,31 +206,33 @@ def new_figure(
     *,
     legend_lines: int = 1,
     right_in: float = 0.25,
+    left_in: float = LEFT_IN,
     titled: bool = False,
 ) -> Figure:
     """A figure with its words. ``size``: its width, and the height that is left to the axes, in inches.
 
-    ``right_in`` inches are kept free right of the axes; with ``titled`` axes there is room for a title.
+    ``left_in`` and ``right_in`` inches are kept free beside the axes; ``titled`` axes have room for a title.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     width = max(size[0], MIN_WIDTH_IN)
-    caption = textwrap.wrap(words.caption, int(width / 0.066))
+    caption = textwrap.wrap(_plain(words.caption), int(width / 0.066))
     top_in = HEAD_IN + legend_lines * LEGEND_LINE_IN + (PANEL_TITLE_IN if titled else 0.12)
     bottom_in = FOOT_IN + CAPTION_LINE_IN * len(caption)
     height = size[1] + top_in + bottom_in
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.subplots_adjust(
-        left=LEFT_IN / width,
+        left=left_in / width,
         right=1 - right_in / width,
         top=1 - top_in / height,
         bottom=bottom_in / height,
     )
     left, top = 0.16 / width, 1 - 0.14 / height
-    figure.text(left, top, words.heading, fontsize=13, fontweight="bold", va="top")
-    figure.text(left, top - 0.27 / height, words.subtitle, fontsize=9.5, color=palette.faint, va="top")
+    figure.text(left, top, _plain(words.heading), fontsize=13, fontweight="bold", va="top")
+    below: dict[str, Any] = {"fontsize": 9.5, "color": palette.faint, "va": "top"}
+    figure.text(left, top - 0.27 / height, _plain(words.subtitle), **below)
     figure.text(
         left,
         0.12 / height,
@@ -224,10 +244,14 @@ def new_figure(
     )
     if words.badge:
         box = {"boxstyle": "round,pad=0.4", "facecolor": palette.badge, "edgecolor": "none"}
-        figure.text(
-            1 - 0.25 / width, top - 0.05 / height, words.badge, fontsize=8.5, ha="right", va="top", bbox=box
-        )
+        place: dict[str, Any] = {"fontsize": 8.5, "ha": "right", "va": "top", "bbox": box}
+        figure.text(1 - 0.25 / width, top - 0.05 / height, _plain(words.badge), **place)
     return figure
+
+
+def _plain(text: str) -> str:
+    """Words of others are no formulas: matplotlib would take what stands between two dollar signs for one."""
+    return text.replace("$", r"\$")
 
 
 def add_legend(figure: Figure, lines: Sequence[Sequence[Artist]]) -> None:
