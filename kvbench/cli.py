@@ -187,6 +187,16 @@ def simulate(
         typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the comparison of splits as JSON.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="RUN",
+            help="Offer the loads of this run (imported, or of listed rates) instead, and compare.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     output: OutputOption = Path("results"),
 ) -> int:
     """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
@@ -194,6 +204,10 @@ def simulate(
     from kvbench.simulate import command as simulate_command
 
     wish = replace(options.wish(), fixed_rate=rate)
+    if against is not None:
+        from kvbench.against import command as against_command
+
+        return against_command(wish, against, output, _console())
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
         return splitting.command(wish, chosen, output, _console(), like)
@@ -227,11 +241,14 @@ def report(
         bool,
         typer.Option("--force", help="Put runs into one table although they are not comparable; marks them."),
     ] = False,
+    dark: Annotated[
+        bool, typer.Option("--dark", help="Draw the figures for a dark background, too: figures/*-dark.*.")
+    ] = False,
 ) -> None:
     """Write the report of a run again from its raw files, or compare several runs."""
     from kvbench import report as reporting
 
-    reporting.command(run, _console(), force=force)
+    reporting.command(run, _console(), force=force, dark=dark)
 
 
 @app.command("import")
@@ -267,7 +284,7 @@ def compare(
         typer.Option(
             "--by",
             metavar="AXIS",
-            help="What is compared: connector, protocol, nics, tp, input_len, rate, run; by default what differs.",
+            help="What is compared: connector, protocol, nics, tp, input_len, rate, run; else what differs.",
         ),
     ] = "",
     sort: Annotated[
@@ -284,7 +301,7 @@ def compare(
         typer.Option("--force", help="Put runs into one table although they are not comparable; marks them."),
     ] = False,
 ) -> None:
-    """Say by rule who is ahead, where and by how much, and what cannot be told; then the rows as a table."""
+    """Say by rule who is ahead, where, by how much, and what cannot be told; then the rows as a table."""
     from kvbench import comparing
 
     axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
@@ -296,7 +313,9 @@ def bundle(
     run: Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)],
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="The archive to write; by default RUN-bundle.tar.gz here."),
+        typer.Option(
+            "--output", metavar="FILE", help="The archive to write; by default RUN-bundle.tar.gz here."
+        ),
     ] = None,
     also: Annotated[
         list[str] | None,

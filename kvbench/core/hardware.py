@@ -107,11 +107,52 @@ def peak_flops(name: str) -> float | None:
 
     ``name`` is nvidia-smi's ("NVIDIA H100 80GB HBM3") or short ("h200").
     """
+    known = _known_gpu(name)
+    return _PEAK_TFLOPS[known] * 1e12 if known else None
+
+
+def _known_gpu(name: str) -> str:
     text = re.sub(r"[^A-Z0-9]+", " ", name.upper()).strip()
     for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
         if all(re.search(rf"(^| ){word}( |$)", text) for word in known.split()):
-            return _PEAK_TFLOPS[known] * 1e12
-    return None
+            return known
+    return ""
+
+
+# The same in 16 bits (BF16 or FP16 with wide sums), dense, in TFLOP/s, from the same data sheets; GPUs whose
+# sheet names it. 8-bit key/value caches do not change what the products of the weights are computed in.
+_PEAK_16BIT_TFLOPS: Final = MappingProxyType(
+    {
+        "GB200": 2_500,
+        "B200": 2_250,
+        "GH200": 990,
+        "H200": 990,
+        "H100": 990,
+        "H800": 990,
+        "H100 PCIE": 757,
+        "H20": 148,
+        "L40S": 363,
+        "L40": 182,
+        "L4": 121,
+        "A100": 312,
+        "A800": 312,
+        "A40": 150,
+        "A30": 165,
+        "A10": 125,
+        "A10G": 70,
+        "T4": 65,
+        "V100": 130,
+        "MI325X": 1_308,
+        "MI300X": 1_308,
+        "MI250X": 383,
+    }
+)
+
+
+def peak_flops_16bit(name: str) -> float | None:
+    """FLOP/s in 16 bits that one GPU of that name has at most; None if it is not known."""
+    known = _known_gpu(name)
+    return None if known not in _PEAK_16BIT_TFLOPS else _PEAK_16BIT_TFLOPS[known] * 1e12
 
 
 @dataclass(frozen=True)

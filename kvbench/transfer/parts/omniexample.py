@@ -70,7 +70,7 @@ class ExampleConnector:
     def cleanup(self, request_id: str) -> None:
         """Forget a key that nobody got."""
         if self._connection is None:
-            for name in [name for name in self._objects if name.startswith(f"{request_id}@")]:
+            for name in [name for name in list(self._objects) if name.startswith(f"{request_id}@")]:
                 self._objects.pop(name, None)
         else:
             self._connection.send_bytes(json.dumps(["cleanup", request_id]).encode())
