@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvbench.core.traces import TracedRequest
 from kvbench.equality import Equality
 from kvbench.errors import InputError
 from kvbench.planning import plan_of
-from kvbench.progress import Display, Watcher
+from kvbench.progress import Display, Silent, Watcher
 from kvbench.replay import load_trace
 from kvbench.request import Wish, resolve
 from kvbench.roster import profile_of
@@ -110,18 +111,47 @@ def command(wish: Wish, output: Path, console: Console, like: Path | None = None
     """
     from kvbench import report
 
+    ready = _ready(wish, output, like)
+    store = ready.store
+    console.print(f"run folder: {store.path}", markup=False)
+    try:
+        with store, Display(console, len(ready.plan.cells)) as display:
+            results = ready.sweep(display).run()
+    finally:
+        report.command([store.path], console)
+    return exit_code(results)
+
+
+def simulated(wish: Wish, output: Path, like: Path | None = None) -> Path:
+    """Simulate a sweep, silently and without a report; returns its run folder. Errors as in ``command``."""
+    ready = _ready(wish, output, like)
+    with ready.store:
+        ready.sweep(Silent()).run()
+    return ready.store.path
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that a simulated sweep is made of."""
+
+    scenario: Scenario
+    plan: Plan
+    store: RunStore
+    trace: list[TracedRequest]
+    fixed: Fixed | None
+    measured: Run | None
+
+    def sweep(self, watcher: Watcher) -> VirtualSweep:
+        sweep = VirtualSweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
+        sweep.measured = self.measured
+        return sweep
+
+
+def _ready(wish: Wish, output: Path, like: Path | None) -> _Ready:
     scenario, source = simulable(wish)
     measured = None if like is None else measured_run(like)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     store = create_store(output, scenario, source, plan, "simulate")
-    console.print(f"run folder: {store.path}", markup=False)
-    try:
-        with store, Display(console, len(plan.cells)) as display:
-            fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
-            sweep = VirtualSweep(scenario, plan, store, display, fixed, trace)
-            sweep.measured = measured
-            results = sweep.run()
-    finally:
-        report.command([store.path], console)
-    return exit_code(results)
+    fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
+    return _Ready(scenario, plan, store, trace, fixed, measured)

@@ -28,11 +28,12 @@ from kvbench.core.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.planning import plan_of
-from kvbench.progress import Display
+from kvbench.progress import Display, Silent, Watcher
 from kvbench.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.request import Wish
 from kvbench.runs import Run, load_run
 from kvbench.simulate import VirtualSweep, simulable
+from kvbench.store import RunStore
 from kvbench.sweep import create_store, exit_code
 from kvbench.tables import MISSING, Row, number, percent, summary_table
 
@@ -254,22 +255,12 @@ def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Pa
     """Simulate every split, print and store the comparison; returns the exit code."""
     from kvbench import report
 
-    splits = wanted_splits(choice)
-    scenario, source = simulable(wish)
-    # Splits have little in common: none is offered the rate of another, nor starts from it.
-    alone = scenario.search.model_copy(update={"equal_rate": False})
-    scenario = scenario.model_copy(update={"search": alone})
-    measured = None if like is None else measured_run(like)
-    plan, meaning = split_plan(scenario, splits)
+    ready = _ready(wish, choice, output, like)
+    scenario, store = ready.scenario, ready.store
     quiet = Console(stderr=True, quiet=choice.as_json)
-    store = create_store(output, scenario, source, plan, "simulate")
-    with store, Display(quiet if choice.as_json else console, len(plan.cells)) as display:
-        sweep = VirtualSweep(scenario, plan, store, display)
-        sweep.measured = measured
-        sweep.labels = {label: connector for label, (connector, _) in meaning.items()}
-        results = sweep.run()
-    run = load_run(store.path)
-    found = predictions(run, meaning, scenario.deployment.tensor_parallel_size)
+    with store, Display(quiet if choice.as_json else console, len(ready.plan.cells)) as display:
+        results = ready.sweep(display).run()
+    run, found = ready.found()
     data: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "run": run.run_id,
@@ -286,6 +277,47 @@ def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Pa
         show(scenario, found, console)
         console.print(f"files: {store.path} (splits.md, splits.json, report.md, …)", markup=False)
     return exit_code(results)
+
+
+def predicted(wish: Wish, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
+    """Simulate every split without a word; ``output`` is where the run folder is put."""
+    ready = _ready(wish, choice, output, like)
+    with ready.store:
+        ready.sweep(Silent()).run()
+    return ready.found()[1]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that the simulation of splits is made of. ``meaning``: label → connector and split."""
+
+    scenario: Scenario
+    plan: Plan
+    meaning: Mapping[str, tuple[str, Split]]
+    store: RunStore
+    measured: Run | None
+
+    def sweep(self, watcher: Watcher) -> VirtualSweep:
+        sweep = VirtualSweep(self.scenario, self.plan, self.store, watcher)
+        sweep.measured = self.measured
+        sweep.labels = {label: connector for label, (connector, _) in self.meaning.items()}
+        return sweep
+
+    def found(self) -> tuple[Run, list[Prediction]]:
+        run = load_run(self.store.path)
+        return run, predictions(run, self.meaning, self.scenario.deployment.tensor_parallel_size)
+
+
+def _ready(wish: Wish, choice: Choice, output: Path, like: Path | None) -> _Ready:
+    splits = wanted_splits(choice)
+    scenario, source = simulable(wish)
+    # Splits have little in common: none is offered the rate of another, nor starts from it.
+    alone = scenario.search.model_copy(update={"equal_rate": False})
+    scenario = scenario.model_copy(update={"search": alone})
+    measured = None if like is None else measured_run(like)
+    plan, meaning = split_plan(scenario, splits)
+    store = create_store(output, scenario, source, plan, "simulate")
+    return _Ready(scenario, plan, meaning, store, measured)
 
 
 def show(scenario: Scenario, found: Sequence[Prediction], console: Console) -> None:

@@ -39,8 +39,8 @@ UNENDED: Final = ("timeout", "no_answer", "cancelled")
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 
 Method = Literal["sustained", "burst", "fixed", "trace", "equal_rate", "imported"]
-"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds; "imported" is a
-result that another tool measured (importers/)."""
+"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds;
+"imported" is a result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 
 ROUTER_TIMES: Final = (

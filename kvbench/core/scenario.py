@@ -13,24 +13,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from kvbench.core.scenario_base import (
+    NAME_PATTERN,
+    NoOptions,
+    Registry,
+    Section,
+    as_tuple,
+    whole_number,
+)
 from kvbench.core.scenario_checks import contradictions, explain
 from kvbench.core.scenario_goals import Search, Slo, Tier
 from kvbench.core.scenario_overrides import apply_overrides
 from kvbench.core.scenario_schema import scenario_schema_of
 from kvbench.core.scenario_sections import (
-    NAME_PATTERN,
     CommandPrefix,
     ConnectorChoice,
     Deployment,
     Load,
     ModelChoice,
-    NoOptions,
-    Registry,
-    Section,
     Trace,
     Workload,
-    as_tuple,
-    whole_number,
 )
 from kvbench.core.scenario_simulate import KvLink, Simulate
 from kvbench.core.scenario_text import Mistake, Where, plain, read_yaml

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvbench.core import slo as slos
-from kvbench.core.scenario_sections import NAME_PATTERN, Section, as_tuple, custom
+from kvbench.core.scenario_base import NAME_PATTERN, Section, as_tuple, custom
 
 _LIMIT_SCHEMA: Final = {
     "type": "array",

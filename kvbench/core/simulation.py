@@ -131,7 +131,7 @@ class SimulatedTrial:
             self._at(load.offsets_s[index + 1], self._send, index + 1)
         self._at(scheduled + load.timeout_s, self._time_out, flow)
         asked = self.now + over.router_ms / 1e3
-        own = self.system.timing.overhead_s(self.system.time_scale)
+        own = self.system.timing.overhead_s(self.system.time_scale, prompt)
         if self._first is None:
             self._at(asked + over.front_end_ms / 1e3 + own, self._to_last, flow)
             return

@@ -72,7 +72,9 @@ class Engine:
         live.received_s = now
         request = live.request
         request.hashes = block_hashes(live.prompt_hashes, self.config.block_tokens)
-        overhead = 0.0 if request.remote_kv else self.timing.overhead_s(self.time_scale)
+        overhead = 0.0
+        if not request.remote_kv:
+            overhead = self.timing.overhead_s(self.time_scale, request.prompt_len)
         request.arrival_s = now + overhead
         self.scheduler.add(request)
         self.lives[request] = live

@@ -121,8 +121,8 @@ class _Drifting:
         self._last = now
         return self._timing.step_s(load, time_scale) * (1 + DRIFT_PER_S * (now - self._begun))
 
-    def overhead_s(self, time_scale: float = 1.0) -> float:
-        return self._timing.overhead_s(time_scale)
+    def overhead_s(self, time_scale: float = 1.0, tokens: int = 0) -> float:
+        return self._timing.overhead_s(time_scale, tokens)
 
 
 def _slow_drift(server: EngineServer) -> None:

@@ -10,6 +10,7 @@ from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.lies import LIES, Lie, labels_of
 from kvbench.core.processes import ProcessSpec
+from kvbench.core.timing import PROFILE_NAMES
 from kvbench.engines.base import Engine, EngineOptions, Instance
 from kvbench.transfer.base import Problem
 
@@ -17,9 +18,7 @@ from kvbench.transfer.base import Problem
 class EmulatedOptions(EngineOptions):
     """Options of the emulated engine, the same for prefill and decode instances."""
 
-    timing: str = Field(
-        "quick", description="timing profile: quick, h200-tp8-qwen3-30b-a3b or a10-qwen2.5-7b"
-    )
+    timing: str = Field("quick", description=f"timing profile: {', '.join(PROFILE_NAMES)}")
     time_scale: float = Field(
         1.0, gt=0, le=1000, description="factor on every modelled time; 0.1 is ten times faster"
     )

@@ -219,7 +219,7 @@ class UcxEndpoint(AgentsEndpoint):
                 agent.progress()
 
     def _called(self) -> Iterable[Agent]:
-        """Agents with something to do, or all if none says so: asking each at every call costs the others time."""
+        """Agents with something to do, or all if none says so: asking all eight costs the busy one time."""
         if self._ready is None:
             return self._agents
         return {self._owner[fd] for fd, _ in self._ready.poll(0)} or self._agents

@@ -1,0 +1,165 @@
+"""What ``import kvbench`` offers a notebook or a script.
+
+::
+
+    import kvbench
+
+    run = kvbench.load("results/20261121T192623Z-quickstart-d326f3")
+    run.summary                    # the report's main table; all tables are pandas DataFrames
+    run.trials                     # every trial                  run.cells      what came of each search
+    run.requests                   # every request                run.telemetry  counters during the trials
+    run.transfers                  # a microbenchmark's cases     run.findings   what limits the numbers
+    run.plot.latency()             # a matplotlib figure
+    kvbench.compare(run, other)    # who is ahead, and what cannot be told
+    kvbench.simulate("xpyd")       # a run on virtual time
+    kvbench.columns("requests")    # what the columns mean
+
+Tables are read when they are asked for, and kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvbench import frames
+from kvbench.columns import MEANINGS
+from kvbench.errors import InputError, KvbenchError
+from kvbench.files import read_object
+from kvbench.runs import MANIFEST
+from kvbench.runview import Plots, Run, load
+from kvbench.sidebyside import Comparison, compare
+
+if TYPE_CHECKING:
+    from kvbench.request import Wish
+
+__all__ = [
+    "Comparison", "Plots", "Run", "columns", "compare", "load", "runs", "simulate", "simulate_splits",
+]  # fmt: skip
+
+
+def runs(folder: Path | str = "results") -> pd.DataFrame:
+    """The runs below a folder, two levels deep, the latest first; only their manifests are read.
+
+    Columns: path (give it to ``load``), kind, scenario, status, started_at (UTC), kvbench, labels, problem
+    (why a folder cannot be read). Raises InputError if there is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise InputError(
+            f"there is no folder {root}", hint="give the folder that runs are written to: --output"
+        )
+    names = ("path", "kind", "scenario", "status", "started_at", "kvbench", "labels", "problem")
+    found = sorted({*root.glob(MANIFEST), *root.glob(f"*/{MANIFEST}"), *root.glob(f"*/*/{MANIFEST}")})
+    listed = frames.frame((_listed(file) for file in found if not file.parent.name.startswith(".")), names)
+    listed["started_at"] = pd.to_datetime(listed["started_at"], utc=True, errors="coerce", format="ISO8601")
+    return listed.sort_values("started_at", ascending=False, kind="stable", ignore_index=True)
+
+
+def _listed(file: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": str(file.parent), "problem": ""}
+    try:
+        manifest = read_object(file, None)
+    except KvbenchError as error:
+        return row | {"problem": error.message}
+    told = {key: manifest.get(key) for key in ("kind", "scenario", "status", "started_at", "kvbench")}
+    return row | told | {"labels": ";".join(map(str, manifest.get("labels") or []))}
+
+
+def columns(table: str = "") -> pd.DataFrame:
+    """What the columns of a table mean, with units; without a name those of all tables."""
+    if table and table not in MEANINGS:
+        raise InputError(f"no table is called {table!r}", hint=f"there are: {', '.join(MEANINGS)}")
+    rows = [
+        {"table": name, "column": column, "meaning": meaning}
+        for name, meanings in MEANINGS.items()
+        if table in ("", name)
+        for column, meaning in meanings.items()
+    ]
+    return frames.frame(rows).drop(columns=["table"] if table else [])
+
+
+# --- virtual time ----------------------------------------------------------------------------------
+
+
+def simulate(
+    scenario: str | Path = "quickstart",
+    overrides: Mapping[str, object] | None = None,
+    *,
+    connectors: Sequence[str] = (),
+    rate: float | None = None,
+    like: Run | Path | str | None = None,
+    output: Path | str | None = None,
+) -> Run:
+    """A sweep on virtual time: the same plan, search and gates; nothing is started.
+
+    ``scenario``: a bundled name or a file. ``overrides``: dotted keys to values, ``{"slo.ttft_ms": 300}``.
+    ``rate``: only this one (requests/s), no search. ``like``: a measured run to take KV links and overheads
+    from. ``output``: a folder to keep the run in; by default it goes when the run does. Raises InputError for
+    a scenario that cannot be simulated.
+    """
+    from kvbench.simulate import simulated
+
+    wish = _wish(scenario, overrides, connectors, rate)
+    with_ = None if like is None else load(like).path
+    return _kept(lambda folder: simulated(wish, folder, with_), output)
+
+
+def simulate_splits(
+    scenario: str | Path,
+    *,
+    gpus: int | None = None,
+    splits: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    connectors: Sequence[str] = (),
+    like: Run | Path | str | None = None,
+) -> pd.DataFrame:
+    """Which split of P and D is best: one row per connector, split and input length.
+
+    Either all splits of ``gpus`` instances or the ``splits`` listed, as ``"1:1,2:1"``. ``goodput_per_gpu`` is
+    what to compare (requests/s that meet the SLO, by GPU); ``best`` marks the best of an input length.
+    """
+    from kvbench.splits import Choice, predicted
+
+    choice = Choice(splits, gpus, False)
+    with_ = None if like is None else load(like).path
+    wish = _wish(scenario, overrides, connectors, None)
+    folder = Path(tempfile.mkdtemp(prefix="kvbench-"))
+    try:
+        return frames.frame(asdict(each) for each in predicted(wish, choice, folder, with_))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wish(
+    scenario: str | Path,
+    overrides: Mapping[str, object] | None,
+    connectors: Sequence[str],
+    rate: float | None,
+) -> Wish:
+    from kvbench.request import Wish
+
+    sets = tuple(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
+    return Wish(str(scenario), sets, tuple(connectors), fixed_rate=rate)
+
+
+def _kept(make: Callable[[Path], Path], output: Path | str | None) -> Run:
+    """The run that ``make`` writes; without ``output`` in a folder that goes with it."""
+    if output is not None:
+        return load(make(Path(output)))
+    folder = Path(tempfile.mkdtemp(prefix="kvbench-"))
+    try:
+        run = load(make(folder))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(run, shutil.rmtree, folder, ignore_errors=True)
+    return run
