@@ -86,7 +86,10 @@ SHIFT: Final = 0.4
 """In units of the precision: the interval's half-width at the end, and from which on a trial may confirm; how
 far the median may move by the trial that confirms."""
 CONFIRM_BELOW: Final = 0.1
-"""In units of the precision: so far below the median a trial is to confirm, or every other one would fail."""
+CONFIRM_STEP: Final = 0.06
+CONFIRM_MOST: Final = 0.28
+"""In units of the precision: so far below the median a trial is to confirm, or every other one would fail;
+so much further for each that has failed; and at most."""
 UNSURE_TRIALS: Final = 2
 
 _DIGITS: Final = 4
@@ -339,7 +342,7 @@ class RateSearch:
         )
         near = root.width <= self.limits.precision * NEAR
         if near and some_good and some_bad:
-            target /= 1 + CONFIRM_BELOW * self.limits.precision
+            target /= 1 + self._aim_below() * self.limits.precision
         target = self._inside(min(target, unusable / (1 + self.limits.precision)))
         if target in bracket.seen and not self._usable(bracket.seen[target]):
             return None
@@ -347,6 +350,10 @@ class RateSearch:
             return None
         purpose: Purpose = "confirm" if near else "bisect" if some_good and some_bad else "expand"
         return Probe(target, purpose, thorough=target > CLOSE * capacity or (some_good and some_bad))
+
+    def _aim_below(self) -> float:
+        failed = sum(told.purpose == "confirm" and not _kept(told) for told in self._tried())
+        return min(CONFIRM_BELOW + CONFIRM_STEP * failed, CONFIRM_MOST)
 
     def _capacity(self) -> float:
         """The least that a trial saw the system pass on at most; inf if none saw its limit."""
