@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,33 @@ def test_scenarios_named_in_examples_exist() -> None:
         assert name in bundled_names() or name == "my-scenario.yaml", name
 
 
-def test_no_file_names_this_machine_or_a_registry() -> None:
-    strangers = re.compile(r"pypi\.org|pythonhosted|deb\.debian|registry\.npmjs|/work/main|/tmp/c2")
-    for folder in ("kvbench", "scenarios", "tools", "."):
+def _strangers() -> re.Pattern[str]:
+    """This checkout's own path, and the hosts of the package registries that this machine is set to."""
+    told = [value for name, value in os.environ.items() if "INDEX" in name and "://" in value]
+    for place in ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf"):
+        with contextlib.suppress(OSError):
+            told.append(Path(place).expanduser().read_text())
+    hosts = set(re.findall(r"https?://(?:[^/@\s]*@)?([^/:\s]+)", "\n".join(told))) - {
+        "localhost",
+        "127.0.0.1",
+    }
+    urls = [rf"://(?:[^/@\s]*@)?{re.escape(host)}" for host in sorted(hosts)]
+    return re.compile("|".join(rf"{each}(?![\w-])" for each in (re.escape(str(ROOT)), *urls)))
+
+
+def test_no_file_names_this_machine_or_its_registries() -> None:
+    strangers = _strangers()
+    for folder in ("kvbench", "scenarios", "tools", "notebooks", "results/reference", "."):
         for path in (ROOT / folder).glob("*" if folder == "." else "**/*"):
-            if path.is_file() and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ""):
+            if path.is_file() and path.suffix in (
+                ".py",
+                ".md",
+                ".yaml",
+                ".toml",
+                ".txt",
+                ".ipynb",
+                ".json",
+                "",
+            ):
                 found = strangers.search(path.read_text(errors="replace"))
                 assert not found, f"{path}: {found}"
