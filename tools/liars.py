@@ -203,6 +203,7 @@ def running(
             Deployment(scenario, with_ports(planned, scenario.deployment.host), launcher)
         )
         runner = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress)
+        stack.callback(runner.close)
         number = 0
 
         def trial(rate: float) -> TrialRecord:

@@ -226,13 +226,12 @@ class RateSearch:
         return figures
 
     def _measured_answer(self, root: Root, bracket: _Bracket) -> Answer:
-        settled, fallen = self._settled(root), self._fallen_back(root)
-        settled = settled if settled is not None else fallen
+        settled, agrees = self._settled(root), "a further trial at {:g} agrees"
+        if settled is None:
+            settled, agrees = self._fallen_back(root), "the highest rate met: {:g}"
         rate = settled if settled is not None else self._inside(root.median)
         status: Status = "converged"
-        reason = (
-            f"a further trial at {rate:g} agrees" if fallen is None else f"the highest rate met: {rate:g}"
-        )
+        reason = agrees.format(rate)
         if settled is None:
             status, reason = self._unsettled(root, bracket)
         tried = self._tried()
