@@ -292,5 +292,5 @@ def choose(count: int, found: Found, place: Place | None = None, root: Path = RO
     noun = "NIC" if count == 1 else "NICs"
     raise InputError(
         f"{count} {noun} asked for, {len(ordered)} can be used here: {there}",
-        hint=(f"left out: {others}; " if others else "") + "or try it in a lab: kvbench lab up --nics 8",
+        hint=(f"left out: {others}; " if others else "") + "or try it in a lab: kvbench microbench --lab",
     )
