@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from kvbench import transfer
 from kvbench.core import transferplan
-from kvbench.core.transferplan import Pairing, Shape
-from kvbench.core.transfers import Case, TransferRecord
+from kvbench.core.transferplan import Pairing
+from kvbench.core.transfers import Case, Layout, TransferRecord
 from kvbench.mover.measure import Limits, unpack_times
 from kvbench.sides import Asked, Worker, WorkerError, Workers
 from kvbench.transfer.parts.blocks import pack_ids
@@ -88,7 +88,7 @@ class Team:
     """Workers that stand ready for the cases of one key."""
 
     key: Key
-    shapes: tuple[Shape, Shape]
+    layouts: tuple[Layout, Layout]
     """Of the initiators' and the targets' buffers."""
     initiators: list[Worker] = field(default_factory=list)
     targets: list[Worker] = field(default_factory=list)
@@ -149,7 +149,7 @@ class CaseRun:
         self._settings = settings
         self._pairs = transferplan.pairings(case, settings.seed)
         self._moves = transfer.get(case.backend).moves_bytes
-        size = max(shape.nbytes for shape in team.shapes)
+        size = max(layout.nbytes for layout in team.layouts)
         under_way = case.nbytes * case.threads * case.initiators * case.targets
         self._call_s = max(settings.call_s, under_way / SLOWEST_BYTES_PER_S)
         self._repeats: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import os
@@ -13,8 +12,7 @@ from typing import Any, Final
 
 from kvbench import devices, transfer
 from kvbench.core import transferplan, transferwarnings
-from kvbench.core.transferplan import Shape
-from kvbench.core.transfers import Case, TransferRecord
+from kvbench.core.transfers import Case, Layout, TransferRecord
 from kvbench.errors import InputError, KvbenchError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
@@ -87,7 +85,7 @@ class Microbench:
         self._settings = settings
         self._workers = Workers(LocalLauncher(f"microbench-{os.getpid()}", log_dir, scratch))
         self._team: Team | None = None
-        self._largest: dict[Key, tuple[Shape, Shape]] = {}
+        self._largest: dict[Key, tuple[Layout, Layout]] = {}
         self._rigid: set[str] = set()
         self._failures: dict[Key, int] = {}
         self._generation = 0
@@ -152,8 +150,8 @@ class Microbench:
         if room is None or case.memory != "host":
             return ""
         here = {name: not side.elsewhere for name, side in self._sides.items()}
-        needed = here["initiator"] * case.initiators * transferplan.initiator_shape(case).nbytes
-        needed += here["target"] * case.targets * transferplan.target_shape(case).nbytes
+        needed = here["initiator"] * case.initiators * transferplan.initiator_layout(case).nbytes
+        needed += here["target"] * case.targets * transferplan.target_layout(case).nbytes
         if needed <= MEMORY_SHARE * room:
             return ""
         return f"its buffers need {needed:,} bytes, and {room:,} bytes of memory are free"
@@ -168,20 +166,20 @@ class Microbench:
     # --- workers
 
     def _remember_size(self, case: Case) -> None:
-        shapes = (transferplan.initiator_shape(case), transferplan.target_shape(case))
+        layouts = (transferplan.initiator_layout(case), transferplan.target_layout(case))
         known = self._largest.get(Key.of(case))
-        if known is None or shapes[0].nbytes > known[0].nbytes:
-            self._largest[Key.of(case)] = shapes
+        if known is None or layouts[0].nbytes > known[0].nbytes:
+            self._largest[Key.of(case)] = layouts
 
     def _fitting_team(self, case: Case, record: TransferRecord, told: Callable[[str], None]) -> Team:
         """The team of the case before if it can serve this one, or a new one; connected."""
-        wanted = (transferplan.initiator_shape(case), transferplan.target_shape(case))
+        wanted = (transferplan.initiator_layout(case), transferplan.target_layout(case))
         key = Key.of(case)
         if self._team is None or self._team.key != key or self._workers.casualties():
             self._disband(orderly=True)
             rigid = case.backend in self._rigid
             self._team = self._assemble(case, wanted if rigid else self._largest[key])
-        if self._team.shapes != wanted and not self._reshape(self._team, wanted):
+        if self._team.layouts != wanted and not self._reshape(self._team, wanted):
             self._rigid.add(case.backend)
             self._disband(orderly=True)
             self._team = self._assemble(case, wanted)
@@ -195,19 +193,19 @@ class Microbench:
         record.nics_asked = [str(nic["name"]) for nic in self._sides["initiator"].nics[: case.nics]]
         return team
 
-    def _assemble(self, case: Case, shapes: tuple[Shape, Shape]) -> Team:
+    def _assemble(self, case: Case, layouts: tuple[Layout, Layout]) -> Team:
         key, settings = Key.of(case), self._settings
-        team = Team(key, shapes)
-        for role, count, shape in (
-            ("target", case.targets, shapes[1]),
-            ("initiator", case.initiators, shapes[0]),
+        team = Team(key, layouts)
+        for role, count, layout in (
+            ("target", case.targets, layouts[1]),
+            ("initiator", case.initiators, layouts[0]),
         ):
             for number in range(count):
                 spec = {
                     "role": role,
                     "backend": case.backend,
                     "options": {"role": role, **self._options(key, self._sides[role])},
-                    "layout": dataclasses.asdict(shape),
+                    "layout": layout.to_json(),
                     "memory": case.memory,
                     "seed": settings.seed,
                     "side": side_number(role, number),
@@ -215,7 +213,7 @@ class Microbench:
                 name = role if count == 1 else f"{role}-{number}"
                 worker = self._workers.start(name, self._sides[role], spec)
                 (team.targets if role == "target" else team.initiators).append(worker)
-        size = max(shape.nbytes for shape in shapes)
+        size = max(layout.nbytes for layout in layouts)
         self._workers.hello(team.everyone, settings.open_s + size / TOUCH_BYTES_PER_S)
         team.agents = [worker.hello["agent"] for worker in team.targets]
         team.open_s = max(worker.hello["open_s"] for worker in team.everyone)
@@ -234,17 +232,17 @@ class Microbench:
             **dict(self._settings.options.get(key.backend, {})),
         }
 
-    def _reshape(self, team: Team, shapes: tuple[Shape, Shape]) -> bool:
+    def _reshape(self, team: Team, layouts: tuple[Layout, Layout]) -> bool:
         asked: list[Asked] = [
-            (worker, "reshape", {"layout": dataclasses.asdict(shape)})
-            for workers, shape in ((team.initiators, shapes[0]), (team.targets, shapes[1]))
+            (worker, "reshape", {"layout": layout.to_json()})
+            for workers, layout in ((team.initiators, layouts[0]), (team.targets, layouts[1]))
             for worker in workers
         ]
         answers = self._workers.ask(asked, self._settings.connect_s)
         if any(answer["agent"] is None for answer in answers):
             return False
         team.agents = [answer["agent"] for answer in answers[len(team.initiators) :]]
-        team.shapes, team.connect_s = shapes, None
+        team.layouts, team.connect_s = layouts, None
         return True
 
     def _connect(self, team: Team) -> float:

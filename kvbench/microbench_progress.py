@@ -6,12 +6,12 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kvbench.core.sizes import duration_text
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.core.transferstats import call_times
+from kvbench.livebar import LiveBar
 from kvbench.microbench_tables import case_text, time_text
 from kvbench.tables import number
 
@@ -25,36 +25,21 @@ class CaseProgress:
         self._estimate_s = estimate_s
         self._done = 0
         self._started = time.monotonic()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar = LiveBar(console, "cases", cases)
 
     def __enter__(self) -> CaseProgress:
         self._started = time.monotonic()
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]cases"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                TextColumn("{task.description}"),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("starting", total=self._cases, left="")
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def told(self, index: int, case: Case, stage: str) -> None:
         """Progress within a case, as ``run_cases`` tells it."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=f"{case_text(case)}: {stage}", left=self._left())
+        self._bar.say(f"{case_text(case)}: {stage}", self._left())
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -64,10 +49,9 @@ class CaseProgress:
         self._done += 1
         if record.status == "error":
             self._say(f"{case_text(record.case)}: {record.error}", "red")
-        elif self._bar is None:
+        elif not self._bar.shown:
             self._say(f"{case_text(record.case)}: {_figures(record)}", "")
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, left=self._left())
+        self._bar.count(self._done, self._left())
 
     def _say(self, text: str, style: str) -> None:
         seconds = int(time.monotonic() - self._started)

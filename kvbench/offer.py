@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.burst import burst_requests
 from kvbench.core.live import (
+    CEILING_LATENCIES,
     Criterion,
     Decision,
     LiveConfig,
@@ -28,8 +29,6 @@ from kvbench.load import Progress, Settled
 from kvbench.replay import burst_plan
 
 CEILING_S: Final = 2.0
-CEILING_LATENCIES: Final = 5.0
-"""Arrivals of a ceiling probe, at least: enough to fill whatever it is that limits the rate."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kvbench.core.records import Cell, TrialRecord
+from kvbench.livebar import LiveBar
 from kvbench.load import Progress as LoadProgress
 from kvbench.runs import CellResult
 
@@ -62,33 +62,19 @@ class Display:
         self._cells = cells
         self._done = 0
         self._started = time.monotonic()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar = LiveBar(console, "cells", cells)
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]cells"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                TextColumn("{task.description}"),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._progress.add_task("starting", total=self._cells, left="")
-            self._progress.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._bar.stop()
 
     def stage(self, text: str) -> None:
-        if self._progress is None:
+        if not self._bar.shown:
             self._console.print(f"{self._elapsed()}  {text}", highlight=False, markup=False)
         else:
             self._live(text)
@@ -118,12 +104,10 @@ class Display:
 
     def cell_finished(self, result: CellResult) -> None:
         self._done += 1
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done, left=self._left())
+        self._bar.count(self._done, self._left())
 
     def _live(self, text: str) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=text, left=self._left())
+        self._bar.say(text, self._left())
 
     def _left(self) -> str:
         if not self._done:

@@ -45,7 +45,7 @@ cases = st.builds(
 def test_every_transfer_under_way_has_blocks_of_its_own(case: Case, seed: int) -> None:
     pairs = transferplan.pairings(case, seed)
     assert len(pairs) == case.initiators * case.targets * case.threads
-    ours, theirs = transferplan.initiator_shape(case), transferplan.target_shape(case)
+    ours, theirs = transferplan.initiator_layout(case), transferplan.target_layout(case)
     for number in range(case.initiators):
         local = [block for pair in pairs if pair.initiator == number for block in pair.local]
         assert len(set(local)) == len(local) == case.targets * case.threads * case.batch_size

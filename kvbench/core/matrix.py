@@ -271,8 +271,8 @@ def _sense(case: Case, mover: Mover, axes: Axes, memory_bytes: int | None) -> tu
 
 def memory_needed(case: Case) -> int:
     """Bytes of all sides' buffers, as if all stood on one host."""
-    here = case.initiators * transferplan.initiator_shape(case).nbytes
-    return here + case.targets * transferplan.target_shape(case).nbytes
+    here = case.initiators * transferplan.initiator_layout(case).nbytes
+    return here + case.targets * transferplan.target_layout(case).nbytes
 
 
 def _order(chosen: Sequence[Mover]) -> Any:

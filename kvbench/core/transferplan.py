@@ -5,20 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvbench.core.transfers import Case
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A side's buffer as a table of blocks."""
-
-    regions: int
-    blocks: int
-    block_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.regions * self.blocks * self.block_bytes
+from kvbench.core.transfers import Case, Layout
 
 
 @dataclass(frozen=True)
@@ -31,19 +18,19 @@ class Pairing:
     remote: tuple[int, ...]
 
 
-def initiator_shape(case: Case) -> Shape:
+def initiator_layout(case: Case) -> Layout:
     """Every transfer under way has blocks of its own: ``threads`` transfers to each target."""
-    return _shape(case, case.targets)
+    return _layout(case, case.targets)
 
 
-def target_shape(case: Case) -> Shape:
+def target_layout(case: Case) -> Layout:
     """Room for ``threads`` transfers from each initiator."""
-    return _shape(case, case.initiators)
+    return _layout(case, case.initiators)
 
 
-def _shape(case: Case, peers: int) -> Shape:
+def _layout(case: Case, peers: int) -> Layout:
     blocks = peers * case.threads * case.batch_size * (2 if case.scattered else 1)
-    return Shape(case.regions, blocks, case.block_bytes)
+    return Layout(case.regions, blocks, case.block_bytes)
 
 
 def pairings(case: Case, seed: int = 0) -> list[Pairing]:

@@ -14,6 +14,26 @@ TRANSFER_SCHEMA: Final = 1
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The shape of a registered buffer: bytes = regions · blocks · block_bytes."""
+
+    regions: int
+    blocks: int
+    block_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.regions * self.blocks * self.block_bytes
+
+    def offset(self, region: int, block: int) -> int:
+        """Byte offset of one block of one region."""
+        return (region * self.blocks + block) * self.block_bytes
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Case:
     """One point of the matrix: how bytes are to move, once.
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvbench import __version__
+from kvbench.core.transfers import Layout as Layout
 from kvbench.errors import TransferError
 
 Op = Literal["read", "write"]
@@ -50,26 +51,6 @@ def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:
     if asked not in protocols:
         raise TransferError(f"there is no protocol {asked!r} here", hint=f"there are: {', '.join(protocols)}")
     return asked
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The shape of a registered buffer: bytes = regions · blocks · block_bytes."""
-
-    regions: int
-    blocks: int
-    block_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.regions * self.blocks * self.block_bytes
-
-    def offset(self, region: int, block: int) -> int:
-        """Byte offset of one block of one region."""
-        return (region * self.blocks + block) * self.block_bytes
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ How it is driven, and why (measured with the non-CUDA wheel 0.3.13 over TCP on t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import time
@@ -31,19 +30,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import TransferError
-from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Problem, Ticket, nics_of, protocol_of
+from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
+from kvbench.transfer.parts import mooncakewheel
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.native import (
-    VERBS_FIX,
-    VERBS_LIBRARIES,
-    import_native,
-    inherited,
-    preload,
-    version_of,
-)
+from kvbench.transfer.parts.native import inherited
 
-DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 # Runs under way to one peer. The library refuses what exceeds its queue per peer ("TCP lane
 # queue-full rejection", seen with a few thousand runs); 1024 at a time were not faster than this.
 MAX_UNDER_WAY = 256
@@ -55,18 +46,10 @@ FAILED = frozenset({0, -1, 2**64 - 1})
 PROTOCOLS = ("tcp", "rdma")
 
 
-def check() -> Problem | None:
-    """Is the package there? Whether it loads is asked in a child process."""
-    if importlib.util.find_spec("mooncake") is None:
-        return Problem("not installed", INSTALL)
-    return None
-
-
 def load() -> dict[str, str]:
     """Import the engine; for child processes only."""
-    preload(VERBS_LIBRARIES)
-    import_native("mooncake.engine", VERBS_FIX)
-    return version_of(*DISTRIBUTIONS)
+    mooncakewheel.imported("engine")
+    return mooncakewheel.version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
@@ -122,7 +105,7 @@ class _Lane:
     """One engine, and the order in which spans are given to it."""
 
     def __init__(self, host: str, protocol: str, devices: str) -> None:
-        module = import_native("mooncake.engine", VERBS_FIX)
+        module = mooncakewheel.imported("engine")
         self.opcodes = {"read": module.TransferOpcode.Read, "write": module.TransferOpcode.Write}
         self.engine = module.TransferEngine()
         code = self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
@@ -193,7 +176,6 @@ class MooncakeEndpoint(Endpoint):
     """One engine, or over TCP one for each NIC, each with its own RPC port."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        preload(VERBS_LIBRARIES)
         host = str(options.get("host", "127.0.0.1"))
         nics = nics_of(options)
         self._merge = bool(options.get("merge", True))
@@ -276,7 +258,7 @@ class MooncakeEndpoint(Endpoint):
         return transport_in_log(self.native_log()) or f"{configured} (configured)"
 
     def library(self) -> dict[str, str]:
-        return version_of(*DISTRIBUTIONS)
+        return mooncakewheel.version()
 
     def close(self) -> None:
         self._peers.clear()
@@ -297,7 +279,7 @@ BACKEND = Backend(
     name="mooncake",
     title="Mooncake Transfer Engine",
     ops=("read", "write"),
-    check=check,
+    check=mooncakewheel.absent,
     open=MooncakeEndpoint,
     env=env,
     load=load,

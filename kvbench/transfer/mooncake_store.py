@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import mmap
 import os
 import socket
@@ -29,20 +28,12 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
+from kvbench.transfer.parts import mooncakewheel
 from kvbench.transfer.parts.keyed import KeyedEndpoint
-from kvbench.transfer.parts.native import (
-    VERBS_FIX,
-    VERBS_LIBRARIES,
-    import_native,
-    inherited,
-    preload,
-    version_of,
-)
+from kvbench.transfer.parts.native import inherited
 from kvbench.transfer.parts.servers import Master, available_bytes, master_binary
 from kvbench.transfer.parts.storepeer import Notes, Store
 
-DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 # The segment holds what is offered, what was written last, what is being written and what it replaced.
 GENERATIONS = 4
 SPARE_BYTES = 64 << 20
@@ -98,19 +89,21 @@ def words(code: int) -> str:
 
 def check() -> Problem | None:
     """Are the package and its master there? Whether it loads is asked in a child process."""
-    if importlib.util.find_spec("mooncake") is None:
-        return Problem("not installed", INSTALL)
+    if problem := mooncakewheel.absent():
+        return problem
     binary = master_binary()
     if not os.access(binary, os.X_OK):
-        return Problem(f"the package has no program {binary.name} beside it", f"{INSTALL} --force-reinstall")
+        return Problem(
+            f"the package has no program {binary.name} beside it",
+            f"{mooncakewheel.INSTALL} --force-reinstall",
+        )
     return None
 
 
 def load() -> dict[str, str]:
     """Import the store; for child processes only."""
-    preload(VERBS_LIBRARIES)
-    import_native("mooncake.store", VERBS_FIX)
-    return version_of(*DISTRIBUTIONS)
+    mooncakewheel.imported("store")
+    return mooncakewheel.version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
@@ -158,8 +151,7 @@ class MooncakeStore(Store):
 
     def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
         """``settings``: host, metadata_server, protocol, devices, master. Raises TransferError."""
-        preload(VERBS_LIBRARIES)
-        self._client = import_native("mooncake.store", VERBS_FIX).MooncakeDistributedStore()
+        self._client = mooncakewheel.imported("store").MooncakeDistributedStore()
         self.master: Master | None = None
         self._budget = Budget(MAX_UNDER_WAY)
         code = self._client.setup(
@@ -301,7 +293,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
         return f"{self._protocol} (configured)"
 
     def library(self) -> dict[str, str]:
-        return version_of(*DISTRIBUTIONS)
+        return mooncakewheel.version()
 
 
 def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
