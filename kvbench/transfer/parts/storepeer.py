@@ -15,6 +15,8 @@ from kvbench.transfer.parts.control import Channel
 
 # Replaced objects are left alone until they are this many bytes, so that few removals meet a timed call.
 SWEEP_BYTES = 4 << 20
+# A fuller store puts objects out by itself, live ones among them (Mooncake's master at 0.99 of a segment).
+FILL = 0.9
 
 Place = tuple[int, int]
 """Region and block at the target."""
@@ -104,9 +106,9 @@ class StorePeer:
         self, number: int, keys: list[str], places: Sequence[Place], blocks: tuple[list[int], int]
     ) -> None:
         """Put ``blocks`` (addresses, and bytes of each) as what ticket ``number`` wrote last."""
-        if 2 * self._replaced_bytes > self._room > 0:
-            self.sweep()
         done = Written(keys, places, [], len(keys) * blocks[1])
+        if self._crowded_by(done.nbytes):
+            self.sweep()
         try:
             done.notes = self.store.put(keys, *blocks)
         except BaseException:
@@ -118,6 +120,12 @@ class StorePeer:
             self._written[number] = done
             if old is not None:
                 self._replace(old)
+
+    def _crowded_by(self, nbytes: int) -> bool:
+        """Whether a put of so many bytes could make the store put objects out, and some may be removed."""
+        with self._lock:
+            kept = sum(done.nbytes for done in self._written.values())
+            return 0 < self._room * FILL < kept + self._replaced_bytes + nbytes and self._replaced_bytes > 0
 
     def release(self, number: int, nbytes: int) -> None:
         """A write is repeated no more; what it wrote stays until it is collected or in the way."""
