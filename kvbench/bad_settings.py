@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.engine_checks import Check
-from kvbench.nic_checks import ROCE_MTU, Machine
-from kvbench.nics import best_gid
+from kvbench.nics.checks import ROCE_MTU, Machine
+from kvbench.nics.choice import best_gid
 
 Settings = Mapping[str, str]
 

@@ -15,7 +15,7 @@ import typer
 
 from kvbench import __version__
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, KvbenchError
-from kvbench.microbench_options import MicrobenchOptions
+from kvbench.microbench.options import MicrobenchOptions
 from kvbench.options import LoadOptions, OutputOption, ScenarioArg, ScenarioOptions, SetOption, asks
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def simulate(
 @asks()
 def microbench(options: MicrobenchOptions, output: OutputOption = Path("results")) -> int:
     """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
-    from kvbench import microbench_command
+    from kvbench.microbench import command as microbench_command
 
     return microbench_command.command(options, output, _console())
 
@@ -359,7 +359,7 @@ def watch(
     ] = 0,
 ) -> int:
     """Follow a run while it goes on: progress, current curve, queues, NICs, verdicts; ends when it ends."""
-    from kvbench import watchrun
+    from kvbench.watch import run as watchrun
 
     return watchrun.command(run, _console(), serve=serve, port=port)
 
@@ -450,8 +450,8 @@ def lab_up(
     ] = False,
 ) -> None:
     """Set a lab up; it stands until `kvbench lab down`."""
-    from kvbench import labcommand
     from kvbench.core.labplan import LabPlan
+    from kvbench.lab import command as labcommand
 
     labcommand.up(LabPlan(name, nics, rate, mtu, prefix), _console(), rootless=rootless)
 
@@ -463,7 +463,7 @@ def lab_exec(
     name: LabName = "kv",
 ) -> None:
     """Run a command in host A or B of a lab; its exit code is passed on."""
-    from kvbench import labcommand
+    from kvbench.lab import command as labcommand
 
     labcommand.execute(host, words[1:] if words[0] == "--" else words, name)
 
@@ -473,7 +473,7 @@ def lab_status(
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Say which labs are here, what has passed their NICs, and which faults are planted."""
-    from kvbench import labcommand
+    from kvbench.lab import command as labcommand
 
     labcommand.status(_console(), as_json=json_)
 
@@ -484,7 +484,7 @@ def lab_down(
     all_: Annotated[bool, typer.Option("--all", help="Every lab that no process is using.")] = False,
 ) -> None:
     """Take a lab down with all that runs in it, and what killed processes left."""
-    from kvbench import labcommand
+    from kvbench.lab import command as labcommand
 
     labcommand.down(name, _console(), everything=all_)
 
@@ -501,9 +501,9 @@ def lab_fault(
     name: LabName = "kv",
 ) -> None:
     """Plant a fault on a NIC, or take it away, and say what its counter tells."""
-    from kvbench import labcommand
-    from kvbench.lab import Lab
-    from kvbench.labstate import Fault
+    from kvbench.lab import command as labcommand
+    from kvbench.lab.lab import Lab
+    from kvbench.lab.state import Fault
 
     labcommand.fault(Lab.standing(name), Fault(kind, nic, amount), _console(), heal=heal)
 

@@ -31,7 +31,7 @@ from kvbench.engine_checks import (
 )
 from kvbench.environment import cgroup_cpu_limit, load_average
 from kvbench.errors import EXIT_FAILED, EXIT_OK
-from kvbench.nic_checks import Machine, nic_checks
+from kvbench.nics.checks import Machine, nic_checks
 from kvbench.transfer.base import Problem
 
 ROOT: Final = Path("/")

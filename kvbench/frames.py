@@ -17,11 +17,11 @@ from kvbench.core.records import Cell, Method, RequestRecord, TrialRecord
 from kvbench.core.transfermodel import fit_all
 from kvbench.errors import InputError, StoreError
 from kvbench.loadrows import conclusions, load_rows
-from kvbench.microbench_tables import flat_row
 from kvbench.notes import notes
 from kvbench.runs import CellResult, Run, parquet_path
 from kvbench.serve_tables import about, serve_values
 from kvbench.tables import engine_word, read_answer, summary_table, trial_values
+from kvbench.transfer_tables import flat_row
 
 if TYPE_CHECKING:
     import pyarrow as pa

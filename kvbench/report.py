@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbench import microbench_report
+from kvbench import transfer_report
 from kvbench.comparison import compare
 from kvbench.core.binding import LIMIT_SHORT
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
-from kvbench.html import Sheets, transfer_sheets, write_html
+from kvbench.html.page import Sheets, transfer_sheets, write_html
 from kvbench.loadrows import conclusions
 from kvbench.markdown import report_markdown
 from kvbench.methods_tables import method_tables
@@ -60,7 +60,7 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False, dar
             write_report(run.path)
             if dark:
                 write_transfer_plots(run, run.path / "figures", theme="dark")
-        microbench_report.render_all(runs, console)
+        transfer_report.render_all(runs, console)
         return
     differing = check_comparable(runs, force=force)
     for run in runs:
@@ -74,7 +74,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
     """Writes what is derived from a run folder into it; returns the files written."""
     run = load_run(path)
     if run.manifest.get("kind") == "microbench":
-        written = microbench_report.write(run, formats)
+        written = transfer_report.write(run, formats)
         return [*written, *_html(run, formats, transfer_sheets(run))]
     rows, costs = summary_table(run), router_costs(run)
     sheets = csv_sheets(run, rows, costs)

@@ -10,12 +10,12 @@ from typing import Final
 
 from kvbench.core.transfers import TransferRecord
 from kvbench.core.transferstats import figures
-from kvbench.microbench_tables import blocks_text, time_text, way_text
 from kvbench.notes import notes
 from kvbench.provenance import SIMULATED, caption, mark_of, scenario_of, slo_of
 from kvbench.runs import Run
 from kvbench.serve_tables import about, serve_values
 from kvbench.tables import MISSING, number, percent, summary_table
+from kvbench.transfer_tables import blocks_text, time_text, way_text
 
 MOST_ROWS: Final = 40
 MOST_NOTES: Final = 8

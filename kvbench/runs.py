@@ -17,7 +17,7 @@ from kvbench.core.records import MAIN_METHODS, SCHEMA_VERSION, Cell, Method, Req
 from kvbench.core.transfers import TransferRecord
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import read_lines, read_object
-from kvbench.transferrows import read_transfers
+from kvbench.transfer_rows import read_transfers
 
 if TYPE_CHECKING:
     import pandas as pd

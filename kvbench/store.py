@@ -50,7 +50,7 @@ from kvbench.files import (
     write_rows,
 )
 from kvbench.runs import CELLS, MANIFEST, TRIALS, CellResult, Run, RunStatus, load_run, parquet_path
-from kvbench.transferrows import TransferTable
+from kvbench.transfer_rows import TransferTable
 
 __all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
 

@@ -13,13 +13,13 @@ from commands import Running, kvbench, the_run
 from sample_run import make_run as make_sweep
 from sample_transfers import MOVERS
 
-from kvbench import nics
 from kvbench.core.sizes import parse_counts
 from kvbench.errors import InputError, LaunchError
-from kvbench.microbench_command import ask, movers
-from kvbench.microbench_options import MicrobenchOptions
-from kvbench.microbench_places import Places
-from kvbench.nic_listing import there
+from kvbench.microbench.command import ask, movers
+from kvbench.microbench.options import MicrobenchOptions
+from kvbench.microbench.places import Places
+from kvbench.nics import choice as nics
+from kvbench.nics.listing import there
 
 QUICK = ("--backend", "null,tcp", "--block-size", "4K,64K", "--batch-size", "4", "--seconds", "0.05")
 

@@ -18,9 +18,9 @@ from page import Page
 from sample_run import make_run
 
 from kvbench.core.matrix import Axes
-from kvbench.html import write_html
-from kvbench.htmlsvg import colours, page_svg
-from kvbench.htmltables import csv_table
+from kvbench.html.page import write_html
+from kvbench.html.svg import colours, page_svg
+from kvbench.html.tables import csv_table
 from kvbench.plots.style import PALETTES
 from kvbench.report import write_report
 from kvbench.runs import load_run

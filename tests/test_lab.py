@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from commands import argv, wait_until
 
-from kvbench import labfaults, labstate
 from kvbench.core.labplan import LabPlan
 from kvbench.errors import InputError, LabError
-from kvbench.lab import Lab, interface_counters, take_down
-from kvbench.labhosts import NETNS_FOLDER, may_use_netns, tool
+from kvbench.lab import faults as labfaults
+from kvbench.lab import state as labstate
+from kvbench.lab.hosts import NETNS_FOLDER, may_use_netns, tool
+from kvbench.lab.lab import Lab, interface_counters, take_down
 
 DEADLINE_S = 30.0
 NOBODY = 65_534
@@ -364,7 +365,7 @@ def test_ctrl_c_and_a_kill_in_the_middle_of_up(kind: str, tmp_path: Path) -> Non
 OWNER = """
 import signal, sys
 from kvbench.core.labplan import LabPlan
-from kvbench.lab import Lab
+from kvbench.lab.lab import Lab
 with Lab.build(LabPlan(sys.argv[2], 1), rootless=sys.argv[1] == "rootless"):
     print("ready", flush=True)
     signal.pause()
@@ -445,7 +446,7 @@ def test_a_user_without_any_right(tmp_path: Path) -> None:
     if REASONS["rootless"] or shutil.which("setpriv") is None:
         pytest.skip(REASONS["rootless"] or "setpriv is not here (package util-linux)")
     prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    probe = [*prefix, sys.executable, "-c", "import kvbench.lab"]
+    probe = [*prefix, sys.executable, "-c", "import kvbench.lab.lab"]
     seen = subprocess.run(probe, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if seen.returncode:
         pytest.skip(f"the user nobody cannot run this kvbench: {seen.stderr.strip().splitlines()[-1:]}")

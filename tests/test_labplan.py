@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench import labstate
 from kvbench.core.labplan import LabPlan, ip_lines, parse_rate, parse_share, shape_line
 from kvbench.errors import InputError, LabError
-from kvbench.labhosts import Host, Process, may_use_netns, remedy, tool
-from kvbench.labstate import Fault, LabState
+from kvbench.lab import state as labstate
+from kvbench.lab.hosts import Host, Process, may_use_netns, remedy, tool
+from kvbench.lab.state import Fault, LabState
 
 
 @pytest.mark.parametrize(

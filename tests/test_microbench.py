@@ -19,10 +19,10 @@ import pytest
 from kvbench import transfer
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.errors import KvbenchError
-from kvbench.lab import Lab
-from kvbench.measuring import Settings
-from kvbench.microbench import run_cases
-from kvbench.sides import Side
+from kvbench.lab.lab import Lab
+from kvbench.microbench.cases import run_cases
+from kvbench.microbench.measuring import Settings
+from kvbench.microbench.sides import Side
 
 QUICK = Settings(seconds=0.05, min_calls=5, max_seconds=0.5, call_s=0.5, connect_s=2.0, open_s=20.0)
 WRITE = Case("tcp", "tcp", "write", 16384, 4)
@@ -258,8 +258,8 @@ def test_a_worker_that_is_no_worker() -> None:
 
 ENDLESSLY = """
 from kvbench.core.transfers import Case
-from kvbench.measuring import Settings
-from kvbench.microbench import run_cases
+from kvbench.microbench.measuring import Settings
+from kvbench.microbench.cases import run_cases
 case = Case("shm", "shm", "write", 4096, 4)
 try:
     for row in run_cases([case], settings=Settings(seconds=60, max_seconds=60),

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.bad_settings import settings_checks
 from kvbench.engine_checks import Check
-from kvbench.nic_checks import Machine, nic_checks, pcie_gbit, version_checks
+from kvbench.nics.checks import Machine, nic_checks, pcie_gbit, version_checks
 
 
 @pytest.fixture

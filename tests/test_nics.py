@@ -9,8 +9,8 @@ import pytest
 
 from kvbench.devices import rdma
 from kvbench.errors import InputError
-from kvbench.nic_settings import mooncake_settings, nccl_settings, ucx_settings
-from kvbench.nics import Found, Nic, Place, choose, distance, find, in_order, own_addresses, place_of
+from kvbench.nics.choice import Found, Nic, Place, choose, distance, find, in_order, own_addresses, place_of
+from kvbench.nics.settings import mooncake_settings, nccl_settings, ucx_settings
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ from kvbench.core.matrix import Axes, build
 from kvbench.core.transfermodel import fit_all
 from kvbench.core.transfers import Case, TransferRecord, TransferWarning
 from kvbench.errors import NewerSchemaError, StoreError
-from kvbench.microbench_answers import answers
-from kvbench.microbench_report import render, write
-from kvbench.microbench_tables import HEADER, flat_row, tabled
 from kvbench.request import Wish, resolve
 from kvbench.runs import Run, load_run
 from kvbench.store import RunInfo, RunStore
-from kvbench.transferrows import TRANSFERS, read_transfers
+from kvbench.transfer_answers import answers
+from kvbench.transfer_report import render, write
+from kvbench.transfer_rows import TRANSFERS, read_transfers
+from kvbench.transfer_tables import HEADER, flat_row, tabled
 
 NICS = Axes(backends=("tcp", "nixl", "memcpy"), nics=(1, 2, 4, 8), sizes=((1 << 20, 8), (16 << 20, 1)))
 
@@ -71,7 +71,7 @@ def test_a_run_is_whole_after_each_row_and_says_when_it_was_cut_off(tmp_path: Pa
 
 def test_a_spoilt_or_newer_file_is_said_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_run(tmp_path, Axes(backends=("tcp",), ops=("read",)))
-    monkeypatch.setattr("kvbench.transferrows.TRANSFER_SCHEMA", 0)
+    monkeypatch.setattr("kvbench.transfer_rows.TRANSFER_SCHEMA", 0)
     with pytest.raises(NewerSchemaError, match="schema 1"):
         read_transfers(path)
     (path / TRANSFERS).write_bytes(b"PAR1 and nothing more")

@@ -25,8 +25,8 @@ from test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, r
 from kvbench import transfer
 from kvbench.core.transfers import Case
 from kvbench.errors import TransferError
-from kvbench.measuring import Settings
-from kvbench.microbench import run_cases
+from kvbench.microbench.cases import run_cases
+from kvbench.microbench.measuring import Settings
 from kvbench.transfer import mooncake_store, nccl, omni, yuanrong
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.control import Channel, Door, dial

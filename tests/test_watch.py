@@ -25,9 +25,9 @@ from kvbench.core.records import Cell
 from kvbench.errors import LaunchError, StoreError
 from kvbench.runs import CellResult
 from kvbench.store import RunInfo, RunStore
-from kvbench.watchpage import serving
-from kvbench.watchrun import command
-from kvbench.watchstate import Watch
+from kvbench.watch.page import serving
+from kvbench.watch.run import command
+from kvbench.watch.state import Watch
 
 DEADLINE_S = 20.0
 CELLS = [Cell(name, 1024, 128) for name in ("mooncake", "nixl")]

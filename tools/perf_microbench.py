@@ -32,8 +32,8 @@ from kvbench.core.processes import ProcessSpec
 from kvbench.core.transfers import Case, TransferOp, TransferRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, LaunchError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
-from kvbench.measuring import Settings
-from kvbench.microbench import run_cases
+from kvbench.microbench.cases import run_cases
+from kvbench.microbench.measuring import Settings
 from kvbench.mover.memory import HostMemory
 from kvbench.transfer.parts.native import unpacked_folder
 

@@ -10,8 +10,8 @@ from kvbench.core.sizes import KIB, MIB, size_text
 from kvbench.core.transfermodel import fit_all
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.core.transferstats import LEAST_CALLS, Change, apart, call_times, compare
-from kvbench.microbench_tables import blocks_text, case_text, nics_text, time_text, way_text
 from kvbench.tables import number
+from kvbench.transfer_tables import blocks_text, case_text, nics_text, time_text, way_text
 
 LIMITS: Final = frozenset({"null", "memcpy", "shm"})
 """Backends that no serving engine would use between hosts: held against, not ranked."""

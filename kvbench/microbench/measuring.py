@@ -11,8 +11,8 @@ from kvbench import transfer
 from kvbench.core import transferplan
 from kvbench.core.transferplan import Pairing
 from kvbench.core.transfers import Case, Layout, TransferRecord
+from kvbench.microbench.sides import Asked, Worker, WorkerError, Workers
 from kvbench.mover.measure import Limits, unpack_times
-from kvbench.sides import Asked, Worker, WorkerError, Workers
 from kvbench.transfer.parts.blocks import pack_ids
 
 MAX_CALLS: Final = 200_000

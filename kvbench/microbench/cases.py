@@ -15,9 +15,9 @@ from kvbench.core import transferplan, transferwarnings
 from kvbench.core.transfers import Case, Layout, TransferRecord
 from kvbench.errors import InputError, KvbenchError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
+from kvbench.microbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
+from kvbench.microbench.sides import Asked, Side, WorkerError, Workers
 from kvbench.mover.memory import MEMORY_SHARE, available_bytes
-from kvbench.sides import Asked, Side, WorkerError, Workers
 
 MAX_FAILURES: Final = 2
 """Workers of one kind that did not start, or connect, so often in a row are not waited for again."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvbench.devices import children, link_rate, nics, output_of, pcie_link, rdma, read, read_int
 from kvbench.engine_checks import Check
-from kvbench.nics import Addresses, best_gid, find, in_order, own_addresses
+from kvbench.nics.choice import Addresses, best_gid, find, in_order, own_addresses
 
 ROOT: Final = Path("/")
 ROCE_MTU: Final = 4200

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvbench.nics import Nic
+from kvbench.nics.choice import Nic
 
 
 def mooncake_settings(chosen: Sequence[Nic]) -> dict[str, Any]:

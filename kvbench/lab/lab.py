@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from kvbench import labstate
 from kvbench.core.labplan import SIDES, LabPlan, Side, ip_lines, tc_lines
 from kvbench.devices import read
 from kvbench.errors import InputError, KvbenchError, LabError
-from kvbench.labhosts import (
+from kvbench.lab import state as labstate
+from kvbench.lab.hosts import (
     Holders,
     Host,
     Process,
@@ -33,7 +33,7 @@ from kvbench.labhosts import (
     may_use_netns,
     tool,
 )
-from kvbench.labstate import LabState
+from kvbench.lab.state import LabState
 
 NEEDED: Final = ("ip", "tc")
 NEEDED_WITHOUT_ROOT: Final = ("unshare", "nsenter")

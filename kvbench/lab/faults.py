@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvbench import labstate
 from kvbench.core.labplan import SIDES, parse_rate, parse_share, route_line, shape_line
 from kvbench.errors import InputError, LabError
-from kvbench.lab import Lab
-from kvbench.labhosts import Host
-from kvbench.labstate import Fault
+from kvbench.lab import state as labstate
+from kvbench.lab.hosts import Host
+from kvbench.lab.lab import Lab
+from kvbench.lab.state import Fault
 
 KINDS: Final = ("pull", "partition", "reset", "slow", "loss")
 DEFAULT_AMOUNTS: Final = {"slow": "", "loss": "1%"}

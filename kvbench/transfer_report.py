@@ -13,12 +13,12 @@ from rich.text import Text
 from kvbench.core.transfermodel import fit_all, models_json
 from kvbench.core.transfers import TransferRecord
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
-from kvbench.microbench_answers import answers, changes_text, models_text
-from kvbench.microbench_tables import HEADER, LEGEND, Line, Tabled, flat_row, tabled
 from kvbench.plots.transfer import write_transfer_plots
 from kvbench.provenance import caption, differences
 from kvbench.runs import Run
 from kvbench.tables import MISSING, number
+from kvbench.transfer_answers import answers, changes_text, models_text
+from kvbench.transfer_tables import HEADER, LEGEND, Line, Tabled, flat_row, tabled
 
 MODEL_FILE: Final = "transfer_model.json"
 WIDTH: Final = 100

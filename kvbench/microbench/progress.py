@@ -12,8 +12,8 @@ from kvbench.core.sizes import duration_text
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.core.transferstats import call_times
 from kvbench.livebar import LiveBar
-from kvbench.microbench_tables import case_text, time_text
 from kvbench.tables import number
+from kvbench.transfer_tables import case_text, time_text
 
 
 class CaseProgress:

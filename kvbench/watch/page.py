@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.errors import KvbenchError, LaunchError
-from kvbench.watchstate import Watch
+from kvbench.watch.state import Watch
 
 HOST: Final = "127.0.0.1"
-TEMPLATES: Final = Path(__file__).parent / "templates"
+TEMPLATES: Final = Path(__file__).parents[1] / "templates"
 REQUEST_S: Final = 5.0
 """A connection that says nothing for so long is closed."""
 _PAGES: Final = {

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvbench.htmltables import Block, Section, text_table
+from kvbench.html.tables import Block, Section, text_table
 from kvbench.notes import Note
 from kvbench.runs import Run
 from kvbench.tables import MISSING

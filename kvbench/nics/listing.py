@@ -1,4 +1,4 @@
-"""``python -m kvbench.nic_listing rdma|tcp``: the NICs of the machine or namespace that it runs in, as JSON.
+"""``python -m kvbench.nics.listing rdma|tcp``: the NICs of the machine or namespace that it runs in, as JSON.
 
 So a microbenchmark learns what the other machine has: the same command prefix reaches it as reaches a worker.
 """
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvbench import nics
 from kvbench.errors import EXIT_BAD_INPUT, EXIT_OK, LaunchError
+from kvbench.nics import choice as nics
 
 DEADLINE_S: Final = 20.0
 

@@ -17,12 +17,10 @@ from kvbench import __version__, celltables
 from kvbench.core.binding import LIMIT_WORDS
 from kvbench.core.transfermodel import fit_all
 from kvbench.files import write_bytes
-from kvbench.htmlparts import environment_section, gates_section, rerun_section, warnings_told
-from kvbench.htmlsvg import inline_svg, page_svg, theme_css
-from kvbench.htmltables import Block, HtmlTable, Section, csv_table, method_table
+from kvbench.html.parts import environment_section, gates_section, rerun_section, warnings_told
+from kvbench.html.svg import inline_svg, page_svg, theme_css
+from kvbench.html.tables import Block, HtmlTable, Section, csv_table, method_table
 from kvbench.methods_tables import method_tables
-from kvbench.microbench_answers import answers, models_text
-from kvbench.microbench_tables import flat_row, tabled, time_text
 from kvbench.notes import Note, ahead, concluded, notes
 from kvbench.plots import NO_DATA, PICTURES, Picture
 from kvbench.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
@@ -30,9 +28,11 @@ from kvbench.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost
 from kvbench.runs import Run
 from kvbench.tables import MISSING, Row, number, percent, time_line
+from kvbench.transfer_answers import answers, models_text
+from kvbench.transfer_tables import flat_row, tabled, time_text
 
 NAME: Final = "report.html"
-TEMPLATES: Final = Path(__file__).parent / "templates"
+TEMPLATES: Final = Path(__file__).parents[1] / "templates"
 
 Sheets = Mapping[str, Sequence[Mapping[str, Any]]]
 """Name of a CSV under tables/, without its ending → its rows."""

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
-from kvbench import nics
 from kvbench.core.labplan import LabPlan
 from kvbench.core.matrix import LEAST_CALLS, MOST_SECONDS
 from kvbench.core.sizes import parse_counts
 from kvbench.core.transfers import Case
 from kvbench.errors import InputError
-from kvbench.lab import Lab
-from kvbench.measuring import Settings
-from kvbench.microbench_options import MicrobenchOptions
-from kvbench.nic_listing import there
-from kvbench.sides import Side
+from kvbench.lab.lab import Lab
+from kvbench.microbench.measuring import Settings
+from kvbench.microbench.options import MicrobenchOptions
+from kvbench.microbench.sides import Side
+from kvbench.nics import choice as nics
+from kvbench.nics.listing import there
 
 DEFAULT_LAB_COUNTS: Final = (1, 2, 4, 8)
 CALL_S: Final = 5.0

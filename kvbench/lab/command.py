@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvbench import labfaults, labstate
 from kvbench.core.labplan import SIDES, LabPlan
 from kvbench.errors import InputError, LabError
-from kvbench.lab import Lab, interface_counters, take_down
-from kvbench.labstate import LabState
+from kvbench.lab import faults as labfaults
+from kvbench.lab import state as labstate
+from kvbench.lab.lab import Lab, interface_counters, take_down
+from kvbench.lab.state import LabState
 
 
 def up(plan: LabPlan, console: Console, *, rootless: bool = False) -> None:

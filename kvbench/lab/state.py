@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvbench.core.labplan import LabPlan
 from kvbench.errors import LabError
 from kvbench.files import write_json
-from kvbench.labhosts import NETNS_FOLDER, Host, Process, may_use_netns
+from kvbench.lab.hosts import NETNS_FOLDER, Host, Process, may_use_netns
 
 STATE_SCHEMA: Final = 1
 LOCK_DEADLINE_S: Final = 20.0

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from kvbench import environment, microbench_report, nics, report, transfer
+from kvbench import environment, report, transfer, transfer_report
 from kvbench.core import matrix as matrices
 from kvbench.core.kvshape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
 from kvbench.core.matrix import Axes, Matrix, Mover
@@ -21,11 +21,12 @@ from kvbench.core.sizes import duration_text, parse_counts, parse_sizes, size_te
 from kvbench.core.transfers import Case, Memory, TransferOp, TransferRecord
 from kvbench.devices import gpus
 from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
-from kvbench.microbench import run_cases
-from kvbench.microbench_options import MicrobenchOptions
-from kvbench.microbench_places import Place, Places
-from kvbench.microbench_progress import CaseProgress
+from kvbench.microbench.cases import run_cases
+from kvbench.microbench.options import MicrobenchOptions
+from kvbench.microbench.places import Place, Places
+from kvbench.microbench.progress import CaseProgress
 from kvbench.mover.memory import available_bytes
+from kvbench.nics import choice as nics
 from kvbench.runs import Run, load_run
 from kvbench.store import RunInfo, RunStore
 
@@ -55,7 +56,7 @@ def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
     _measure(asked, places, store, console)
     run = load_run(store.path)
     report.write_report(run.path)
-    microbench_report.render(run, console, before)
+    transfer_report.render(run, console, before)
     return exit_code(run)
 
 

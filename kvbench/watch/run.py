@@ -21,8 +21,8 @@ from rich.text import Text
 
 from kvbench.errors import EXIT_FAILED, EXIT_OK
 from kvbench.tables import MISSING, number, percent
-from kvbench.watchpage import serving
-from kvbench.watchstate import Seen, TrialLine, Watch
+from kvbench.watch.page import serving
+from kvbench.watch.state import Seen, TrialLine, Watch
 
 LOOK_S: Final = 0.5
 """How often the folder's files are looked at; they are read only if they have changed."""

@@ -1,0 +1,1 @@
+"""A run's report as one page that needs nothing beside it."""

@@ -1,0 +1,1 @@
+"""``kvbench microbench``: from the cases that are asked for to the records of their transfers."""
