@@ -165,7 +165,7 @@ def test_a_rate_that_no_trial_met_is_not_called_converged() -> None:
 
 
 def test_out_of_trials_the_answer_goes_down_to_the_highest_rate_that_was_met() -> None:
-    limits = replace(LIMITS, max_trials=6)
+    limits = replace(LIMITS, max_trials=5)
     fallen = []
     for seed in range(40):
         answer = run(RateSearch(limits, ceiling=True), queue(30, seed, capacity=33))

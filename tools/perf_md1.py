@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--service-ms", type=float, default=4.0)
     chosen = parser.parse_args()
     queue = Queue(chosen.service_ms / 1e3)
+    console = Console(width=None if os.isatty(1) else 110)
     table = Table("seed", "found (req/s)", "found / true", "status", "trials", "1.3 × cut after (s)")
     ratios, cuts = [], []
     with tempfile.TemporaryDirectory(prefix="kvbench-md1-") as name:
@@ -146,7 +147,7 @@ def main() -> None:
                 cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
                 told = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
                 table.add_row(f"{seed}", *told, f"{cuts[-1]:.1f}")
-    console = Console(width=None if os.isatty(1) else 110)
+                print(f"seed {seed}: found / true {ratios[-1]:.3f}", file=sys.stderr, flush=True)
     console.print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
     console.print(f"true rate {queue.max_rate:.4g} req/s; load average {os.getloadavg()[0]:.1f}")
     console.print(table)

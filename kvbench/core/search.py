@@ -80,8 +80,8 @@ CEILING_SHARE: Final = 0.9
 CLOSE: Final = 0.75
 """From this share of the capacity on a queue takes its time to build up, and a quick yes is none."""
 UP_MOST: Final = 3.0
-WIDTH: Final = 1.05
-NEAR: Final = 1.5
+WIDTH: Final = 1.2
+NEAR: Final = 1.7
 SHIFT: Final = 0.4
 """In units of the precision: the interval's half-width at the end, and from which on a trial may confirm; how
 far the median may move by the trial that confirms."""
