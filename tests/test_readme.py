@@ -29,10 +29,16 @@ def test_each_command_stands_in_the_table_with_its_own_words(name: str, help_: s
     assert f"| `kvbench {name}` | {help_} |" in README
 
 
-def test_links_and_pictures_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", README):
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_links_and_pictures_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
         if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_each_page_is_found_from_the_readme() -> None:
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{path.name})" in README
 
 
 def test_scenarios_named_in_examples_exist() -> None:
@@ -56,7 +62,7 @@ def _strangers() -> re.Pattern[str]:
 
 def test_no_file_names_this_machine_or_its_registries() -> None:
     strangers = _strangers()
-    for folder in ("kvbench", "scenarios", "tools", "notebooks", "results/reference", "."):
+    for folder in ("kvbench", "scenarios", "tools", "notebooks", "docs", "results/reference", "."):
         for path in (ROOT / folder).glob("*" if folder == "." else "**/*"):
             if path.is_file() and path.suffix in (
                 ".py",
