@@ -12,7 +12,16 @@ import pytest
 import uvloop
 
 from kvbench.errors import InputError, PortInUseError
-from kvbench.http1 import ClientConnection, Pool, Request, Response, fetch, request_bytes, serve
+from kvbench.http1 import (
+    ClientConnection,
+    Pool,
+    ReplyCollector,
+    Request,
+    Response,
+    fetch,
+    request_bytes,
+    serve,
+)
 from kvbench.http1.connection import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 HOST = "127.0.0.1"
@@ -495,6 +504,36 @@ def test_bytes_that_carry_their_framing_keep_their_place_among_the_others(run: A
         pool = Pool(f"http://{HOST}:{server.port}")
         for _ in range(3):
             assert (await fetch(pool, pool.request("GET", "/"))).body == b"ab" + big + b"cde"
+        assert pool.size == 1
+        await pool.close()
+        await server.close()
+
+    run(main)
+
+
+def test_a_connection_that_was_paused_by_the_last_bytes_of_an_answer_serves_again(run: Any) -> None:
+    """They may be too many for whoever they are passed on to."""
+
+    class PassingOn(ReplyCollector):
+        def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
+            super().on_head(status, headers, stamp)
+            connection.pass_on(lambda data: connection.pause_reading())
+
+    connection: ClientConnection
+
+    async def main() -> None:
+        nonlocal connection
+        server = await serve(three_chunks, HOST, 0)
+        pool = Pool(f"http://{HOST}:{server.port}")
+        connection = await pool.connect()
+        sink = PassingOn()
+        whole = request_bytes("GET", "/", HOST)
+        connection.send(whole, sink)
+        await asyncio.wait({sink.result}, timeout=0.1)
+        while not sink.result.done():  # it came in several reads
+            connection.resume_reading()
+            await asyncio.sleep(0.01)
+        assert (await fetch(pool, whole)).body == b"onetwothree"
         assert pool.size == 1
         await pool.close()
         await server.close()

@@ -1,4 +1,4 @@
-"""What an installation brings: the compiled hot path where that can be, and all else either way."""
+"""What an installation brings: the compiled hot paths where that can be, and all else either way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTENSION = "kvbench/loadgen/_reads" + sysconfig.get_config_var("EXT_SUFFIX")
+EXTENSIONS = {
+    name + sysconfig.get_config_var("EXT_SUFFIX")
+    for name in ("kvbench/loadgen/_reads", "kvbench/http1/_splice")
+}
 
 needs_setuptools = pytest.mark.skipif(
     int(version("setuptools").partition(".")[0]) < 77, reason="the build needs setuptools 77 (make setup)"
@@ -64,5 +67,5 @@ def test_without_a_compiler_everything_else_is_installed(tmp_path: Path) -> None
     shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="there is no C compiler, or no header of Python's",
 )
-def test_with_a_compiler_the_hot_path_is_compiled(tmp_path: Path) -> None:
-    assert packaged(wheel_of(tmp_path, "cc")) == {*wanted(), EXTENSION}
+def test_with_a_compiler_the_hot_paths_are_compiled(tmp_path: Path) -> None:
+    assert packaged(wheel_of(tmp_path, "cc")) == wanted() | EXTENSIONS

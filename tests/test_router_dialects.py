@@ -35,14 +35,22 @@ class Engine:
         response.send(200, json.dumps({"choices": [], "kv_transfer_params": self.params}).encode())
 
 
-async def one_request(p: Engine, d: Engine, **spec: Any) -> Reply:
+async def one_request(p: Engine, d: Engine, known: dict[str, Any] | None = None, **spec: Any) -> Reply:
+    """``known``: what the router is told of P besides."""
     prefill, decode = await p.start(), await d.start()
     connector = connectors.get(spec["connector"]).profile(spec.get("version", ""))
     bootstrap = prefill if connector.needs_bootstrap else ""
     router = Router(
         RouterSpec(
             port=0,
-            prefill=[{"url": prefill, "side_address": "10.0.0.1:8998", "bootstrap_url": bootstrap}],
+            prefill=[
+                {
+                    "url": prefill,
+                    "side_address": "10.0.0.1:8998",
+                    "bootstrap_url": bootstrap,
+                    **(known or {}),
+                }
+            ],
             decode=[{"url": decode, "side_address": "10.0.0.2:22001"}],
             **spec,
         )
@@ -190,3 +198,46 @@ def test_p_and_d_get_over_the_wire_what_the_connector_s_functions_say(name: str)
     answer = {"choices": [], "kv_transfer_params": PARAMS} if MODES[name] == "sequential" else None
     assert p.seen == [(peer_id, connector.prefill_request(body, "mine", peer))]
     assert d.seen == [(peer_id, connector.decode_request(body, answer, "mine", peer))]
+
+
+def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
+    p, d = Engine(), Engine()
+    known = {"engine_id": "push-prefill-0", "tensor_parallel_size": 2}
+    given = {"connector": "nixl_push", "version": "0.32.0", "options": {"dispatch": "concurrent"}}
+    reply = asyncio.run(asyncio.wait_for(one_request(p, d, known, **given), 30))
+    assert reply.status == 200
+    [(p_id, first)], [(d_id, second)] = p.seen, d.seen
+    assert p_id == d_id == "mine"
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert first["max_tokens"] == 1
+    assert second["prompt"] == [1, 2]
+    assert second["kv_transfer_params"] == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "push-prefill-0",
+        "remote_request_id": "mine",
+        "remote_host": "10.0.0.1",
+        "remote_port": 8998,
+        "tp_size": 2,
+        "pp_size": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("connector", "options"),
+    [
+        ("nixl_push", {"dispatch": "concurrent"}),
+        ("multi", {"first": "nixl_push", "first_options": {"dispatch": "concurrent"}}),
+    ],
+)
+def test_to_send_at_once_p_s_engine_id_must_be_known(connector: str, options: dict[str, Any]) -> None:
+    spec = RouterSpec(
+        port=0,
+        connector=connector,
+        prefill=[{"url": "http://a"}],
+        decode=[{"url": "http://b"}],
+        options=options,
+    )
+    assert spec.profile().dispatch == "concurrent"
+    with pytest.raises(InputError, match="needs an engine_id for each prefill"):
+        Router(spec)

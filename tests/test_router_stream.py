@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 import uvloop
 
 from kvbench.http1 import Pool, Server, fetch, serve
+from kvbench.http1.splicing import SPLICE
 from kvbench.router.app import Router
 from kvbench.router.spec import RouterSpec
 
@@ -26,6 +28,9 @@ DEADLINE_S = 30.0
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODY = b'{"model":"m","prompt":[1,2],"max_tokens":3,"stream":true}'
 EVENTS = [b"data: %d\n\n" % number for number in range(5)]
+
+COMPILED = ContextVar("compiled", default=True)
+"""Whether the router of this test may use compiled code."""
 
 Script = Callable[["Peer"], Awaitable[None]]
 
@@ -138,7 +143,8 @@ class Bench:
 @asynccontextmanager
 async def bench(script: Script) -> AsyncIterator[Bench]:
     engine = RawEngine(script)
-    router = Router(RouterSpec(port=0, connector="aggregated", decode=[{"url": await engine.start()}]))
+    decode = [{"url": await engine.start()}]
+    router = Router(RouterSpec(port=0, connector="aggregated", decode=decode, compiled=COMPILED.get()))
     await router.bootstrap()
     server = await serve(router.handle, HOST, 0)
     made = Bench(engine, router, server)
@@ -151,14 +157,20 @@ async def bench(script: Script) -> AsyncIterator[Bench]:
         await engine.close()
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=["asyncio", "uvloop", "uvloop, compiled"])
 def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
+    """Each way through the router, on each loop."""
+    compiled = request.param.endswith("compiled")
+    if compiled and SPLICE is None:
+        pytest.skip("kvbench.http1._splice was not compiled, or is refused")
+
     def runner(main: Callable[[], Awaitable[None]]) -> None:
         async def bounded() -> None:
+            COMPILED.set(compiled)
             await asyncio.wait_for(main(), DEADLINE_S)
             await asyncio.sleep(0)
 
-        (uvloop.run if request.param == "uvloop" else asyncio.run)(bounded())
+        (uvloop.run if request.param.startswith("uvloop") else asyncio.run)(bounded())
 
     return runner
 
@@ -439,6 +451,105 @@ def test_a_thousand_streams_at_once_arrive_whole_and_apart() -> None:
             assert await x.metric("kvbench:router_requests_in_flight") == 0
 
     uvloop.run(asyncio.wait_for(main(), 60))
+
+
+def test_events_of_64_kb_and_odd_reads_among_usual_ones_arrive_as_they_are(run: Any) -> None:
+    usual = [chunk(b"data: %d\n\n" % number) for number in range(40)]
+    big = [chunk(bytes([65 + number]) * 65536) for number in range(6)]
+    one, two = chunk(b"in pieces"), chunk(b"more of them")
+    pieces = [*usual[:20], *big[:3], one[:1], one[1:2], one[2:4], one[4:-1], one[-1:] + two[:2], two[2:-2]]
+    pieces += [two[-2:], b"A;x=y\r\n0123456789\r\n", *usual[20:], *big[3:], big[0] + usual[0] + big[1][:30]]
+    pieces += [big[1][30:]]
+
+    async def main() -> None:
+        async with bench(after_the_request(CHUNKED, *pieces, b"0\r\n\r\n", then=Peer.until_gone)) as x:
+            received = await x.raw(x.request({"connection": "close"}))
+            assert received.partition(b"\r\n\r\n")[2] == b"".join(pieces) + b"0\r\n\r\n"
+            assert await x.metric("kvbench:router_stream_bytes_total") == len(b"".join(pieces))
+            compiled = await x.metric("kvbench:router_stream_compiled_reads_total")
+            assert compiled >= 38 if COMPILED.get() else compiled == 0
+            assert await x.metric("kvbench:router_errors_total") == 0
+
+    run(main)
+
+
+def test_a_stream_of_odd_reads_only_stays_with_python(run: Any) -> None:
+    pieces = [b"3;odd\r\n%03d\r\n" % number for number in range(40)]
+
+    async def main() -> None:
+        async with bench(after_the_request(CHUNKED, *pieces, b"0\r\n\r\n", then=Peer.until_gone)) as x:
+            received = await x.raw(x.request({"connection": "close"}))
+            assert received.partition(b"\r\n\r\n")[2] == b"".join(pieces) + b"0\r\n\r\n"
+            assert await x.metric("kvbench:router_stream_compiled_reads_total") == 0
+
+    run(main)
+
+
+def test_a_reset_of_d_in_mid_stream_cuts_the_client_s_and_the_next_request_is_served(run: Any) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED, *(chunk(event) for event in EVENTS))
+        if len(x.engine.peers) == 1:
+            linger = struct.pack("ii", 1, 0)
+            peer.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        else:
+            await peer.send(b"0\r\n\r\n")
+            await peer.until_gone()
+
+    x: Bench
+
+    async def main() -> None:
+        nonlocal x
+        async with bench(script) as x:
+            received = await x.raw(x.request())
+            assert chunk(EVENTS[0]) in received
+            assert not received.endswith(b"0\r\n\r\n")
+            await x.settled('kvbench:router_errors_total{error="decode_early_close"}', 1)
+            assert (await x.raw(x.request({"connection": "close"}))).endswith(b"0\r\n\r\n")
+
+    run(main)
+
+
+def test_a_client_that_leaves_never_gets_its_stream_into_another_s_connection(run: Any) -> None:
+    """Descriptors are used again at once: what still comes for the one who left must not go there."""
+    rounds = 30
+
+    async def main() -> None:
+        async def endless(peer: Peer) -> None:
+            request = await peer.request()
+            who = re.search(rb"x-request-id: (\S+)", request)
+            assert who is not None
+            await peer.send(CHUNKED)
+            watching = asyncio.ensure_future(peer.until_gone())
+            with contextlib.suppress(OSError):
+                while not peer.gone.is_set() and not peer.writer.is_closing():
+                    peer.writer.write(chunk(b"<%b>" % who[1]) * 3)
+                    await peer.writer.drain()
+                    await asyncio.sleep(0.001)
+            await watching
+
+        async with bench(endless) as x:
+
+            async def client(name: str) -> None:
+                reader, writer = await asyncio.open_connection(HOST, x.port)
+                writer.write(x.request({"x-request-id": name}))
+                received = await reader.readuntil(b"\r\n\r\n")
+                for _ in range(4):
+                    received += await reader.readuntil(b">\r\n")
+                assert set(re.findall(rb"<(.*?)>", received)) == {name.encode()}
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+
+            async def clients(number: int) -> None:
+                for turn in range(rounds):
+                    await client(f"{number}-{turn}")
+
+            await asyncio.gather(*(clients(number) for number in range(4)))
+            await x.settled('kvbench:router_errors_total{error="client_disconnect"}', 4 * rounds)
+            assert await x.metric("kvbench:router_requests_in_flight") == 0
+
+    run(main)
 
 
 def test_json_bodies_of_d_are_not_touched_by_the_fast_lane(run: Any) -> None:

@@ -78,6 +78,7 @@ class Work:
     processes: int
     launcher: LocalLauncher
     folder: Path
+    compiled: bool = True
 
 
 def main() -> None:
@@ -86,12 +87,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each pass, after a ramp")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1, help="processes of the router")
+    parser.add_argument("--python", action="store_true", help="all streams go through the router's Python")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     with tempfile.TemporaryDirectory(prefix="kvbench-perf-router-") as name:
         folder = Path(name)
         launcher = LocalLauncher("perf-router", folder / "logs", folder / "specs")
-        work = Work(options.streams, options.seconds, options.processes, launcher, folder)
+        work = Work(options.streams, options.seconds, options.processes, launcher, folder, not options.python)
         found = []
         for number in range(options.repeats):
             console.print(f"repeat {number + 1} of {options.repeats} …")
@@ -150,6 +152,7 @@ def router_before(work: Work, url: str, name: str) -> Iterator[str]:
         "connector": "aggregated",
         "decode": [{"url": url}],
         "processes": work.processes,
+        "compiled": work.compiled,
     }
     address = f"http://127.0.0.1:{port}"
     process = work.launcher.start(

@@ -31,7 +31,7 @@ VENV_DEADLINE_S = 300.0
 
 # The build's own needs; installed first and used without isolation, so that they are pinned too.
 BUILD_PACKAGES = ("setuptools",)
-COMPILED = ROOT / "kvbench" / "loadgen"
+COMPILED = (ROOT / "kvbench" / "loadgen", ROOT / "kvbench" / "http1")
 
 Connectors = dict[str, dict[str, str]]
 """Connector name → status, detail and fix, as kvbench.doctor tells them."""
@@ -42,7 +42,7 @@ def stamp_key() -> str:
     digest = hashlib.sha256()
     # Not setup_vllm.py: the CPU lab has an environment and a stamp of its own.
     scripts = [ROOT / "tools" / name for name in ("setup.py", "setup_base.py", "setup_native.py")]
-    sources = sorted(COMPILED.glob("*.c"))
+    sources = [path for folder in COMPILED for path in sorted(folder.glob("*.c"))]
     for path in [ROOT / "pyproject.toml", ROOT / "constraints.txt", *scripts, *sources]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # The folder, because an editable installation points to it.
@@ -122,7 +122,7 @@ def dev_packages() -> list[str]:
 def install_packages() -> None:
     say("installing kvbench, its Python packages and the development tools")
     # Where nothing can be compiled, one of an earlier source would stay and be used.
-    for old in COMPILED.glob("*.so"):
+    for old in (path for folder in COMPILED for path in folder.glob("*.so")):
         old.unlink()
     for what in (BUILD_PACKAGES, ("--no-build-isolation", "-e", ".", *dev_packages())):
         status, output = pip("install", "-c", "constraints.txt", *what)
@@ -134,12 +134,12 @@ def install_packages() -> None:
 
 
 def compiled_note() -> str:
-    """What to say if the load generator's hot path could not be compiled; empty if it was."""
-    code = "from kvbench.loadgen import _reads"
+    """What to say if the hot paths could not be compiled; empty if they were."""
+    code = "import kvbench.http1._splice, kvbench.loadgen._reads"
     if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
         return ""
     return (
-        "the load generator's hot path was not compiled, so a worker takes half of the load\n"
+        "the hot paths were not compiled, so a load generator's worker and a router take half of the load\n"
         f"  to mend it: install a C compiler and Python's headers, then make setup FORCE=1 (details: {LOG})"
     )
 

@@ -58,12 +58,15 @@ class Multi(Connector):
         self._first = connectors.get("nixl") if first is None else first
         self.dispatch = self._first.dispatch
         self.needs_bootstrap = self._first.needs_bootstrap
+        self.needs_engine_id = self._first.needs_engine_id
         self.side_port_roles = self._first.side_port_roles
 
     def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
         super().profile(version)
-        chosen = options.first if isinstance(options, MultiOptions) else "nixl"
-        return Multi(connectors.get(chosen).profile(version))
+        if not isinstance(options, MultiOptions):
+            return Multi(connectors.get("nixl").profile(version))
+        first = connectors.get(options.first)
+        return Multi(first.profile(version, first.options_model.model_validate(options.first_options)))
 
     def side_ports(self, role: str, tensor_parallel_size: int) -> int:
         return self._first.side_ports(role, tensor_parallel_size)

@@ -1,16 +1,21 @@
 """vLLM's NixlPushConnector (from 0.24 on): P pushes the KV to D with a NIXL WRITE over UCX.
 
-The handshake is the pull connector's, with ``transfer_mode`` in P's answer. D asks P for the
-write, so the transfer's metrics are P's. Sequential dispatch was tried with vLLM 0.32; the
-concurrent one of vLLM's example needs P's fixed engine id and is not used here.
+D asks P for the write, so the transfer's metrics are P's. There are two ways to dispatch:
+
+- sequential, the default: the handshake is the pull connector's, with ``transfer_mode`` in P's answer;
+- concurrent, as vLLM's example says of itself (disagg_proxy_pushconnector_demo.py): D is told beforehand
+  where P is, registers its blocks there while P computes, and P joins the two by the request's id. This needs
+  P's fixed engine id and ranks, which whoever launches P knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from kvbench.connectors.base import ConnectorOptions, Role
+from pydantic import Field
+
+from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role
 from kvbench.connectors.pull import PullConnector
 from kvbench.connectors.ucx import UcxOptions, side_channel_env, ucx_warnings
 from kvbench.connectors.versions import Releases
@@ -18,6 +23,10 @@ from kvbench.connectors.versions import Releases
 
 class NixlPushOptions(UcxOptions):
     """Options of the nixl_push connector."""
+
+    dispatch: Literal["sequential", "concurrent"] = Field(
+        "sequential", description="whether D gets a request when P has answered, or at once"
+    )
 
 
 class NixlPush(PullConnector):
@@ -29,6 +38,11 @@ class NixlPush(PullConnector):
     options_model = NixlPushOptions
     releases = Releases((0, 24))
     history = "NixlPushConnector is in vLLM 0.24 and newer; `nixl` pulls, and is in older ones too"
+
+    def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
+        found = super().profile(version, options)
+        at_once = isinstance(options, NixlPushOptions) and options.dispatch == "concurrent"
+        return NixlPushAtOnce() if at_once else found
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlPushOptions)
@@ -44,6 +58,33 @@ class NixlPush(PullConnector):
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlPushOptions)
         return options.ucx_tls
+
+
+class NixlPushAtOnce(NixlPush):
+    """P and D get a request at the same time, under the same request id."""
+
+    dispatch = "concurrent"
+    needs_engine_id = True
+
+    def decode_request(
+        self,
+        body: Mapping[str, Any],
+        prefill_response: Mapping[str, Any] | None,
+        request_id: str,
+        peer: PrefillPeer,
+    ) -> dict[str, Any]:
+        host, _, port = peer.side_address.rpartition(":")
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": peer.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": host,
+            "remote_port": int(port or 0),
+            "tp_size": peer.tensor_parallel_size,
+            "pp_size": 1,
+        }
+        return {**body, "kv_transfer_params": params}
 
 
 CONNECTOR = NixlPush()

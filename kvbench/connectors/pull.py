@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvbench.connectors.base import Connector, PrefillPeer, Role, one_token_prefill
+from kvbench.connectors.base import Connector, DispatchMode, PrefillPeer, Role, one_token_prefill
 
 
 class PullConnector(Connector):
@@ -14,7 +14,7 @@ class PullConnector(Connector):
     This is the dialect of vLLM's NixlConnector from 0.13 to 0.33 (toy_proxy_server.py).
     """
 
-    dispatch = "sequential"
+    dispatch: DispatchMode = "sequential"
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
     answer_fields: ClassVar[tuple[str, ...]] = (
         "remote_block_ids",

@@ -16,6 +16,9 @@ class BackendSpec:
     url: str
     bootstrap_url: str = ""
     side_address: str = ""
+    engine_id: str = ""
+    """P's, if it is known beforehand and the connector needs it."""
+    tensor_parallel_size: int = 1
 
 
 class AroundPrompt:

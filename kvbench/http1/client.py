@@ -7,15 +7,24 @@ Nothing is retried here: what went wrong is told once, in ``on_failure``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import httptools
 
 from kvbench.errors import InputError
 from kvbench.http1.framing import ChunkWatch, FramingError
+from kvbench.http1.splicing import Lane
+
+if TYPE_CHECKING:
+    from kvbench.http1._splice import Splicer
+
+MAX_HEAD_BYTES: Final = 256 * 1024
+"""Of an answer, interim ones included: a server may else send header lines for as long as it likes."""
 
 
 class ReplySink(Protocol):
@@ -60,6 +69,8 @@ class Owner(Protocol):
 
     def lost(self, connection: ClientConnection) -> None: ...
 
+    def splicer(self) -> Splicer | None: ...
+
 
 class ClientConnection(asyncio.Protocol):
     """One connection; one request at a time."""
@@ -74,7 +85,11 @@ class ClientConnection(asyncio.Protocol):
         self._head_complete = self._head_told = self._complete = self._until_close = False
         self._keep_alive = False
         self._head_tail = b""
+        self._head_bytes = 0
         self._watch: ChunkWatch | None = None
+        self._lane: Lane | None = None
+        self._paused = False
+        self._descriptor = -1
         self._pass_on: Callable[[bytes], None] = _nowhere
         self.last_used: float | None = None
         """When its last answer ended (monotonic); None if it was never used."""
@@ -93,7 +108,16 @@ class ClientConnection(asyncio.Protocol):
         self._headers = {}
         self._head_complete = self._head_told = self._complete = self._until_close = False
         self._head_tail = b""
-        self._transport.write(data)
+        self._head_bytes = 0
+        self._write_now(self._transport, data)
+
+    def _write_now(self, transport: asyncio.Transport, data: bytes) -> None:
+        """With one system call: uvloop's transports write when all else in a turn of the loop is done."""
+        if self._descriptor >= 0 and not transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # what is wrong, the transport finds out
+                data = data[os.write(self._descriptor, data) :]
+        if data:
+            transport.write(data)
 
     def pass_on(self, write: Callable[[bytes], None]) -> ChunkWatch:
         """Gives the body's bytes to ``write`` as they come, with their framing but for the last chunk.
@@ -107,6 +131,18 @@ class ClientConnection(asyncio.Protocol):
             self._watch = ChunkWatch()
         self._pass_on = write
         return self._watch
+
+    def splice(self, target: Callable[[], int], write: Callable[[bytes], None]) -> Lane | None:
+        """As ``pass_on``, and what is usual may go straight to the descriptor that ``target`` gives.
+
+        ``target`` gives -1 while nothing may be written there but by ``write``. Returns what must be left
+        before that descriptor is closed; None if all goes through ``write``.
+        """
+        watch = self.pass_on(write)
+        splicer = None if self._pool is None else self._pool.splicer()
+        if splicer is not None and self._descriptor >= 0:
+            self._lane = Lane(splicer, self, self._descriptor, watch, target, write)
+        return self._lane
 
     @property
     def chunked(self) -> bool:
@@ -127,11 +163,13 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self._transport.is_closing() and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self._transport.is_closing() and self._paused:
+            self._paused = False
             self._transport.resume_reading()
 
     # asyncio.Protocol
@@ -141,6 +179,8 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if transport.get_extra_info("sslcontext") is None:
+                self._descriptor = sock.fileno()
         if self._pool is not None:
             self._pool.made(self)
 
@@ -158,21 +198,33 @@ class ClientConnection(asyncio.Protocol):
                 watch.passed_bytes += len(passed)
             if watch.complete and watch is self._watch:
                 self._finish(time.monotonic())
+            elif self._lane is not None:
+                self._lane.enter()
             return
         stamp = time.monotonic()
         if self._sink is None:
             # Bytes that nobody asked for: the connection is out of step and of no further use.
             self.abort()
             return
-        sink, rest = self._sink, b""
-        if not self._head_complete:
-            data, rest = self._split_head(data)
-        self._parse(data, stamp)
-        if not rest:
-            return
-        if sink is not self._sink:
-            self._fail("bytes came after the end of an answer", malformed=True)
-        elif self._head_complete and self._watch is None:
+        sink = self._sink
+        while True:
+            rest = b""
+            if not self._head_complete:
+                data, rest = self._split_head(data)
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    self._fail(f"the answer's head exceeds {MAX_HEAD_BYTES} bytes", malformed=True)
+                    return
+            self._parse(data, stamp)
+            if not rest:
+                return
+            if sink is not self._sink:
+                self._fail("bytes came after the end of an answer", malformed=True)
+                return
+            if self._head_complete:
+                break
+            data = rest  # after an interim answer another head comes
+        if self._watch is None:
             self._parse(rest, stamp)
         else:
             self.data_received(rest)
@@ -222,17 +274,23 @@ class ClientConnection(asyncio.Protocol):
         self.last_used = stamp
         if self._until_close or not self._keep_alive:
             self.close()
-        elif self._pool is not None:
-            self._pool.release(self)
+        else:
+            self.resume_reading()  # the last bytes may have been too many for the client
+            if self._pool is not None:
+                self._pool.release(self)
         sink.on_end()
 
     def _stop_passing_on(self) -> None:
         self._watch = None
         self._pass_on = _nowhere
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.leave()
 
     def connection_lost(self, exc: Exception | None) -> None:
         sink = self._sink
         self._transport = None
+        self._descriptor = -1
         if self._pool is not None:
             self._pool.lost(self)
         if sink is None:

@@ -94,10 +94,13 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refusal = self._refusal or (400, f"malformed request: {error}")
         partial = self._partial
-        if partial is not None and partial.in_headers:
-            partial.header_bytes += len(data)
-            if partial.header_bytes > MAX_HEADER_BYTES:
-                self._refusal = self._refusal or (431, f"the headers exceed {MAX_HEADER_BYTES} bytes")
+        if partial is not None:
+            if self._half is None:
+                self._half = self._loop.call_later(HALF_REQUEST_S, self.abort)
+            if partial.in_headers:
+                partial.header_bytes += len(data)
+                if partial.header_bytes > MAX_HEADER_BYTES:
+                    self._refusal = self._refusal or (431, f"the headers exceed {MAX_HEADER_BYTES} bytes")
         self._next()
 
     def eof_received(self) -> bool:
@@ -131,7 +134,6 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._partial = _Partial()
-        self._half = self._loop.call_later(HALF_REQUEST_S, self.abort)
 
     def on_url(self, url: bytes) -> None:
         assert self._partial is not None
@@ -173,6 +175,7 @@ class Connection(asyncio.Protocol):
         self._continue = False
         if self._half is not None:
             self._half.cancel()
+            self._half = None
         if self._refusal is not None:
             return
         path, _, query = partial.url.decode("latin-1").partition("?")
@@ -208,14 +211,12 @@ class Connection(asyncio.Protocol):
         A transport would gather what is written in one turn of the loop: the stream served last would
         wait for all the others.
         """
+        descriptor = self.descriptor()
         if self._queued:
-            transport = self._transport
-            if transport is None or transport.get_write_buffer_size():
-                self.write(data)
-                return
-            self._queued = False
+            self.write(data)
+            return
         try:
-            sent = os.write(self._descriptor, data)
+            sent = os.write(descriptor, data)
         except BlockingIOError:
             sent = 0
         except OSError:  # it is closed or lost, which the transport notices (or has told) by itself
@@ -223,6 +224,14 @@ class Connection(asyncio.Protocol):
             return
         if sent < len(data):
             self.write(data[sent:])
+
+    def descriptor(self) -> int:
+        """The socket's, if nothing waits to be sent before what is written to it now; else -1."""
+        if self._queued:
+            if self._transport is None or self._transport.get_write_buffer_size():
+                return -1
+            self._queued = False
+        return self._descriptor
 
     def finished(self, keep_alive: bool) -> None:
         self._response = None

@@ -34,10 +34,11 @@ class ChunkWatch:
 
     ``complete`` is true once the last chunk has come. That chunk is never passed on: whether the
     answer may end is for the caller to say, who then sends ``LAST_CHUNK``; trailers are dropped.
-    ``reads`` and ``passed_bytes`` are for who passes on to count in.
+    ``reads`` and ``passed_bytes`` are for who passes on to count in; ``compiled_reads`` are those of them
+    that compiled code did.
     """
 
-    __slots__ = ("_begun", "_left", "complete", "passed_bytes", "reads")
+    __slots__ = ("_begun", "_left", "compiled_reads", "complete", "passed_bytes", "reads")
 
     _sizes: ClassVar[dict[bytes, int]] = {}  # for all streams: they have the same size lines
 
@@ -45,8 +46,20 @@ class ChunkWatch:
         self._left = 0  # bytes until the next size line, counting the CRLF that ends the chunk
         self._begun = b""  # a size line, or the last chunk, that has not come whole
         self.complete = False
-        self.reads = 0
+        self.reads = self.compiled_reads = 0
         self.passed_bytes = 0
+
+    @property
+    def left(self) -> int | None:
+        """Bytes until the next size line, with the CRLF that ends the chunk; None within such a line."""
+        return None if self._begun else self._left
+
+    def went_past(self, left: int, reads: int, passed_bytes: int) -> None:
+        """The stream went another way for a while (splicing.py): where it is now, and what was passed on."""
+        self._left = left
+        self.reads += reads
+        self.compiled_reads += reads
+        self.passed_bytes += passed_bytes
 
     def feed(self, data: bytes) -> bytes:
         """What of these bytes may be passed on now: nearly always all of them. Raises FramingError."""

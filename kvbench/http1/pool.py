@@ -11,11 +11,15 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kvbench.errors import InputError
 from kvbench.http1.client import ClientConnection, request_bytes
+from kvbench.http1.splicing import close_splicer, open_splicer
+
+if TYPE_CHECKING:
+    from kvbench.http1._splice import Splicer
 
 MAX_IDLE_S: Final = 2.0
 """A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
@@ -35,7 +39,9 @@ class Pool:
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         max_idle_s: float = MAX_IDLE_S,
+        compiled: bool = True,
     ) -> None:
+        """``compiled``: streams that are passed on may go past Python where that was compiled."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"{base_url!r} is no http:// or https:// URL")
@@ -45,6 +51,8 @@ class Pool:
         self._addresses: list[str] = []
         self._connect_timeout_s = connect_timeout_s
         self._max_idle_s = max_idle_s
+        self._compiled = compiled and self._ssl is None
+        self._splicer: Splicer | None = None
         self._idle: deque[ClientConnection] = deque()
         self._all: set[ClientConnection] = set()
         self._gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
@@ -140,11 +148,20 @@ class Pool:
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
+    def splicer(self) -> Splicer | None:
+        """What may take the streams of these connections past Python."""
+        if self._splicer is None and self._compiled:
+            self._splicer = open_splicer()
+        return self._splicer
+
     async def close(self) -> None:
         """Drops all connections."""
         self._idle.clear()
         for connection in list(self._all):
             connection.abort()
+        if self._splicer is not None:
+            close_splicer(self._splicer)
+            self._splicer = None
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._all and time.monotonic() < deadline:
             await asyncio.sleep(0)

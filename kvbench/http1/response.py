@@ -23,6 +23,8 @@ class Wire(Protocol):
 
     def write_now(self, data: bytes) -> None: ...
 
+    def descriptor(self) -> int: ...
+
     def finished(self, keep_alive: bool) -> None: ...
 
     def abort(self, reset: bool = False) -> None: ...
@@ -116,6 +118,11 @@ class Response:
         already. It may be called after the client has left.
         """
         return self._connection.write_now
+
+    @property
+    def descriptor(self) -> Callable[[], int]:
+        """Gives the descriptor that may be written to past ``pass_on`` just now; -1 for none."""
+        return self._connection.descriptor
 
     def write(self, data: bytes) -> None:
         """Adds bytes to the stream; each call is one chunk."""

@@ -172,9 +172,7 @@ class Router:
         if timing.decode_sent is not None and timing.decode_first_byte is not None:
             metrics.observe("decode_first_byte_seconds", timing.decode_first_byte - timing.decode_sent)
         if timing.stream is not None:
-            metrics.add("streams")
-            metrics.add("stream_reads", timing.stream.reads)
-            metrics.add("stream_bytes", timing.stream.passed_bytes)
+            metrics.stream(timing.stream)
 
     def _trace(self, timing: Timing, began: float, error: str) -> None:
         if self._spans is not None and self._spans.wants(timing.request_id):

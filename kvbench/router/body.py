@@ -16,8 +16,10 @@ from kvbench.errors import InputError
 
 _PROMPT_LIST: Final = re.compile(rb'"prompt"\s*:\s*\[')
 """Cannot match inside a JSON string: there a quote is always preceded by a backslash."""
+_DECODE: Final = json.JSONDecoder().decode
 _ENCODE: Final = json.JSONEncoder(separators=(",", ":")).encode
-_NUMBERS_ONLY: Final = re.compile(rb'["\[{\\]')
+_NO_NUMBERS: Final = (b'"', b"[", b"{", b"\\")
+"""What a list of numbers does not hold; four plain searches are much faster than one pattern."""
 
 
 _PLACEHOLDER: Final = f"prompt-{secrets.token_hex(16)}"
@@ -35,12 +37,12 @@ class ClientBody:
         match = _PROMPT_LIST.search(raw)
         if match is not None:
             start, end = match.end() - 1, raw.find(b"]", match.end()) + 1
-            if end and not _NUMBERS_ONLY.search(raw, start + 1, end):
+            if end and all(raw.find(mark, start + 1, end) < 0 for mark in _NO_NUMBERS):
                 self._prompt = raw[start:end]
                 raw = b"%b%b%b" % (raw[:start], _PLACEHOLDER_JSON, raw[end:])
         try:
-            fields = json.loads(raw)
-        except ValueError as error:
+            fields = _DECODE(raw.decode())
+        except (ValueError, RecursionError) as error:
             raise InputError(f"the request body is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise InputError("the request body must be a JSON object")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvbench.core.records import ROUTER_TIMES, timing_header
 from kvbench.http1 import (
@@ -17,6 +17,8 @@ from kvbench.http1 import (
     error_body,
 )
 from kvbench.router.spec import Backend
+
+_TIMING_HEADERS: Final = tuple(timing_header(name) for name in ROUTER_TIMES)
 
 
 class LegError(Exception):
@@ -67,8 +69,8 @@ class Timing:
         if not self.asked:
             return {}
         times = (self.received, self.prefill_sent, self.prefill_answered, self.decode_sent)
-        known = zip(ROUTER_TIMES, (*times, self.decode_first_byte), strict=True)
-        return {timing_header(name): f"{time_s:.6f}" for name, time_s in known if time_s is not None}
+        known = zip(_TIMING_HEADERS, (*times, self.decode_first_byte), strict=True)
+        return {header: f"{time_s:.6f}" for header, time_s in known if time_s is not None}
 
 
 async def _connect(backend: Backend) -> ClientConnection:
@@ -96,7 +98,7 @@ async def prefill(backend: Backend, data: bytes, timing: Timing) -> dict[str, An
         raise LegError.answered(backend, reply)
     try:
         answer = reply.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise LegError.of(backend, "bad_answer", 502, "answered no JSON object")
@@ -160,7 +162,10 @@ class Splice(ReplyCollector):
         """The first bytes of a stream in chunks; the others go past this object."""
         self._timing.decode_first_byte = time.monotonic()
         self.start(data)
-        self._connection.pass_on(self._response.pass_on)
+        response = self._response
+        lane = self._connection.splice(response.descriptor, response.pass_on)
+        if lane is not None:
+            response.on_disconnect(lane.leave)
 
     def on_body(self, data: bytes, stamp: float) -> None:
         if self._timing.decode_first_byte is None:

@@ -7,6 +7,7 @@ lock, no message, and what a scrape tells is true whichever process the kernel g
 |---|---|
 | ``requests_total``, ``errors_total{error}``, ``requests_in_flight`` | requests received, failed, under way |
 | ``streams_total``, ``stream_reads_total``, ``stream_bytes_total`` | streams passed on, and what they were |
+| ``stream_compiled_reads_total`` | those of the reads that compiled code did |
 | ``prefill_seconds``, ``handoff_seconds``, ``decode_first_byte_seconds``, ``request_seconds`` | times |
 | ``cpu_seconds_total{process}`` | user and system time; one process cannot use more than one second each |
 | ``loop_lag_seconds`` | how late a timer of each process came, taken every ``BEAT_S`` |
@@ -26,6 +27,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvbench.http1 import ChunkWatch
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BEAT_S: Final = 0.02
 PREFIX: Final = "kvbench:router_"
@@ -34,6 +37,7 @@ COUNTERS: Final = {
     "requests": "Requests received.",
     "streams": "Streams of D that were passed on as bytes.",
     "stream_reads": "Reads of those streams: about one a chunk while the router keeps up.",
+    "stream_compiled_reads": "Those of these reads that went past Python.",
     "stream_bytes": "Bytes of those streams, with their framing.",
 }
 ERRORS: Final = (
@@ -60,6 +64,11 @@ _SLOTS: Final = (
     *(f"{name} {slot}" for name in HISTOGRAMS for slot in ("sum", *range(len(BOUNDS_S) + 1))),
 )
 _AT: Final = {name: index for index, name in enumerate(_SLOTS)}
+_AT_SUM: Final = {name: _AT[f"{name} sum"] for name in HISTOGRAMS}
+"""Its buckets follow each sum."""
+_STREAM: Final = tuple(
+    _AT[name] for name in ("streams", "stream_reads", "stream_compiled_reads", "stream_bytes")
+)
 
 
 class RouterMetrics:
@@ -80,14 +89,22 @@ class RouterMetrics:
         """Add to a counter or to ``in_flight``."""
         self._row[_AT[name]] += amount
 
+    def stream(self, watch: ChunkWatch) -> None:
+        """Count a stream that was passed on."""
+        for at, amount in zip(
+            _STREAM, (1, watch.reads, watch.compiled_reads, watch.passed_bytes), strict=True
+        ):
+            self._row[at] += amount
+
     def error(self, name: str) -> None:
         """Count a failed request by its class."""
         self.add(f"error {name if name in ERRORS else 'internal'}")
 
     def observe(self, histogram: str, seconds: float) -> None:
         """Add one time to a histogram."""
-        self.add(f"{histogram} sum", seconds)
-        self.add(f"{histogram} {bisect_left(BOUNDS_S, seconds)}")
+        first = _AT_SUM[histogram]
+        self._row[first] += seconds
+        self._row[first + 1 + bisect_left(BOUNDS_S, seconds)] += 1.0
 
     def ready(self) -> None:
         """This process knows all that it needs."""

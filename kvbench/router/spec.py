@@ -31,6 +31,8 @@ class RouterSpec:
     """The connector's options, for those whose dialect depends on them."""
     processes: int = 1
     """Processes that share the port; each uses one core at most."""
+    compiled: bool = True
+    """Streams go through compiled code where it is at hand; false: through Python."""
     lie: str = ""
     """What to lie about, on purpose, to see it caught (core/lies.py); empty: nothing."""
     trace_path: str = ""
@@ -44,11 +46,13 @@ class RouterSpec:
         """The servers of a role. Raises InputError for what the connector cannot work with."""
         items = self.prefill if role == "prefill" else self.decode
         found = [
-            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"))
+            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), self.compiled)
             for index, item in enumerate(items)
         ]
         if not found and (role == "decode" or connector.disaggregated):
             raise InputError(f"the spec: connector {connector.name!r} needs at least one {role} server")
+        if role == "prefill" and connector.needs_engine_id and not all(b.engine_id for b in found):
+            raise InputError(f"the spec: connector {connector.name!r} needs an engine_id for each prefill")
         if role == "prefill" and connector.needs_bootstrap and not all(b.bootstrap_url for b in found):
             raise InputError(f"the spec: connector {connector.name!r} needs a bootstrap_url for each prefill")
         return found
@@ -57,17 +61,18 @@ class RouterSpec:
 class Backend:
     """A server with its connections. ``engine_id`` is known after the bootstrap query."""
 
-    def __init__(self, role: str, spec: BackendSpec) -> None:
+    def __init__(self, role: str, spec: BackendSpec, compiled: bool = True) -> None:
         self.role = role
         self.url = spec.url
         self.bootstrap_url = spec.bootstrap_url
         self.side_address = spec.side_address
-        self.engine_id = ""
-        self.pool = Pool(spec.url)
+        self.engine_id = spec.engine_id
+        self._ranks = spec.tensor_parallel_size
+        self.pool = Pool(spec.url, compiled=compiled)
 
     @property
     def name(self) -> str:
         return f"{self.role} {self.url}"
 
     def peer(self) -> PrefillPeer:
-        return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address)
+        return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address, self._ranks)
