@@ -24,12 +24,11 @@ from kvbench.core.kvshape import MERGING
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario import Scenario
 from kvbench.core.simulated import Link, Overheads
-from kvbench.core.transfermodel import fit_all
+from kvbench.core.transfermodel import TransferModel, fit_all, model_for
+from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.runs import Run, load_run
 
-_PUSHING: Final = frozenset({"mooncake"})
-"""Backends whose connector lets P write; the others' lets D read."""
 BLOCK_TOKENS: Final = 16
 """Of an engine that does not say."""
 
@@ -73,6 +72,8 @@ def surroundings(scenario: Scenario, label: str, backend: str, measured: Run | N
         found = fitted(measured, label) or replace(
             found, source=f"{found.source} ({label} is not in the run)"
         )
+    else:
+        found = _as_paced(scenario, backend, found)
     given = scenario.simulate
     own = given.connectors.get(label)
     link = {
@@ -111,16 +112,33 @@ def _of_microbench(run: Run, scenario: Scenario, backend: str, otherwise: Surrou
     if not models:
         lacking = f" ({backend} is not in the run)" if backend else ""
         return replace(otherwise, source=otherwise.source + lacking)
-    usual = "write" if backend in _PUSHING else "read"
-    model = max(models, key=lambda model: (model.op == usual, model.nics))
+    model = model_for(models, backend)
+    link = _modelled(model, scenario, backend)
+    return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
+
+
+def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+    """The link of an emulated engine whose transfers a model paces."""
+    options = scenario.deployment.engine_options
+    if not backend or not isinstance(options, EmulatedOptions):
+        return otherwise
+    model = options.pace(backend)
+    if model is None:
+        return otherwise
+    link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_scale
+    scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
+    return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
+
+
+def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
+    """A fitted model as a link that moves the scenario's KV."""
     options = scenario.deployment.engine_options
     tokens = getattr(options, "block_tokens", None) or getattr(options, "block_size", None) or BLOCK_TOKENS
     shape, ranks = scenario.model.shape, scenario.deployment.tensor_parallel_size
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
     merged = MERGING.get(backend, False)
     gb_per_s, besides_s = model.as_link(block_bytes, shape.regions(), merged=merged)
-    link = Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
-    return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
+    return Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
 
 
 def fitted(run: Run, label: str) -> Surroundings | None:

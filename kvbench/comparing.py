@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from kvbench import transfer_report
+from kvbench import transfer_comparison, transfer_report
 from kvbench.core.findings import KIND_WORDS, Statement
 from kvbench.core.loadrow import LoadRow
 from kvbench.errors import InputError
@@ -104,7 +104,10 @@ def command(paths: Sequence[Path], asked: Asked, console: Console) -> None:
     if kinds == {True, False}:
         raise InputError("a microbenchmark of transfers and a run of requests have no table in common")
     if True in kinds:
-        transfer_report.render_all(runs, console)
+        if asked.format == "terminal":
+            transfer_report.render_all(runs, console)
+        else:
+            console.file.write(transfer_comparison.as_text(runs, asked.format))
         return
     compared = compare_runs(runs, asked)
     if asked.format == "terminal":

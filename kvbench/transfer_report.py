@@ -10,12 +10,14 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from kvbench import transfer_comparison
 from kvbench.core.transfermodel import fit_all, models_json
 from kvbench.core.transfers import TransferRecord
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
 from kvbench.plots.transfer import write_transfer_plots
 from kvbench.provenance import caption, differences
 from kvbench.runs import Run
+from kvbench.statements import by_kind, statements
 from kvbench.tables import MISSING, number
 from kvbench.transfer_answers import answers, changes_text, models_text
 from kvbench.transfer_tables import HEADER, LEGEND, Line, Tabled, flat_row, tabled
@@ -59,6 +61,7 @@ def write(run: Run, formats: Sequence[str] = ("md", "csv", "json", "png", "svg")
             write_json(tables / "transfers.json", _summary(run, records))
             write_json(tables / MODEL_FILE, models_json(models, run.run_id))
             written += [tables / "transfers.json", tables / MODEL_FILE]
+        written += transfer_comparison.write(run, formats)
         if "md" in formats:
             write_bytes(run.path / "report.md", markdown(run, records).encode("utf-8", "replace"))
             written.append(run.path / "report.md")
@@ -95,7 +98,9 @@ def markdown(run: Run, records: Sequence[TransferRecord]) -> str:
         caption(run),
         f"Status of the run: {run.manifest.get('status')}.",
     ]
-    parts += [_bullets(run.plan.get("words") or []), _bullets(answers(records))]
+    parts += [_bullets(run.plan.get("words") or []), "## Findings"]
+    for words, found in by_kind(statements(run)).items():
+        parts.append(f"### {words}\n\n{_bullets(each.text for each in found)}")
     for name, title in _PICTURES.items():
         if (run.path / "figures" / f"{name}.png").is_file():
             parts.append(f"## {title}\n\n![{title}](figures/{name}.png)")

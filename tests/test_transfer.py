@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from faults import Seen
 
 from kvbench import transfer
 from kvbench.errors import InputError, TransferError
@@ -299,32 +300,38 @@ def test_forgotten_peer_can_be_connected_again(mover: str) -> None:
     run(work())
 
 
+@pytest.mark.fault("peer_killed")
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_killed_peer_is_an_error_and_others_stay_usable(mover: str, op: Any) -> None:
+def test_killed_peer_is_an_error_and_others_stay_usable(mover: str, op: Any, fault: Seen) -> None:
     async def work() -> None:
         async with pair(mover) as (here, there, peer), side(mover, REMOTE) as third:
             await here.process.transfer(peer, op, [0], [0], DEADLINE_S)
             os.kill(there.process.pid, signal.SIGKILL)
             if transfer.get(mover).loopback_only:
                 await ended(there.process.pid)  # until then its memory is there, and can be copied
+            fault.struck()
             for _ in range(2):
-                with pytest.raises(TransferError):
+                with pytest.raises(TransferError) as caught:
                     await here.process.transfer(peer, op, list(range(64)), list(range(64)), DEADLINE_S)
+                fault.told(caught.value.message)
             other = await here.process.connect(third.process.agent, DEADLINE_S)
             await move_and_verify(here, third, other, op, 8, seed=7)
 
     run(work())
 
 
+@pytest.mark.fault("peer_frozen")
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_frozen_peer_ends_at_our_deadline(asker: str, op: Any) -> None:
+def test_frozen_peer_ends_at_our_deadline(asker: str, op: Any, fault: Seen) -> None:
     async def work() -> None:
         async with pair(asker) as (here, there, peer):
             await here.process.transfer(peer, op, [0], [0], DEADLINE_S)
             freeze(there.process.pid)
+            fault.struck()
             blocks = list(range(64))
-            with pytest.raises(TransferError, match=r"did not end within 0\.4 s"):
+            with pytest.raises(TransferError, match=r"did not end within 0\.4 s") as caught:
                 await here.process.transfer(peer, op, blocks, blocks, SHORT_S)
+            fault.told(caught.value.message)
             with pytest.raises(TransferError, match="connect again"):
                 await here.process.transfer(peer, op, [0], [0], SHORT_S)
             os.kill(there.process.pid, signal.SIGCONT)

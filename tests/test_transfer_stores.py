@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from faults import Seen
 from test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
 
 from kvbench import transfer
@@ -292,29 +294,39 @@ def test_master_ends_with_its_owner_however_that_ends(mooncake: str) -> None:
     run(work())
 
 
-def test_killed_master_is_an_error_within_our_deadline(mooncake: str) -> None:
+@pytest.mark.fault("master_killed")
+def test_killed_master_is_an_error_within_our_deadline(mooncake: str, fault: Seen) -> None:
     async def work() -> None:
         async with Two(mooncake) as (here, there, peer):
             (master,) = masters_of(there.process.pid)
             master.kill()
+            fault.struck()
             began = time.monotonic()
             for op in ("write", "write"):
-                with pytest.raises(TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again"):
+                with pytest.raises(
+                    TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again"
+                ) as told:
                     await here.process.transfer(peer, op, [0], [0], 1.0)  # type: ignore[arg-type]
+                fault.told(told.value.message)
             assert time.monotonic() - began < DEADLINE_S
 
     run(work())
 
 
-def test_absent_master_is_known_at_once(mooncake: str) -> None:
+@pytest.mark.fault("master_absent")
+def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
     async def work() -> None:
         async with Two(mooncake) as (here, there, _):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
             agent = there.process.agent
             lie = {**agent, "id": "lie", "store": {**agent["store"], "master": f"127.0.0.1:{port}"}}
-            with pytest.raises(TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}"):
+            fault.struck()
+            with pytest.raises(
+                TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}"
+            ) as told:
                 await here.process.connect(lie, 1.0)
+            fault.told(told.value.message)
 
     run(work())
 
@@ -522,6 +534,28 @@ def test_threads_keep_errors_and_never_wait() -> None:
             started[1].finished()
     finally:
         threads.close()
+        threads.close()
+
+
+def test_threads_take_more_jobs_than_they_are_and_the_one_that_is_warm_first() -> None:
+    threads, gate = Threads(2), threading.Event()
+    seen: list[int] = []
+
+    def note() -> None:
+        gate.wait(DEADLINE_S)
+        seen.append(threading.get_ident())
+
+    try:
+        held = [threads.start(note) for _ in range(5)]
+        gate.set()
+        until(lambda: all(job.done for job in held), "the jobs do not end")
+        assert len(seen) == 5
+        assert len(set(seen)) <= 2
+        for _ in range(20):  # one at a time: always the thread that was busy last
+            held.append(threads.start(note))
+            until(lambda: held[-1].done, "the job does not end")
+        assert len(set(seen[5:])) == 1
+    finally:
         threads.close()
 
 

@@ -10,7 +10,7 @@ model: with three figures for few points they are small by nature, and ``points`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import median
@@ -20,8 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.core.transfers import TransferRecord
+from kvbench.errors import InputError
 
 MODEL_SCHEMA: Final = 1
+WRITTEN_BY_P: Final = frozenset({"mooncake"})
+"""Backends whose connector lets P write the KV; the others' lets D read it."""
 _NO_LIMIT_GB_PER_S: Final = 1e6
 LEAST_POINTS: Final = 3
 _RANK_TOLERANCE: Final = 1e-9
@@ -82,17 +85,25 @@ class TransferModel:
     def from_json(cls, data: dict[str, Any]) -> TransferModel:
         return cls(**data)
 
-    def text(self) -> str:
-        """``8.1 µs + 0.35 µs × descriptors + bytes / 1.2 GB/s (4 points, off by 3 %, at worst 6 %)``."""
-        parts = [f"{self.start_s * 1e6:.3g} µs"]
+    def formula(self) -> str:
+        """``8.1 µs + 0.35 µs × descriptors + bytes / 1.2 GB/s``."""
+        parts = [_time(self.start_s)]
         if self.per_descriptor_s:
-            parts.append(f"{self.per_descriptor_s * 1e6:.3g} µs × descriptors")
+            parts.append(f"{_time(self.per_descriptor_s)} × descriptors")
         if self.gb_per_s:
             parts.append(f"bytes / {self.gb_per_s:.3g} GB/s")
+        return " + ".join(parts)
+
+    def text(self) -> str:
+        """The formula, and ``(4 points, off by 3 %, at worst 6 %)``."""
         return (
-            f"{' + '.join(parts)} ({self.points} points, off by {self.median_error:.1%}, "
+            f"{self.formula()} ({self.points} points, off by {self.median_error:.1%}, "
             f"at worst {self.worst_error:.1%})"
         )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
@@ -181,6 +192,37 @@ def _rank(matrix: Array) -> int:
     if not matrix.size or not scale.any():
         return 0
     return int(np.linalg.matrix_rank(matrix / np.where(scale > 0, scale, 1.0), tol=_RANK_TOLERANCE))
+
+
+def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
+    """The model that stands for a connector's hand-over by a backend: of its usual op, and of most NICs.
+
+    ``protocol`` empty: the first one that was measured. Raises InputError where there is none.
+    """
+    mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
+    if not mine:
+        over = f" over {protocol}" if protocol else ""
+        there = dict.fromkeys(f"{model.backend}/{model.protocol}" for model in models)
+        raise InputError(
+            f"no transfer model is known of {backend}{over}", hint=f"there are: {', '.join(there) or 'none'}"
+        )
+    usual = "write" if backend in WRITTEN_BY_P else "read"
+    return max(mine, key=lambda model: (model.protocol == mine[0].protocol, model.op == usual, model.nics))
+
+
+def models_of_json(data: Any) -> list[TransferModel]:
+    """What ``models_json`` told. Raises InputError for anything else, and for a newer schema."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
+        raise InputError("these are no transfer models", hint="kvbench microbench writes them")
+    if data.get("schema") != MODEL_SCHEMA:
+        raise InputError(f"transfer models of schema {data.get('schema')!r}, known is {MODEL_SCHEMA}")
+    try:
+        models = [TransferModel.from_json(item) for item in data["models"]]
+        if not all(seconds >= 0 for model in models for seconds in (model.start_s, model.seconds(1.0))):
+            raise ValueError("a negative time")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the transfer models cannot be read: {error}") from None
+    return models
 
 
 def models_json(models: Sequence[TransferModel], run_id: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvbench.emulator.engine import Engine
 from kvbench.emulator.kvbytes import KvPool
 from kvbench.emulator.live import Live
 from kvbench.emulator.metrics import EngineMetrics
+from kvbench.emulator.pacing import Pacer
 from kvbench.emulator.protocol import ApiError, Generate
 from kvbench.emulator.spec import EngineSpec, KvTransferConfig
 from kvbench.emulator.tracing import Trace
@@ -37,10 +38,13 @@ _TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
 class Mover:
     """The transfer process of one engine, and what its transfers count."""
 
-    def __init__(self, config: KvTransferConfig, metrics: EngineMetrics, timeout_s: float) -> None:
+    def __init__(self, config: KvTransferConfig, spec: EngineSpec, metrics: EngineMetrics) -> None:
         self._config = config
         self._metrics = metrics
-        self.timeout_s = timeout_s
+        self.timeout_s = spec.transfer_timeout_s
+        layout = spec.layout()
+        self._bytes_of_block = layout.regions * layout.block_bytes
+        self._pacer = Pacer(spec.kv_pace, spec.time_scale, metrics) if spec.kv_pace else None
         self.process: TransferProcess | None = None
 
     async def start(self, pool: KvPool, host: str) -> None:
@@ -63,10 +67,13 @@ class Mover:
     ) -> dict[str, Any]:
         """One transfer, counted. Raises TransferError."""
         began = time.monotonic()
+        pacer = self._pacer if local else None
+        through = pacer.begin(began, len(local) * self._bytes_of_block) if pacer else 0.0
         result = await self.started.transfer(peer_id, op, local, remote, self.timeout_s)
-        self._metrics.transfer.observe(result.transfer_s, result.nbytes, result.descriptors)
+        seconds = await pacer.end(began, through, result.descriptors) if pacer else result.transfer_s
+        self._metrics.transfer.observe(seconds, result.nbytes, result.descriptors)
         self._metrics.blocks_moved += len(local)
-        told = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": result.transfer_s}
+        told = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": seconds}
         if trace is not None:
             trace.moved(began, op, told)
         return told

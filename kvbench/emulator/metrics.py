@@ -185,6 +185,11 @@ class EngineMetrics(Collector):
         self.decode = Histogram(_REQUEST)
         self.inference = Histogram(_REQUEST)
         self.step_lag = Histogram(_LAG)
+        self.transfer_lag = Histogram(_LAG)
+        """By how much transfers of KV ended later than they were to be paced."""
+        self.paced_s = 0.0
+        self.paced = False
+        """Whether transfers are paced at all."""
         self.busy_s = 0.0
         self.steps = 0
         self.blocks_held_locally = 0
@@ -251,6 +256,9 @@ class EngineMetrics(Collector):
         yield self._histogram("kvbench:kv_transfer_seconds", moved.seconds)
         yield self._histogram("kvbench:kv_transfer_bytes", moved.nbytes)
         yield self._histogram("kvbench:kv_transfer_descriptors", moved.descriptors)
+        if self.paced:
+            yield self._histogram("kvbench:emulator_transfer_lag_seconds", self.transfer_lag)
+            yield self._counter("kvbench:emulator_paced_transfer_seconds", self.paced_s)
         yield self._counter("kvbench:kv_transfer_failures", moved.failed)
         yield self._counter("kvbench:kv_blocks_moved", self.blocks_moved)
         yield self._counter("kvbench:kv_blocks_held_locally", self.blocks_held_locally)

@@ -71,7 +71,7 @@ class RpcServer:
             writer.close()
 
     async def _answer(self, call: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
-        handler = self._handlers.get(call.get("op", ""))
+        handler = self._handlers.get(str(call.get("op")))
         if handler is None:
             _send(writer, {"id": call.get("id"), "error": f"unknown op {call.get('op')!r}"})
             return

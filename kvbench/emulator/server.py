@@ -46,7 +46,7 @@ class EngineServer:
             KvCompute(self.pool, spec.model.vocab_size, spec.max_model_len),
             self.metrics,
         )
-        self.mover = Mover(config, self.metrics, spec.transfer_timeout_s) if config else None
+        self.mover = Mover(config, spec, self.metrics) if config else None
         self.handoff: Handoff | None = None
         self.api = Api(spec, self.engine, int(time.time()))
         self.stopped = asyncio.Event()
@@ -102,6 +102,7 @@ class EngineServer:
                 "timing": spec.timing,
                 "time_scale": f"{spec.time_scale:g}",
                 "role": spec.kv_transfer_config.kv_role if spec.kv_transfer_config else "aggregated",
+                **({"kv_pace": spec.kv_pace.model_dump_json()} if spec.kv_pace else {}),
                 **({"lie": spec.lie} if spec.lie else {}),
             },
             "vllm:cache_config": {

@@ -46,6 +46,14 @@ class ModelSpec(_Strict):
         return ModelShape(**self.model_dump())
 
 
+class KvPace(_Strict):
+    """How long a hand-over of KV takes (``core.transfermodel``); 10⁹ bytes per second, None: no limit."""
+
+    start_s: float = Field(0.0, ge=0)
+    per_descriptor_s: float = Field(0.0, ge=0)
+    gb_per_s: float | None = Field(None, gt=0)
+
+
 class KvTransferConfig(_Strict):
     """vLLM's ``--kv-transfer-config``, as far as the emulated engine reads it."""
 
@@ -86,6 +94,8 @@ class EngineSpec(_Strict):
     kv_transfer_config: KvTransferConfig | None = None
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
+    kv_pace: KvPace | None = None
+    """Transfers that end sooner are held back until then; None: they take what they take."""
     lie: Lie = ""
     """What this engine is to lie about, on purpose (core/lies.py); empty: nothing."""
     run_tag: str = ""

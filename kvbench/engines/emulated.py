@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.lies import LIES, Lie, labels_of
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.timing import PROFILE_NAMES
-from kvbench.engines.base import Engine, EngineOptions, Instance
+from kvbench.core.transfermodel import TransferModel, model_for, models_of_json
+from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
+from kvbench.errors import InputError
 from kvbench.transfer.base import Problem
+
+MODEL_FILE: Final = Path("tables") / "transfer_model.json"
+"""In a run folder of ``kvbench microbench``."""
+PACED: Final = "KV paced"
+
+
+class TransferFigures(BaseModel):
+    """A transfer model in a scenario: start-up + per descriptor + bytes / bandwidth."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start_ms: float = Field(0.0, ge=0, le=1e6, description="what each transfer takes besides its bytes")
+    per_descriptor_us: float = Field(0.0, ge=0, le=1e6, description="what each descriptor takes")
+    gb_per_s: float | None = Field(None, gt=0, le=1e6, description="10⁹ bytes per second; none: no limit")
 
 
 class EmulatedOptions(EngineOptions):
@@ -33,6 +53,53 @@ class EmulatedOptions(EngineOptions):
     )
     enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
     transfer_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of one KV transfer")
+    transfer_like: str = Field(
+        "",
+        max_length=4096,
+        description="a run of `kvbench microbench`: each KV transfer lasts as long as the model fitted there "
+        "says, and never less than it really takes",
+    )
+    transfer_backend: str = Field(
+        "", max_length=80, description="whose model to take from transfer_like; by default the connector's"
+    )
+    transfer_protocol: str = Field(
+        "", max_length=80, description="over which protocol; by default the first one measured"
+    )
+    transfer_model: TransferFigures | None = Field(
+        None, description="the same by figures, in place of transfer_like"
+    )
+
+    @model_validator(mode="after")
+    def _one_transfer_model(self) -> EmulatedOptions:
+        if self.transfer_like and self.transfer_model is not None:
+            raise ValueError("transfer_like and transfer_model cannot both be given")
+        if (self.transfer_backend or self.transfer_protocol) and not self.transfer_like:
+            raise ValueError(
+                "transfer_backend and transfer_protocol choose from transfer_like, which is missing"
+            )
+        return self
+
+    @property
+    def paced(self) -> bool:
+        """Whether KV transfers last as long as a model says."""
+        return bool(self.transfer_like) or self.transfer_model is not None
+
+    def pace(self, backend: str) -> TransferModel | None:
+        """How long hand-overs by a transfer backend last; None: as long as they take. Raises InputError."""
+        if figures := self.transfer_model:
+            return TransferModel(
+                "given",
+                "",
+                "",
+                0,
+                figures.start_ms / 1e3,
+                figures.per_descriptor_us / 1e6,
+                figures.gb_per_s,
+            )
+        if not self.transfer_like:
+            return None
+        models = _models_in(Path(self.transfer_like).expanduser())
+        return model_for(models, self.transfer_backend or backend, self.transfer_protocol)
 
     def blocks(self, longest: int) -> int:
         """KV blocks of one instance whose longest request has so many tokens, prompt and output."""
@@ -56,7 +123,21 @@ class Emulated(Engine):
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
         assert isinstance(options, EmulatedOptions)
-        return (*self.labels, *labels_of(options.lie))
+        return (*self.labels, *((PACED,) if options.paced else ()), *labels_of(options.lie))
+
+    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+        """Which model paces which connector's hand-over. Raises InputError where a model is missing."""
+        assert isinstance(options, EmulatedOptions)
+        notes = []
+        for label, (connector, _) in (setting.connectors if setting else {}).items():
+            pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
+            if pace is not None:
+                origin = f" ({pace.way}, of {options.transfer_like})" if options.transfer_like else ""
+                notes.append(
+                    f"{label}: each KV transfer lasts {pace.formula()}{origin}, or as long as it really "
+                    "takes if that is longer"
+                )
+        return notes
 
     def router_lie(self, options: EngineOptions) -> str:
         assert isinstance(options, EmulatedOptions)
@@ -108,6 +189,7 @@ class Emulated(Engine):
             ),
             "side_channel_port": instance.side_port,
             "transfer_timeout_s": options.transfer_timeout_s,
+            **_kv_pace(connector, options),
             **({"lie": options.lie} if options.lie in LIES and LIES[options.lie].where == "engine" else {}),
         }
         return ProcessSpec(
@@ -127,6 +209,35 @@ class Emulated(Engine):
     @staticmethod
     def _num_blocks(instance: Instance, options: EmulatedOptions) -> int:
         return options.blocks(instance.max_tokens_per_request)
+
+
+def _kv_pace(connector: Connector, options: EmulatedOptions) -> dict[str, dict[str, float | None]]:
+    pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
+    if pace is None:
+        return {}
+    return {
+        "kv_pace": {
+            "start_s": pace.start_s,
+            "per_descriptor_s": pace.per_descriptor_s,
+            "gb_per_s": pace.gb_per_s,
+        }
+    }
+
+
+def _models_in(path: Path) -> list[TransferModel]:
+    """The transfer models of a microbenchmark's run folder, or of its file. Raises InputError."""
+    file = path / MODEL_FILE if path.is_dir() else path
+    hint = "transfer_like names a run folder of `kvbench microbench`; `kvbench report` writes its tables anew"
+    try:
+        return models_of_json(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(
+            f"transfer_like: {file} cannot be read: {error.strerror or error}", hint=hint
+        ) from None
+    except ValueError:
+        raise InputError(f"transfer_like: {file} is no JSON", hint=hint) from None
+    except InputError as error:
+        raise InputError(f"transfer_like: {file}: {error.message}", hint=error.hint or hint) from None
 
 
 ENGINE = Emulated()

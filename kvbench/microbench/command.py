@@ -248,7 +248,7 @@ def _create(output: Path, asked: Asked, places: Places, options: MicrobenchOptio
         "seconds": asked.seconds,
         "estimate_s": asked.estimate_s,
         "words": list(asked.words),
-        "compared_with": str(options.compare) if options.compare else None,
+        "compared_with": str(options.compare.resolve()) if options.compare else None,
     }
     return RunStore.create(output, "microbench", b"", plan, machine, info)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -19,6 +20,8 @@ from kvbench.transfer.parts.blocks import pack_ids
 # The child enforces deadlines itself; this much later we stop believing in the child. Seconds.
 CHILD_GRACE_S = 2.0
 LINE_LIMIT = 1 << 26
+
+log = logging.getLogger(__name__)
 
 
 class TransferProcess:
@@ -168,12 +171,14 @@ class TransferProcess:
             with contextlib.suppress(OSError):  # a killed child ends the stream like a closed one
                 while line := await self._reader.readline():
                     self._receive(json.loads(line))
-        except ValueError as error:
-            self._dead = f"the transfer process sent something unreadable: {error}"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self._dead = f"the transfer process sent something unreadable: {type(error).__name__}: {error}"
+            log.critical(self._dead)
         if not self._dead:
             code = await self._process.wait()
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             self._dead = f"the transfer process has ended ({how})"
+            log.critical(self._dead)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(TransferError(self._dead))

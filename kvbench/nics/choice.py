@@ -290,7 +290,9 @@ def choose(count: int, found: Found, place: Place | None = None, root: Path = RO
     there = ", ".join(str(nic) for nic in ordered) or "none"
     others = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
     noun = "NIC" if count == 1 else "NICs"
+    fewer = f"--nics {len(ordered)} takes what there is; " if ordered else ""
     raise InputError(
         f"{count} {noun} asked for, {len(ordered)} can be used here: {there}",
-        hint=(f"left out: {others}; " if others else "") + "or try it in a lab: kvbench microbench --lab",
+        hint=f"{fewer}kvbench microbench --lab --nics {max(count, 1)} shows how they scale on shaped virtual "
+        "ones, without root" + (f"; left out: {others}" if others else ""),
     )

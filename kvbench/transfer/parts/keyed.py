@@ -16,7 +16,6 @@ thread, and only when they are many.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import abstractmethod
@@ -25,10 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import TransferError
-from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
+from kvbench.transfer.base import Layout, Op, Ticket
 from kvbench.transfer.parts.control import Channel, Door, dial
 from kvbench.transfer.parts.storepeer import Place, Store, StorePeer
-from kvbench.transfer.parts.threads import Job, Threads
+from kvbench.transfer.parts.threaded import ThreadedEndpoint
+from kvbench.transfer.parts.threads import Job
 
 MAX_THREADS = 64
 # How long a target waits for an initiator to tell its keys, or to hear of new ones. Seconds.
@@ -46,24 +46,18 @@ class _Plan:
     job: Job | None = None
 
 
-class KeyedEndpoint(Endpoint):
+class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
     """One side of a store. A backend says how its store is provided, and how it is reached."""
 
     fresh_reads = False
     """Whether each read needs keys that nobody has read before."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options, MAX_THREADS)
         self._options = options
-        self._host = str(options.get("host", "127.0.0.1"))
         self._copies = int(options.get("copies", COPIES)) if self.fresh_reads else 1
-        self._id = os.urandom(6).hex()
-        self._address = 0
-        self._layout = Layout(0, 0, 0)
-        self._threads = Threads(MAX_THREADS)
-        self._peers: dict[str, StorePeer] = {}
         self._serial = 0
         self._own: Store | None = None
-        self._door: Door | None = None
         self._provided: dict[str, Any] = {}
         self._initiators: dict[str, Channel] = {}
         self._offers: dict[Place, list[tuple[str, Any]]] = {}
@@ -102,21 +96,11 @@ class KeyedEndpoint(Endpoint):
         control = self._door.address if self._door else {}
         return {"store": self._provided, "control": control, "copies": self._copies}
 
-    def wait_fds(self) -> Sequence[int]:
-        return (self._threads.fd,)
-
-    def progress(self) -> None:
-        self._threads.clear()
-
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.forget(peer)
-        if self._door is not None:
-            self._door.close()
+        super().close()
         if self._own is not None:
             # Kept: what a library does when its last reference goes may take seconds.
             self._own.close()
-        self._threads.close()
 
     # --- the initiator's side
 
@@ -195,11 +179,6 @@ class KeyedEndpoint(Endpoint):
         known = self._peers.get(ticket.peer)
         if known is not None and ticket.op == "write":
             known.release(ticket.handle.number, ticket.nbytes)
-
-    def _known(self, peer: str) -> StorePeer:
-        if peer not in self._peers:
-            raise TransferError(f"no peer is called {peer!r}")
-        return self._peers[peer]
 
     # --- the target's side
 

@@ -9,7 +9,7 @@ group of two, the target with rank 0, without torch's default process group.
 from __future__ import annotations
 
 import itertools
-import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,11 +19,12 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from kvbench.errors import TransferError
-from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
+from kvbench.transfer.base import Layout, Op, Ticket
 from kvbench.transfer.parts.blocks import Span, paired_spans, split_spans
 from kvbench.transfer.parts.control import Channel, Door, dial
 from kvbench.transfer.parts.native import import_native
-from kvbench.transfer.parts.threads import Job, Threads
+from kvbench.transfer.parts.threaded import ThreadedEndpoint
+from kvbench.transfer.parts.threads import Job
 
 INSTALL = "pip install torch"
 # A send or receive whose other side is gone is given up by the library after this long. Seconds.
@@ -71,7 +72,7 @@ class _Plan:
     job: Job | None = None
 
 
-class TwoSidedEndpoint(Endpoint):
+class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
     """One side; a backend says how a pair is made."""
 
     max_threads = 16
@@ -80,19 +81,13 @@ class TwoSidedEndpoint(Endpoint):
     """How many NICs each transfer is dealt over."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._host = str(options.get("host", "127.0.0.1"))
+        super().__init__(options, self.max_threads)
         self._merge = bool(options.get("merge", True))
-        self._id = os.urandom(6).hex()
-        self._address = 0
-        self._layout = Layout(0, 0, 0)
-        self._threads = Threads(self.max_threads)
-        self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
         self._local = threading.local()
         self._channel_numbers = itertools.count()
         self._joined: dict[str, Pair] = {}
         self._joins = threading.Condition()
-        self._door: Door | None = None
         self._torch: Any = import_native("torch", INSTALL)
         self._distributed: Any = import_native("torch.distributed", INSTALL)
         self._store: Any = None
@@ -111,7 +106,13 @@ class TwoSidedEndpoint(Endpoint):
         self.bind(address, layout)
         self._door = Door(self._host, self._welcome)
         limit = timedelta(seconds=LIBRARY_LIMIT_S)
-        self._store = self._distributed.TCPStore(self._host, 0, None, True, limit, wait_for_workers=False)
+        # Left to itself the store listens on all interfaces, whatever host it is given (torch 2.13).
+        with socket.create_server((self._host, 0), backlog=128) as listener:
+            port = int(listener.getsockname()[1])
+            handle = listener.detach()
+        self._store = self._distributed.TCPStore(
+            self._host, port, None, True, limit, wait_for_workers=False, master_listen_fd=handle
+        )
 
     def reshape(self, layout: Layout) -> bool:
         self._layout = layout
@@ -121,19 +122,6 @@ class TwoSidedEndpoint(Endpoint):
     def describe(self) -> dict[str, Any]:
         assert self._door is not None
         return {"control": self._door.address, "place": [self._host, self._store.port]}
-
-    def wait_fds(self) -> Sequence[int]:
-        return (self._threads.fd,)
-
-    def progress(self) -> None:
-        self._threads.clear()
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            self.forget(peer)
-        if self._door is not None:
-            self._door.close()
-        self._threads.close()
 
     # --- the initiator's side
 
@@ -204,11 +192,6 @@ class TwoSidedEndpoint(Endpoint):
         job: Job | None = ticket.handle.job
         assert job is not None
         return job.finished()
-
-    def _known(self, peer: str) -> _Peer:
-        if peer not in self._peers:
-            raise TransferError(f"no peer is called {peer!r}")
-        return self._peers[peer]
 
     # --- the target's side
 
