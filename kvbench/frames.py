@@ -16,10 +16,11 @@ import pandas as pd
 from kvbench.core.records import Cell, Method, RequestRecord, TrialRecord
 from kvbench.core.transfermodel import fit_all
 from kvbench.errors import InputError, StoreError
-from kvbench.loadrows import conclusions, load_rows
+from kvbench.loadrows import load_rows
 from kvbench.notes import notes
 from kvbench.runs import CellResult, Run, parquet_path
 from kvbench.serve_tables import about, serve_values
+from kvbench.statements import statements
 from kvbench.tables import engine_word, read_answer, summary_table, trial_values
 from kvbench.transfer_tables import flat_row
 
@@ -203,11 +204,11 @@ def findings(run: Run) -> pd.DataFrame:
             "message": said.text,
             "advice": said.advice,
         }
-        for said in conclusions([run])
+        for said in statements(run)
     ]
     rows += [
         {"kind": "run", "level": "note", "gate": "note", "message": note.text, "advice": note.advice}
-        for note in notes(run, summary_table(run))
+        for note in notes(run, summary_table(run), gates=False)
     ]
     return frame(rows, FINDING_COLUMNS)
 

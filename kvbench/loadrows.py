@@ -245,16 +245,30 @@ def default_axis(rows: Iterable[LoadRow]) -> str:
 
 
 def searched(rows: Sequence[Row]) -> list[Statement]:
-    """Who is ahead in the searched rates, from their intervals."""
-    return [_searched(each) for each in compare(rows)]
+    """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told,
+    and one for all that is not.
+    """
+    places: dict[tuple[int, int], list[Comparison]] = {}
+    for each in compare(rows):
+        places.setdefault((each.input_len, each.output_len), []).append(each)
+    found = []
+    for (input_len, output_len), mine in places.items():
+        place = f"{input_len:,} in, {output_len:,} out"
+        told = [each for each in mine if each.ratio is not None]
+        untold = [each for each in mine if each.ratio is None]
+        if told:
+            text = f"{place}: highest request rate, {'; '.join(each.text() for each in told)}"
+            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(told)))
+        if untold:
+            names = "; ".join(f"{each.ahead} or {each.behind}" for each in untold)
+            text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
+            advice = "search more closely (search.tolerance), or repeat the search and compare the runs"
+            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(untold)))
+    return found
 
 
-def _searched(each: Comparison) -> Statement:
-    place = f"{each.input_len:,} in, {each.output_len:,} out"
-    told = each.ratio is not None
-    why = "" if told else ": the intervals of their highest rates overlap"
-    text = f"{place}: highest request rate, {each.text()}{why}"
-    return Statement("ahead" if told else "untold", "rate_ahead", text, evidence=vars(each))
+def _compared(pairs: Sequence[Comparison]) -> dict[str, Any]:
+    return {"pairs": [vars(each) for each in pairs]}
 
 
 __all__ = [

@@ -10,11 +10,12 @@ from kvbench.celltables import table
 from kvbench.core.records import TrialRecord
 from kvbench.loadrows import IMPORTED
 from kvbench.methods_tables import method_tables
-from kvbench.notes import Note, ahead, concluded, notes
+from kvbench.notes import Note, ahead, notes
 from kvbench.plots import NO_DATA, PICTURES
 from kvbench.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost
 from kvbench.runs import Run
+from kvbench.statements import as_notes, by_kind, statements
 from kvbench.tables import Row, number, percent, time_line, trial_values
 
 
@@ -25,22 +26,20 @@ def report_markdown(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] =
         f"# {scenario_of(run)}: {_subject(run)}" + (f" ({mark.word})" if mark else ""),
         f"{caption(run)}\n\nSLO: {slo_of(run).text()}. Status of the run: {run.manifest.get('status')}.",
     ]
-    for words, told_of in concluded(run).items():
-        parts += [f"## {words}", _bullets(told_of)]
     if mark is not None:
         parts.append(f"> **{mark.word.title()}**: {mark.why}. These are not figures of a GPU.")
+    parts += ["## Findings", celltables.WHY_AHEAD if any(ahead(rows)) else ""]
+    for words, found in by_kind(statements(run, rows)).items():
+        parts += [f"### {words}", _bullets(as_notes(found))]
     beside = method_tables(run)
     if rows or not beside:
         parts += ["## Result", celltables.result(rows) if rows else f"No cell was measured; {NO_DATA}."]
     for name, picture in PICTURES.items():
         if (run.path / "figures" / f"{name}.png").is_file():
             parts.append(f"![{picture.title}](figures/{name}.png)")
-    told = ahead(rows)
-    if told:
-        parts += ["## Who is ahead", celltables.WHY_AHEAD, _bullets(Note(line) for line in told)]
     for each in beside:
         parts += [f"## {each.title}", each.words, table(each.header, each.shown)]
-    parts += ["## Notes", _bullets(notes(run, rows)) or "None."]
+    parts += ["## Notes", _bullets(notes(run, rows, gates=False)) or "None."]
     if run.manifest.get("kind") == IMPORTED:
         parts += ["## Where the rows come from", *_provenance(run), "## How to read it in again", _again(run)]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -55,7 +54,7 @@ def report_markdown(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] =
     if client:
         parts += ["## The load generator itself", celltables.WHICH_CLIENT, client]
     parts += ["## Search", *_searches(run)]
-    parts += ["## Findings", _findings(run) or "No gate had anything to say."]
+    parts += ["## What the gates found, trial by trial", _findings(run) or "No gate had anything to say."]
     parts += ["## Environment", _environment(run)]
     parts += ["## How to run it again", _again(run)]
     return "\n\n".join(part for part in parts if part) + "\n"

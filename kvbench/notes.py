@@ -35,16 +35,13 @@ def concluded(run: Run) -> dict[str, list[Note]]:
     }
 
 
-def notes(run: Run, rows: Sequence[Row]) -> list[Note]:
-    """Everything that limits what the rows of this run say, the weightiest first."""
-    return [
-        *_state(run),
-        *_skipped(run),
-        *_cells(rows),
-        *_limits(rows),
-        *_refused_trials(run),
-        *_warnings(run, rows),
-    ]
+def notes(run: Run, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
+    """Everything that limits what the rows of this run say, the weightiest first.
+
+    ``gates``: also what the gates found, where that does not stand under the findings.
+    """
+    found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows)]
+    return [*found, *_refused_trials(run), *_warnings(run, rows)] if gates else found
 
 
 def _state(run: Run) -> Iterable[Note]:
@@ -57,6 +54,8 @@ def _state(run: Run) -> Iterable[Note]:
     planned = run.plan.get("cells")
     if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
         yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
+    if (run.path / "against.md").is_file():
+        yield Note("the loads of another run were simulated: against.md has its figures beside these")
     mark = mark_of(run)
     if mark is not None:
         yield Note(f"{mark.word}: {mark.why}")

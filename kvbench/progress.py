@@ -18,11 +18,37 @@ _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "
 
 
 def why(record: TrialRecord) -> str:
-    """What a trial's line says behind its verdict: the causes of its misses, or why it was refused."""
+    """What a trial's line says behind its verdict: the causes of its misses, why it was refused or could not
+    decide, or what a flood has found.
+    """
     if record.verdict == "invalid":
         return record.reason
+    if record.purpose == "ceiling":
+        return _served(record)
     causes = record.summary.get("missed_by") or {}
-    return ", ".join(f"{count} × {cause}" for cause, count in sorted(causes.items()))
+    missed = ", ".join(f"{count} × {cause}" for cause, count in sorted(causes.items()))
+    return "; ".join(filter(None, (_open(record), missed))) if record.verdict == "undecided" else missed
+
+
+def _served(record: TrialRecord) -> str:
+    """Of a flood: far more is offered than can be served, so that what comes out is the capacity."""
+    served = record.summary.get("completion_rate") or record.summary.get("run_request_rate")
+    if not isinstance(served, (int, float)):
+        return "a flood to find the capacity; nothing was served"
+    steady = record.summary.get("completion_steady", True)
+    return f"a flood to find the capacity: about {served:.3g} req/s served" + (
+        "" if steady else ", still changing"
+    )
+
+
+def _open(record: TrialRecord) -> str:
+    """Why a trial could not decide, and where its requests count as fewer than they are, as how many."""
+    summary = record.summary
+    judged = (summary.get("judged_met") or 0) + (summary.get("judged_missed") or 0)
+    effective = summary.get("effective_n")
+    if isinstance(effective, (int, float)) and effective < 0.8 * judged:
+        return f"{record.reason}; the {judged} count as {effective:.0f}, since neighbours fare alike"
+    return record.reason
 
 
 class Watcher(Protocol):
@@ -92,7 +118,9 @@ class Display:
 
     def trial_finished(self, record: TrialRecord) -> None:
         attainment = record.summary.get("slo_attainment")
-        share = "" if attainment is None else f"{attainment:.1%} within SLO"
+        # Of a flood nothing is within the SLO, and nothing is meant to be.
+        known = attainment is not None and record.purpose != "ceiling"
+        share = f"{attainment:.1%} within SLO" if known else ""
         line = Text.assemble(
             f"{self._elapsed()}    {record.cell.connector:<11} {record.cell.input_len:>6} in  ",
             f"{record.request_rate:8.2f} req/s  {share:>17}  ",

@@ -20,10 +20,9 @@ from kvbench import transfer_report
 from kvbench.comparison import compare
 from kvbench.core.binding import LIMIT_SHORT
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
-from kvbench.errors import InputError
+from kvbench.errors import InputError, StoreError
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
 from kvbench.html.page import Sheets, transfer_sheets, write_html
-from kvbench.loadrows import conclusions
 from kvbench.markdown import report_markdown
 from kvbench.methods_tables import method_tables
 from kvbench.notes import Note, ahead, concluded, notes
@@ -33,6 +32,7 @@ from kvbench.provenance import caption, check_comparable, mark_of, scenario_of, 
 from kvbench.routercost import RouterCost, router_costs
 from kvbench.runs import Run, load_run
 from kvbench.serve_tables import Table as MethodTable
+from kvbench.statements import statements
 from kvbench.tables import MISSING, Row, engine_word, number, percent, summary_table, time_line, trial_values
 
 __all__ = ["FORMATS", "command", "render_terminal", "summary_table", "write_report"]
@@ -73,6 +73,7 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False, dar
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Writes what is derived from a run folder into it; returns the files written."""
     run = load_run(path)
+    _require_own_folders(run.path)
     if run.manifest.get("kind") == "microbench":
         written = transfer_report.write(run, formats)
         return [*written, *_html(run, formats, transfer_sheets(run))]
@@ -95,6 +96,15 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
             write_bytes(run.path / "report.md", text.encode("utf-8", "replace"))
             written.append(run.path / "report.md")
     return [*written, *_html(run, formats, sheets, rows, costs)]
+
+
+def _require_own_folders(path: Path) -> None:
+    """Raises StoreError where what is derived would be written to another place."""
+    for name in ("tables", "figures"):
+        if (path / name).is_symlink():
+            raise StoreError(
+                f"{path / name} is a link, and nothing is written out of a run folder", hint="remove the link"
+            )
 
 
 def _html(
@@ -138,7 +148,7 @@ def summary_json(run: Run, rows: Sequence[Row], costs: Sequence[RouterCost] = ()
         "methods": {beside.name: list(beside.rows) for beside in method_tables(run)},
         "router_cost": [row for cost in costs for row in cost.rows()],
         "comparisons": [vars(each) | {"text": each.text()} for each in compare(rows)],
-        "conclusions": [statement.to_json() for statement in conclusions([run])],
+        "conclusions": [statement.to_json() for statement in statements(run, rows)],
         "notes": [vars(note) for note in notes(run, rows)],
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
+from kvbench.core.findings import Kind, Statement
 from kvbench.core.sizes import KIB, MIB, size_text
 from kvbench.core.transfermodel import fit_all
 from kvbench.core.transfers import Case, TransferRecord
@@ -22,8 +23,15 @@ _ELSEWHERE: Final = frozenset({"bytes_elsewhere", "idle_nics", "other_transport"
 
 def answers(records: Sequence[TransferRecord]) -> list[str]:
     """Sentences for the end of a report; none for what the rows do not tell."""
+    return [each.text for each in told(records)]
+
+
+def told(records: Sequence[TransferRecord]) -> list[Statement]:
+    """The same as findings: who is ahead, what cannot be told, what is suspicious, what the rows show."""
     good = [record for record in records if record.status == "ok" and record.gb_per_s]
-    return [*_largest(good), *_smallest(good), *_scaling(good), *_descriptors(good), *_trouble(records)]
+    besides = [*_smallest(good), *_scaling(good), *_descriptors(good)]
+    shown = [Statement("measured", "transfers", text) for text in besides]
+    return [*_largest(good), *shown, *_trouble(records)]
 
 
 def _ranked(records: Sequence[TransferRecord], case: Case) -> list[TransferRecord]:
@@ -69,25 +77,26 @@ def _samples(records: Sequence[TransferRecord], *, large: bool) -> list[Case]:
     return samples
 
 
-def _largest(records: Sequence[TransferRecord]) -> Iterator[str]:
+def _largest(records: Sequence[TransferRecord]) -> Iterator[Statement]:
     for case in _samples(records, large=True):
         ranked = _ranked(records, case)
-        told = ", ".join(f"{way_text(record.case)} {number(record.gb_per_s)}" for record in ranked)
+        listed = ", ".join(f"{way_text(record.case)} {number(record.gb_per_s)}" for record in ranked)
         over = f" over {nics_text(case.nics)}" if case.nics else ""
-        lead = f"large {case.op}s ({blocks_text(case)}{over}), GB/s: {told}"
-        yield lead + _verdict(ranked)
+        lead = f"large {case.op}s ({blocks_text(case)}{over}), GB/s: {listed}"
+        kind, verdict = _verdict(ranked)
+        yield Statement(kind, "bandwidth_ahead", lead + verdict)
 
 
-def _verdict(ranked: Sequence[TransferRecord]) -> str:
+def _verdict(ranked: Sequence[TransferRecord]) -> tuple[Kind, str]:
     if len(ranked) < 2:
-        return ""
+        return "measured", ""
     first, second = ranked[:2]
     ratio = (first.gb_per_s or 0) / (second.gb_per_s or 1)
     if min(len(first.call_s), len(second.call_s)) < LEAST_CALLS:
-        return "; too few calls to say who is ahead"
+        return "untold", "; too few calls to say who is ahead"
     if not apart(first, second):
-        return f"; {way_text(first.case)} and {way_text(second.case)} cannot be told apart"
-    return f"; {way_text(first.case)} is ahead, {ratio:.2f}× {way_text(second.case)}"
+        return "untold", f"; {way_text(first.case)} and {way_text(second.case)} cannot be told apart"
+    return "ahead", f"; {way_text(first.case)} is ahead, {ratio:.2f}× {way_text(second.case)}"
 
 
 def _smallest(records: Sequence[TransferRecord]) -> Iterator[str]:
@@ -141,18 +150,21 @@ def _descriptors(records: Sequence[TransferRecord]) -> Iterator[str]:
             )
 
 
-def _trouble(records: Sequence[TransferRecord]) -> Iterator[str]:
+def _trouble(records: Sequence[TransferRecord]) -> Iterator[Statement]:
     failed = [record for record in records if record.status == "error"]
     if failed:
         measured = sum(record.status != "skipped" for record in records)
-        yield f"{len(failed)} of {measured} cases failed, the first: {case_text(failed[0].case)}"
+        text = f"{len(failed)} of {measured} cases failed, the first: {case_text(failed[0].case)}"
+        yield Statement("suspicious", "failed", text, level="warning")
     wrong = [record for record in records if record.verified is False]
     if wrong:
-        yield f"WRONG DATA in {len(wrong)} case(s), the first: {case_text(wrong[0].case)}"
+        text = f"WRONG DATA in {len(wrong)} case(s), the first: {case_text(wrong[0].case)}"
+        yield Statement("suspicious", "wrong_data", text, level="invalid")
     moved = [r for r in records if any(warning.kind in _ELSEWHERE for warning in r.warnings)]
     if moved:
         first = case_text(moved[0].case)
-        yield f"bytes did not go where they were asked to in {len(moved)} case(s), the first: {first}"
+        text = f"bytes did not go where they were asked to in {len(moved)} case(s), the first: {first}"
+        yield Statement("suspicious", "bytes_elsewhere", text, level="invalid")
 
 
 def models_text(records: Sequence[TransferRecord]) -> list[str]:

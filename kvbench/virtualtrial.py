@@ -124,10 +124,13 @@ def system_of(scenario: Scenario, deployment: VirtualDeployment) -> System:
         prefill=deployment.count("prefill"),
         decode=deployment.count("decode") or deployment.count("aggregated"),
         time_scale=scenario.simulate.time_scale or own_scale,
-        dispatch="concurrent" if deployment.connector.dispatch == "concurrent" else "sequential",
+        dispatch="concurrent"
+        if deployment.connector.dispatch == "concurrent" and scenario.simulate.hand_off == "beside"
+        else "sequential",
         link=deployment.around.link,
         overheads=deployment.around.overheads,
         block_bytes=float(shape.block_bytes(config.block_tokens, ranks) * shape.regions()),
+        hand_off=scenario.simulate.hand_off,
     )
 
 

@@ -164,7 +164,7 @@ def test_a_rate_against_none_is_plain_json(tmp_path: Path) -> None:
     data = json.loads(printed([store.path], format="json"), parse_constant=never)
     (statement,) = data["conclusions"]
     assert "mooncake holds a rate, nixl none that was tested" in statement["text"]
-    assert statement["evidence"]["ratio"] is None
+    assert statement["evidence"]["pairs"][0]["ratio"] is None
 
 
 def test_searched_rates_stand_with_their_interval(tmp_path: Path) -> None:

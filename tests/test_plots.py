@@ -23,11 +23,13 @@ from sample_transfers import make_run as make_transfers
 from kvbench.core.matrix import Axes, build
 from kvbench.plots import (
     PICTURES,
+    Theme,
     burst_figure,
     distribution_figure,
     goodput_figure,
     in_flight_figure,
     latency_figure,
+    loads_figure,
     max_rate_figure,
     nic_share_figure,
     pareto_figure,
@@ -343,7 +345,7 @@ def test_read_in_results_of_different_ways_are_not_joined_by_a_line() -> None:
     assert set(names.values()) == {"mooncake rdma, 2 NICs", "mooncake rdma, 1 NIC", "mooncake tcp"}
     figure = drawn(latency_figure(run))
     titles = {axes.get_title(loc="left") for axes in figure.axes} - {""}
-    assert "1,024 tokens in, tp 1" in titles
+    assert titles == {"1,024 tokens in, tp 4"}
     for axes in figure.axes:
         for line in axes.lines:
             rates = list(line.get_xdata())
@@ -368,3 +370,34 @@ def test_a_nic_that_was_asked_and_idle_keeps_its_place(tmp_path: Path) -> None:
     assert list(nic_bytes(run).values()) == [{"kv0": 1000.0, "kv1": 0.0}]
     figure = drawn(nic_share_figure(run))
     assert any(text.get_text() == "max / mean 2.00" for text in figure.axes[0].texts)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_loads_of_one_rate_each_stand_side_by_side(theme: Theme) -> None:
+    notes = load_run(REFERENCE / "seed-notes")
+    assert latency_figure(notes, theme) is None  # one point makes no line
+    figure = loads_figure(notes, theme)
+    assert figure is not None
+    ttft, tpot = figure.axes
+    labels = [tick.get_text() for tick in tpot.get_xticklabels()]
+    assert labels[0] == "1,024 in\n80.0 req/s"
+    assert labels[-2:] == ["32,768 in\n35.0 req/s", "32,768 in\n45.0 req/s"]
+    values = {float(line.get_ydata()[0]) for line in ttft.lines if len(line.get_xdata()) == 1}
+    trials = [trial.summary["ttft_ms"] for trial in notes.all_trials]
+    assert values == {each[key] for each in trials for key in ("p99", "mean", "p50")}
+    assert any("READ IN" in text.get_text() for text in figure.texts)
+
+
+def test_only_lengths_of_several_rates_are_drawn_over_the_rate() -> None:
+    page = load_run(REFERENCE / "seed-pr10884")
+    over_rate, by_load = latency_figure(page), loads_figure(page)
+    assert over_rate is not None
+    assert by_load is not None
+    assert [axes.get_title(loc="left") for axes in over_rate.axes if axes.get_title(loc="left")] == [
+        "1,024 tokens in, tp 4"
+    ]
+    assert len(by_load.axes[0].get_xticks()) == 5
+
+
+def test_a_search_is_not_drawn_by_load(quickstart: Run) -> None:
+    assert loads_figure(quickstart) is None

@@ -54,6 +54,29 @@ def test_a_refused_trial_says_why_and_a_missed_one_what() -> None:
     assert why(trial("missed")) == "1 × tpot, 7 × ttft"
 
 
+def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> None:
+    record = trial("undecided")
+    assert why(record) == "the client was late; 1 × tpot, 7 × ttft"
+    record.summary |= {"missed_by": {}, "judged_met": 34, "judged_missed": 0, "effective_n": 13.2}
+    assert why(record) == "the client was late; the 34 count as 13, since neighbours fare alike"
+    record.summary["effective_n"] = 34.0
+    assert why(record) == "the client was late"
+
+
+def test_a_flood_says_what_it_is_and_what_came_out() -> None:
+    record = trial("measured", purpose="ceiling")
+    record.summary |= {"completion_rate": 65.99, "completion_steady": True}
+    assert why(record) == "a flood to find the capacity: about 66 req/s served"
+    record.summary["completion_steady"] = False
+    assert why(record).endswith("served, still changing")
+    stream = io.StringIO()
+    with Display(Console(file=stream, width=200, color_system=None), 1) as display:
+        display.trial_finished(record)
+    assert "within SLO" not in stream.getvalue()
+    record.summary |= {"completion_rate": None}
+    assert why(record) == "a flood to find the capacity; nothing was served"
+
+
 def test_silence() -> None:
     watcher = Silent()
     watcher.stage("x")

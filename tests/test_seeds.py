@@ -8,13 +8,27 @@ from pathlib import Path
 import pytest
 from commands import kvbench
 
-from kvbench.against import FIGURES, Held, held, lines_of, off, rows_of, systems_of
+from kvbench.against import (
+    FIGURES,
+    Held,
+    arrivals,
+    held,
+    label_of,
+    lines_of,
+    off,
+    place_of,
+    rows_of,
+    systems_of,
+)
+from kvbench.core.suspicions import not_kept_up
 from kvbench.errors import InputError
+from kvbench.loadrows import load_rows
 from kvbench.runs import load_run
 from kvbench.scenario_files import load_scenario
 
 ROOT = Path(__file__).parents[1]
 NOTES = ROOT / "results/reference/seed-notes"
+PAGE = ROOT / "results/reference/seed-pr10884"
 
 
 def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[int, str], Held]:
@@ -23,9 +37,7 @@ def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[i
     found: dict[tuple[int, str], Held] = {}
     for row in rows_of(load_run(NOTES), scenario):
         if row.cell.input_len in lengths:
-            # Up to 16k the slots are what counts, and arrivals hardly; at 32k there are slots for all.
-            draws = 3 if row.cell.input_len == 32768 else 1
-            mine, _, _ = held(row, system, scenario.workload.request_timeout_s, scenario.seed, draws)
+            mine, _, _ = held(row, system, scenario)
             found |= {(row.cell.input_len, each.figure): each for each in mine}
     return found
 
@@ -47,6 +59,50 @@ def test_where_the_model_cannot_it_is_told() -> None:
     header, lines = lines_of(list(found.values()))
     assert len(lines) == 1
     assert len(header) == len(lines[0]) == 3 + len(FIGURES)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 3), (2, 3), (4, 18)])
+def test_the_pages_unsaturated_rows_follow_from_the_hand_off_of_that_time(ranks: int, rows: int) -> None:
+    scenario, _ = load_scenario(f"seed-a10-tp{ranks}", ())
+    systems = dict(systems_of(scenario))
+    kept_up = [row for row in rows_of(load_run(PAGE), scenario) if not_kept_up(row) is None]
+    assert len(kept_up) == rows
+    for row in kept_up:
+        found, _, _ = held(row, systems[label_of(row, scenario)], scenario)
+        ratios = {each.figure: each.ratio for each in found}
+        assert ratios["mean_ttft_ms"] == pytest.approx(1, abs=0.15), place_of(row)
+        assert ratios["duration_s"] == pytest.approx(1, abs=0.02), place_of(row)
+
+
+def test_kv_that_moves_beside_the_steps_does_not_explain_the_page() -> None:
+    scenario, _ = load_scenario("seed-a10-tp4", ["simulate.hand_off=beside", "workload.input_len=[1024]"])
+    systems = dict(systems_of(scenario))
+    (row, *_) = (row for row in rows_of(load_run(PAGE), scenario) if row.request_rate == 6)
+    found, _, _ = held(row, systems[label_of(row, scenario)], scenario)
+    ratios = {each.figure: each.ratio for each in found}
+    assert ratios["mean_ttft_ms"] < 0.7
+    assert ratios["mean_tpot_ms"] < 0.3
+
+
+def test_a_row_is_found_by_its_protocol_and_nics() -> None:
+    scenario, _ = load_scenario("seed-a10-tp4", ())
+    told = {
+        (row.axes["protocol"], row.axes["nics"], label_of(row, scenario)) for row in load_rows(load_run(PAGE))
+    }
+    assert told == {
+        ("rdma", 2, "mooncake-2-nics"), ("rdma", 1, "mooncake-1-nic"), ("tcp", "TCP", "mooncake-tcp"),
+    }  # fmt: skip
+
+
+def test_the_arrivals_of_vllms_client() -> None:
+    row = next(row for row in load_rows(load_run(PAGE)) if row.request_rate == 2)
+    early, late = arrivals(row, 7, "vllm-0.6"), arrivals(row, 7, "vllm")
+    assert len(early) == len(late) == 200
+    assert early[:2] == pytest.approx(
+        [0.0, 0.39794], abs=1e-4
+    )  # numpy's first exponential after seed(0), halved
+    assert late[-1] == pytest.approx(100)
+    assert row.get("duration_s") == pytest.approx(early[-1], rel=0.02)
 
 
 def test_rows_that_the_scenario_is_not_about_are_left_out() -> None:

@@ -178,6 +178,10 @@ class Scheduler:
                 sampled.append(request)
         return sampled
 
+    def withdraw(self) -> None:
+        """The step that was planned will not run: its sequences stay where they are."""
+        self._in_step = False
+
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         index = 0
         while index < len(self.running) and budget > 0:

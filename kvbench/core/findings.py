@@ -13,12 +13,13 @@ from kvbench.core.claims import Claim, held_against
 from kvbench.core.loadrow import LoadRow, figure_text
 from kvbench.core.suspicions import RULES, same_twice, suspicions
 
-Kind = Literal["suspicious", "claim", "ahead", "untold"]
+Kind = Literal["suspicious", "claim", "ahead", "untold", "measured"]
 KIND_WORDS: Final[dict[Kind, str]] = {
     "suspicious": "What is suspicious",
     "claim": "Written conclusions against the rows",
     "ahead": "Who is ahead",
     "untold": "What cannot be told from this data",
+    "measured": "What the rows show besides",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from kvbench.core.scenario_base import Section
@@ -27,6 +29,16 @@ class Simulate(KvLink):
     turn_ms: float | None = Field(None, ge=0, le=1e6, description="the router's turn from P's answer to D")
     arrival_ms: float | None = Field(
         None, ge=0, le=1e6, description="from the KV's arrival to D's scheduler knowing it"
+    )
+    hand_off: Literal["beside", "blocking"] = Field(
+        "beside",
+        description="KV moves beside the engines' steps; or only between P's, while D computes nothing, as "
+        "in vLLM 0.6",
+    )
+    arrivals: Literal["drawn", "vllm", "vllm-0.6"] = Field(
+        "drawn",
+        description="what --against offers: several drawn Poisson arrivals, or the one sequence that `vllm "
+        "bench serve`, or vLLM 0.6's benchmark_serving.py, sends with its default seed",
     )
     connectors: dict[str, KvLink] = Field(
         default_factory=dict, max_length=32, description="figures of single connectors, by their labels"

@@ -57,6 +57,8 @@ class System:
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     block_bytes: float = 0.0
+    hand_off: Literal["beside", "blocking"] = "beside"
+    """Whether KV moves beside the engines' steps, or between P's steps and in place of D's."""
 
 
 @dataclass(frozen=True)

@@ -142,39 +142,42 @@ def _h200_notes() -> TimingProfile:
     )
 
 
-# Qwen2.5-7B-GPTQ-Int4 on A10, read from the tables of vLLM's PR 10884 as an M/D/1 queue:
-# (service ms of a 1010-token prompt, unloaded extra ms, decode step ms).
-_A10_ROWS: Final = MappingProxyType({1: (380.0, 50.0, 14.0), 2: (205.0, 40.0, 15.4), 4: (138.0, 29.0, 16.6)})
-# tp 4 saturates at 7.3k tok/s with 1k prompts and 6.6k tok/s with 8k ones: the rest is attention.
-_A10_ATTENTION_TP4_MS: Final = 2.08e-6
-_A10_MEAN_PROMPT: Final = 1010
+# Qwen2.5-7B-GPTQ-Int4 on A10, fit to the 24 unsaturated rows of vLLM's PR 10884 with its own arrivals and a
+# blocking hand-off (scenarios/seed-a10-*): 37 % of the 125 TFLOP/s that an A10 has in 16 bits, and
+# all-reduces at 14.5 GB/s, as PCIe gives. Decode steps are the page's median ITL.
+_A10_FLOP_PER_MS: Final = 46.2e12 / 1000.0
+_A10_ALL_REDUCE_BYTES_PER_MS: Final = 14.5e9 / 1000.0
+_A10_DECODE_MS: Final = MappingProxyType({1: 14.0, 2: 15.4, 4: 16.6})
+_A10_OVERHEAD_MS: Final = 3.9
+# Two all-reduces in each of 28 layers, of 3584 16-bit numbers a token.
+_A10_REDUCED_BYTES: Final = 2 * 28 * 3584 * 2
 # 57344 KV bytes per token over 600 GB/s of memory bandwidth (A10 data sheet).
 _A10_CONTEXT_MS: Final = 9.6e-5
 
 
 def _a10(tensor_parallel_size: int) -> TimingProfile:
-    if tensor_parallel_size not in _A10_ROWS:
+    if tensor_parallel_size not in _A10_DECODE_MS:
         raise InputError(
             f"timing a10-qwen2.5-7b has no tensor_parallel_size {tensor_parallel_size}",
             hint="it was measured with 1, 2 and 4",
         )
-    service, extra, decode = _A10_ROWS[tensor_parallel_size]
-    attention = _A10_ATTENTION_TP4_MS * 4 / tensor_parallel_size
-    per_token = service / _A10_MEAN_PROMPT - attention * _A10_MEAN_PROMPT
-    context_ms = _A10_CONTEXT_MS / tensor_parallel_size
+    ranks = tensor_parallel_size
+    reduced = _A10_REDUCED_BYTES * 2 * (ranks - 1) / ranks / _A10_ALL_REDUCE_BYTES_PER_MS
+    context_ms = _A10_CONTEXT_MS / ranks
 
     def context(seqs: int, mean_context: float) -> float:
         return context_ms * seqs * mean_context
 
     return TimingProfile(
         name="a10-qwen2.5-7b",
-        source="vLLM PR 10884: Qwen2.5-7B-Int4 on A10, tables by tp, qps and input length",
-        overhead_ms=extra,
+        source="fit to vLLM PR 10884: Qwen2.5-7B-Int4 on A10, unsaturated rows within 15 %",
+        overhead_ms=_A10_OVERHEAD_MS,
         prefill_base_ms=0.0,
         prefill_seq_ms=0.0,
-        prefill_token_ms=per_token,
-        prefill_attention_ms=attention,
-        decode_base_ms=decode,
+        # 6.53e9 weights besides the embedding; attention over the causal half of n² (28 layers, width 3584).
+        prefill_token_ms=2 * 6.53e9 / (_A10_FLOP_PER_MS * ranks) + reduced,
+        prefill_attention_ms=2 * 28 * 3584 / (_A10_FLOP_PER_MS * ranks),
+        decode_base_ms=_A10_DECODE_MS[ranks],
         decode_seq_ms=0.05,
         decode_context_ms=context,
     )

@@ -171,14 +171,20 @@ class StepEngine:
     def busy(self) -> bool:
         return self._plan is not None
 
-    def begin(self, now: float) -> float | None:
-        """Start what can be started at ``now``; returns when that ends, None if there is nothing to do."""
+    def begin(self, now: float, *, loads_first: bool = False) -> float | None:
+        """Start what can be started at ``now``; returns when that ends, None if there is nothing to do.
+
+        ``loads_first``: nothing is started if there are requests whose KV may be fetched.
+        """
         assert self._plan is None, "end() must follow begin()"
         while True:
             plan = self.scheduler.schedule(now)
             self.loads += plan.loads
             if plan.chunks or not plan.preempted:
                 break
+        if loads_first and self.loads:
+            self.scheduler.withdraw()
+            plan.chunks.clear()
         self._note(now)
         if not plan.chunks:
             return None

@@ -15,20 +15,22 @@ from typing import Any, Final
 
 from kvbench import __version__, celltables
 from kvbench.core.binding import LIMIT_WORDS
+from kvbench.core.findings import KIND_WORDS
 from kvbench.core.transfermodel import fit_all
 from kvbench.files import write_bytes
 from kvbench.html.parts import environment_section, gates_section, rerun_section, warnings_told
 from kvbench.html.svg import inline_svg, page_svg, theme_css
 from kvbench.html.tables import Block, HtmlTable, Section, csv_table, method_table
 from kvbench.methods_tables import method_tables
-from kvbench.notes import Note, ahead, concluded, notes
+from kvbench.notes import Note, ahead, notes
 from kvbench.plots import NO_DATA, PICTURES, Picture
 from kvbench.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
 from kvbench.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost
 from kvbench.runs import Run
+from kvbench.statements import as_notes, by_kind, statements
 from kvbench.tables import MISSING, Row, number, percent, time_line
-from kvbench.transfer_answers import answers, models_text
+from kvbench.transfer_answers import models_text
 from kvbench.transfer_tables import flat_row, tabled, time_text
 
 NAME: Final = "report.html"
@@ -94,6 +96,8 @@ def report_html(
         if mark
         else "LAB: hosts and NICs are network namespaces of one machine"
         if lab
+        else "READ IN: measured by another tool"
+        if run.manifest.get("kind") == "imported"
         else "",
         badge_why=f"{mark.why}. These are not figures of a GPU." if mark else "",
         sections=sections,
@@ -192,17 +196,12 @@ def _requests(
 
 
 def _conclusions(run: Run, rows: Sequence[Row]) -> Iterator[Block]:
-    of_loads = concluded(run)
-    for words, lines in of_loads.items():
-        yield Block(words, told=lines)
-    told = [Note(line) for line in ahead(rows)]
-    if told:
-        yield Block("Who is ahead (max request rate, from the intervals)", celltables.WHY_AHEAD, told)
-    limits = notes(run, rows)
+    rule = celltables.WHY_AHEAD if ahead(rows) else ""
+    for words, found in by_kind(statements(run, rows)).items():
+        yield Block(words, rule if words == KIND_WORDS["ahead"] else "", as_notes(found))
+    limits = notes(run, rows, gates=False)
     if limits:
         yield Block("What limits what these numbers say", told=limits)
-    if not told and not limits and not of_loads:
-        yield Block(words="Nothing to say: one connector or no answer, and no gate objected.")
 
 
 def _result(summary: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> HtmlTable | None:
@@ -298,7 +297,7 @@ def _microbench(run: Run, sheets: Sheets) -> Iterator[Section]:
     table = tabled(records)
     words = [str(line) for line in run.plan.get("words") or ()]
     told = [
-        Block("Answers", told=[Note(line) for line in answers(records)]),
+        *(Block(words, told=as_notes(found)) for words, found in by_kind(statements(run)).items()),
         Block("What was asked for", told=[Note(line) for line in words]),
         Block(f"Notes ({len(table.footnotes)})", told=list(map(Note, table.footnotes)), folded=True),
         Block("Failed", told=[Note(line) for line in table.errors]),

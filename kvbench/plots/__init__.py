@@ -18,6 +18,7 @@ from kvbench.plots.distribution import distribution_figure
 from kvbench.plots.flight import in_flight_figure
 from kvbench.plots.goodput import goodput_figure
 from kvbench.plots.latency import latency_figure
+from kvbench.plots.loads import loads_figure
 from kvbench.plots.nicshare import nic_share_figure
 from kvbench.plots.pareto import pareto_figure
 from kvbench.plots.rates import max_rate_figure
@@ -38,6 +39,7 @@ __all__ = [
     "goodput_figure",
     "in_flight_figure",
     "latency_figure",
+    "loads_figure",
     "max_rate_figure",
     "nic_share_figure",
     "pareto_figure",
@@ -67,6 +69,11 @@ PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
             "Latency against request rate",
             "TTFT and TPOT of every trial over the offered rate, with the SLO's limits and the found rates.",
             latency_figure,
+        ),
+        "loads": Picture(
+            "Latency by load",
+            "P99, mean and P50 of TTFT and TPOT of loads that were offered at one rate each, side by side.",
+            loads_figure,
         ),
         "goodput": Picture(
             "Goodput against request rate",

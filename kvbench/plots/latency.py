@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import TrialRecord
+from kvbench.plots.loads import single_rates
 from kvbench.plots.panels import (
     Lengths,
     found_rates,
@@ -65,6 +66,13 @@ class _Metric:
     high: Mapping[str, float]
     middle: Mapping[str, float]
 
+    def of(self, trials: Sequence[TrialRecord]) -> _Metric:
+        """Of these trials alone."""
+        known = {trial.trial_id for trial in trials}
+        high = {name: value for name, value in self.high.items() if name in known}
+        middle = {name: value for name, value in self.middle.items() if name in known}
+        return replace(self, high=high, middle=middle)
+
     def span(self) -> tuple[float, float]:
         values = [*self.high.values(), *self.middle.values(), *(limit for _, limit in self.limits_ms)]
         return min(values), max(values)
@@ -73,11 +81,15 @@ class _Metric:
 def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
     """Latency against rate; None where no trial has a latency."""
     metrics = _metrics(run)
+    elsewhere = set(single_rates(run))  # one rate makes no line: these are drawn by load
     trials = [
-        trial for trial in rated_trials(run) if any(trial.trial_id in metric.high for metric in metrics)
+        trial
+        for trial in rated_trials(run)
+        if any(trial.trial_id in metric.high for metric in metrics) and lengths_of(trial) not in elsewhere
     ]
     if not trials:
         return None
+    metrics = [metric.of(trials) for metric in metrics]
     palette, rows = PALETTES[theme], summary_table(run)
     series = series_of(trials)
     look = looks(list(dict.fromkeys([*(row.cell.connector for row in rows), *series.values()])), palette)
@@ -103,7 +115,7 @@ def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
                 axis.tick_params(labelleft=index % columns == 0, labelbottom=axis is axes[-1])
                 axis.set_ylabel(f"{metric.name.upper()} (ms)" if index % columns == 0 else "")
             found_rates(axes, [row for row in rows if lengths_of(row) == panel], look)
-            axes[0].set_title(panel_title(panel, panels))
+            axes[0].set_title(panel_title(panel, [*panels, *elsewhere]))
             axes[-1].set_xlabel("offered request rate (req/s)")
         figure.align_ylabels()
         found = any(row.outcome in ("found", "at_least") for row in rows)

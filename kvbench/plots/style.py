@@ -171,14 +171,16 @@ class Words:
     @classmethod
     def of(cls, run: Run, heading: str) -> Words:
         mark = mark_of(run)
+        own = run.manifest.get("kind") != "imported"
         badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
-        return cls(heading, slo_of(run).text(), " · ".join([caption(run), *_libraries(run)]), badge)
+        badge = badge or ("" if own else "READ IN: measured by another tool")
+        return cls(heading, slo_of(run).text(), " · ".join([caption(run), *libraries_of(run)]), badge)
 
 
 _MOVERS: Final = ("vllm", "mooncake-transfer-engine", "nixl", "torch")
 
 
-def _libraries(run: Run) -> list[str]:
+def libraries_of(run: Run) -> list[str]:
     """Engine and transfer libraries of the machine, with their versions; those of one name once."""
     known = run.environment.get("libraries")
     found = known.items() if isinstance(known, Mapping) else ()

@@ -19,6 +19,7 @@ from kvbench.plots.style import (
     Words,
     add_legend,
     handle,
+    libraries_of,
     looks,
     new_figure,
     nice_log_ticks,
@@ -96,7 +97,8 @@ def _measured(run: Run) -> list[TransferRecord]:
 
 def _words(run: Run, heading: str, rows: Rows, more: str) -> Words:
     labs = sorted({row.lab for row in rows if row.lab})
-    return Words(heading, more, caption(run), f"LAB: {', '.join(labs)}" if labs else "")
+    badge = f"LAB: {', '.join(labs)}" if labs else ""
+    return Words(heading, more, " · ".join([caption(run), *libraries_of(run)]), badge)
 
 
 def _panels(

@@ -1,0 +1,113 @@
+"""The findings of runs of every kind, in one vocabulary: against the tables that they are made from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvbench
+from kvbench.comparison import compare
+from kvbench.core.findings import KIND_WORDS, Statement
+from kvbench.core.transfers import TransferRecord
+from kvbench.errors import StoreError
+from kvbench.runs import load_run
+from kvbench.statements import as_notes, by_kind, statements
+from kvbench.tables import summary_table
+from kvbench.transfer_answers import told
+
+REFERENCE = Path(__file__).parents[1] / "results/reference"
+RUNS = sorted(path.parent for path in REFERENCE.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_every_kind_of_run_says_who_is_ahead_or_that_it_cannot_be_told(path: Path) -> None:
+    found = statements(load_run(path))
+    assert {each.kind for each in found} & {"ahead", "untold"}
+    assert {each.kind for each in found} <= KIND_WORDS.keys()
+    headings = by_kind(found)
+    assert sum(map(len, headings.values())) == len(found)
+    text = (path / "report.md").read_text("utf-8")
+    places = [text.index("## Findings"), *(text.index(f"### {words}\n") for words in headings)]
+    assert places == sorted(places)
+    for note in as_notes(found):
+        assert " ".join(note.text.split()).replace("|", "\\|")[:80] in text.replace("\\\\|", "\\|")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "vllm-cpu-tiny"])
+def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
+    run = load_run(REFERENCE / name)
+    rows = summary_table(run)
+    rates = {(row.cell.connector, row.cell.input_len): row.answer for row in rows}
+    said = [each for each in statements(run) if each.kind == "ahead"]
+    checked = 0
+    for each in said:
+        length = int(each.text.split(" in,")[0].replace(",", ""))
+        for one, ratio, other, low, high in re.findall(
+            r"(\w+) ([\d.]+)× (\w+) \[([\d.]+), ([\d.]+)\]", each.text
+        ):
+            ahead, behind = rates[one, length], rates[other, length]
+            assert ahead.max_request_rate is not None
+            assert behind.max_request_rate is not None
+            assert float(ratio) == pytest.approx(ahead.max_request_rate / behind.max_request_rate, abs=0.006)
+            assert float(low) <= float(ratio) <= float(high)
+            assert (ahead.lower or 0) > (behind.upper or 0)
+            checked += 1
+    assert checked == sum(pair.ratio is not None for pair in compare(rows)) > 0
+
+
+def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:
+    found = statements(load_run(REFERENCE / "burst-or-sustained"))
+    (alone,) = (each for each in found if each.rule == "alone")
+    assert alone.text == "who is ahead: aggregated is alone in this run, so there is nobody to be ahead of"
+    (burst,) = (each for each in found if each.rule == "burst_and_sustained")
+    assert "9.35 req/s, 3.25 times the 2.88 that hold" in burst.text
+
+
+def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
+    ahead = Statement("ahead", "a", "one is ahead")
+    warned, void = (
+        Statement("suspicious", "w", "w", level="warning"),
+        Statement("suspicious", "v", "v", level="invalid"),
+    )
+    assert list(by_kind([warned, ahead])) == [KIND_WORDS["ahead"], KIND_WORDS["suspicious"]]
+    assert list(by_kind([ahead, void])) == [KIND_WORDS["suspicious"], KIND_WORDS["ahead"]]
+
+
+def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
+    found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
+    refused, late = found
+    assert refused.text.startswith("2 of 60 trials were refused and count neither way (client_limited 2)")
+    assert late.rule == "client_limited"
+    assert late.advice
+    assert set(late.places) <= {trial.trial_id for trial in load_run(REFERENCE / "vllm-cpu-tiny").trials}
+
+
+def test_wrong_data_in_a_transfer_is_told_first() -> None:
+    records = load_run(REFERENCE / "microbench").transfer_records()
+    assert not any(each.kind == "suspicious" for each in told(records))
+    last: TransferRecord = records[-1]
+    last.verified = False
+    headings = by_kind(told(records))
+    assert next(iter(headings)) == KIND_WORDS["suspicious"]
+    assert "WRONG DATA in 1 case(s)" in headings[KIND_WORDS["suspicious"]][0].text
+
+
+def test_the_api_has_the_same_findings() -> None:
+    table = kvbench.load(REFERENCE / "quickstart").findings
+    said = {each.text for each in statements(load_run(REFERENCE / "quickstart"))}
+    assert said <= set(table.message)
+    assert {"ahead", "untold", "suspicious"} <= set(table.kind)
+
+
+def test_a_folder_of_runs_is_no_run_and_the_hint_names_the_last_of_them(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run folder") as raised:
+        load_run(tmp_path)
+    assert raised.value.hint == "give one of the folders that lie in results/"
+    for name in ("20260101T000000Z-a-1", "20260102T000000Z-b-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    with pytest.raises(StoreError, match="is not a run folder") as raised:
+        load_run(tmp_path)
+    assert raised.value.hint == f"it holds 2 run folder(s), the last by name is {tmp_path / name}"
