@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvbench.core.binding import limit_of_cell
 from kvbench.core.burst import BurstSearch
@@ -12,6 +12,7 @@ from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario import Scenario
 from kvbench.core.search import Hint, RateSearch, SearchLimits
 from kvbench.equality import Equality, Outputs, check_prompts, compare, greedy_outputs
+from kvbench.past import Past
 from kvbench.progress import Watcher
 from kvbench.runs import CellResult
 from kvbench.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
@@ -58,6 +59,8 @@ class Knowledge:
 
     reference: dict[int, Outputs]
     rates: dict[Cell, float]
+    past: Past = field(default_factory=Past)
+    """What the run folder held when this process took it over."""
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """A rate to start from: the same length on a connector of the same kind, or other lengths."""
@@ -163,6 +166,10 @@ class CellRunner:
         prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
         outputs = greedy_outputs(deployment.complete, prompts, cell.output_len)
         deployment.reset_caches()
+        known = self._knowledge.past.outputs.get((cell.connector, cell.input_len))
+        if known is not None:  # the search began with that latency, and is told the same trials again
+            outputs = replace(outputs, latency_s=known.latency_s)
+        self._trials.keep_outputs(cell.connector, cell.input_len, outputs)
         if is_reference:
             self._knowledge.reference[cell.input_len] = outputs
             return outputs.latency_s, None, ""
@@ -219,6 +226,10 @@ class CellRunner:
 
     def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
         records: list[TrialRecord] = []
+        past = self._knowledge.past
+        stored = past.tried(attempt.cell, attempt.method)
+        if stored:
+            self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are taken from the folder")
         latency_s = attempt.latency_s
         while (ask := strategy.ask()) is not None:
             for mode, twin_of in self._turns():
@@ -235,13 +246,19 @@ class CellRunner:
                     latency_s=latency_s,
                     thorough=ask.thorough,
                 )
-                record = self._trials.run(plan)
+                again = bool(stored)
+                if again:
+                    record = stored.pop(0)
+                    past.check(record, plan.trial_id, plan.rate, plan.purpose)
+                else:
+                    record = self._trials.run(plan)
                 strategy.tell(record)
                 records.append(record)
                 median_ms = (record.summary.get("e2el_ms") or {}).get("p50")
                 if record.verdict in ("met", "undecided") and median_ms:
                     latency_s = median_ms / 1e3
-                self._watcher.trial_finished(record)
+                if not again:
+                    self._watcher.trial_finished(record)
         return records
 
     def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:

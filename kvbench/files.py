@@ -6,18 +6,23 @@ Reading is the other half of the bargain: a torn last line and a missing file be
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvbench.core.records import ROUTER_TIMES, SCHEMA_VERSION, RequestRecord
 from kvbench.errors import StoreError
+
+MOST_BYTES: Final = 2 << 30
+"""A larger file of JSON in a run folder is not read: a hundred thousand trials have a tenth of that."""
 
 
 def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
@@ -133,6 +138,18 @@ def append_line(handle: int, data: Mapping[str, Any]) -> None:
         raise
 
 
+def cut_torn_line(path: Path) -> None:
+    """Cuts off what a kill left of a last line, so that the next one begins a line of its own."""
+    if not path.is_file():
+        return
+    content = _bytes_of(path)
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("rb+") as file:
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -161,11 +178,11 @@ def _free_space(path: Path) -> str:
 def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
     """A JSON object. What is wrong with it is a warning, or a StoreError where ``warnings`` is None."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(_bytes_of(path))
         problem = "" if isinstance(data, dict) else f"{path.name} is not a JSON object"
     except FileNotFoundError:
         data, problem = {}, f"{path.name} is missing"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         data, problem = {}, f"{path.name} cannot be read: {error}"
     if problem and warnings is None:
         raise StoreError(f"{path.parent}: {problem}")
@@ -174,18 +191,35 @@ def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def _bytes_of(path: Path) -> bytes:
+    """A file of a run folder, which may come from anywhere: a pipe would be waited for, a device has no end.
+
+    Raises OSError.
+    """
+    told = path.stat()
+    if not stat.S_ISREG(told.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    if told.st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 30} GiB")
+    return path.read_bytes()
+
+
 def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         warnings.append(f"{path.name} is missing")
         return []
-    *lines, rest = path.read_bytes().split(b"\n")
+    try:
+        *lines, rest = _bytes_of(path).split(b"\n")
+    except OSError as error:
+        warnings.append(f"{path.name} cannot be read: {error}")
+        return []
     if rest:
         warnings.append(f"{path.name}: the last line is cut off and is left out")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)

@@ -9,6 +9,7 @@
     ├── environment.json           the machine
     ├── trials.jsonl               one line a trial; the trace of the search
     ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
+    ├── outputs.jsonl              greedy outputs that the other connectors' are compared with
     ├── requests/<trial>.parquet   one row a request
     ├── telemetry/<trial>.parquet  samples of counters and gauges
     ├── transfers.parquet          a microbenchmark's rows, written anew after each case
@@ -17,13 +18,14 @@
 How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
 complete; whole files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one
 synced write per line, and a reader leaves a torn last line out; a trial's requests are in place before
-its line is. The writer holds a lock on ``trials.jsonl``, so a reader can tell a run that still works
-from one whose process is gone.
+its line is. The writer holds a lock on ``trials.jsonl``, which ends with its process: so a reader can tell
+a run that still works from one whose process is gone, and a second writer is refused. Some room is kept
+occupied (``.reserve``), so that a run on a disk that is full can still write how it ended.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import re
 import secrets
@@ -33,14 +35,16 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvbench import __version__
 from kvbench.core.records import SCHEMA_VERSION, RequestRecord, TrialRecord
 from kvbench.core.transfers import TransferRecord
 from kvbench.files import (
     append_line,
+    cut_torn_line,
     open_append,
+    read_object,
     replaced,
     said_clearly,
     sync_folder,
@@ -49,10 +53,31 @@ from kvbench.files import (
     write_parquet,
     write_rows,
 )
-from kvbench.runs import CELLS, MANIFEST, TRIALS, CellResult, Run, RunStatus, load_run, parquet_path
+from kvbench.past import Past, output_row
+from kvbench.runs import (
+    CELLS,
+    MANIFEST,
+    OUTPUTS,
+    TRIALS,
+    CellResult,
+    Run,
+    RunStatus,
+    load_run,
+    parquet_path,
+)
+from kvbench.sessions import ended_session, iso, locked, new_session
 from kvbench.transfer_rows import TransferTable
 
+if TYPE_CHECKING:
+    from kvbench.equality import Outputs
+
 __all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
+
+RESERVE: Final = ".reserve"
+RESERVE_BYTES: Final = 256 * 1024
+LEAST_ROOM_BYTES: Final = 64 * 1024
+"""With less left than that, whatever failed has failed for want of room."""
+_LEFT_BY_A_KILL: Final = (".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,8 @@ class RunInfo:
     git: Mapping[str, Any] | None = None
     hosts: Sequence[str] = ()
     labels: Sequence[str] = ()
+    asked: Mapping[str, Any] | None = None
+    """What the scenario does not say of the load, for who goes on with the run; None: nobody can."""
 
 
 class RunStore:
@@ -73,13 +100,16 @@ class RunStore:
     Errors: StoreError when the folder cannot be written (no space, no right), with the path.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None = None) -> None:
+        """``lock``: ``trials.jsonl``, open and locked by the caller."""
         self.path = path
+        self.past = Past()
         self._manifest = manifest
-        self._trials = open_append(path / TRIALS)
-        self._cells = open_append(path / CELLS)
         self._transfers = TransferTable(path)
-        fcntl.flock(self._trials, fcntl.LOCK_EX)
+        with said_clearly(path):
+            self._trials = locked(path) if lock is None else lock
+            self._cells = open_append(path / CELLS)
+            self._outputs = -1
 
     @classmethod
     def create(
@@ -106,6 +136,7 @@ class RunStore:
             "ended_at": None,
             "error": "",
             "skipped": [],
+            "sessions": [new_session(name, now)],
         }
         results = Path(results_dir)
         hidden = results / f".{name}"
@@ -117,10 +148,56 @@ class RunStore:
             write_json(hidden / "environment.json", environment)
             for lines in (TRIALS, CELLS):
                 write_bytes(hidden / lines, b"")
+            write_bytes(hidden / RESERVE, os.urandom(RESERVE_BYTES))
             write_json(hidden / MANIFEST, manifest)
             os.rename(hidden, results / name)
             sync_folder(results)
         return cls(results / name, manifest)
+
+    @classmethod
+    def reopen(cls, path: Path, differs: Sequence[str] = ()) -> RunStore:
+        """A run folder that is gone on with: a new session in its manifest, half-written ends cut off.
+
+        ``differs``: what is not as it was when the run began; it is kept with the session. Raises StoreError
+        if another process works on the folder.
+        """
+        lock = locked(path)
+        try:
+            manifest = load_run(path).manifest
+            with said_clearly(path):
+                for pattern in _LEFT_BY_A_KILL:
+                    for left in [*path.glob(pattern), *path.glob(f"*/{pattern}")]:
+                        left.unlink(missing_ok=True)
+                for lines in (TRIALS, CELLS, OUTPUTS):
+                    cut_torn_line(path / lines)
+                for folder in ("requests", "telemetry", "logs"):
+                    (path / folder).mkdir(exist_ok=True)
+                write_bytes(path / RESERVE, os.urandom(RESERVE_BYTES))
+            store = cls(path, manifest, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        session = {
+            **new_session(str(manifest["run_id"]), datetime.now(timezone.utc)),
+            "differs": list(differs),
+        }
+        sessions = [ended_session(each) for each in manifest.get("sessions", [])]
+        try:
+            store.update(status="running", error="", ended_at=None, sessions=[*sessions, session])
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @property
+    def run_tag(self) -> str:
+        """What marks the processes of this session in their environment; begins with the run's name."""
+        return str(self._manifest["sessions"][-1]["run_tag"])
+
+    @property
+    def resumed(self) -> int:
+        """How many sessions there were before."""
+        return len(self._manifest["sessions"]) - 1
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -141,6 +218,15 @@ class RunStore:
         """Replaces plan.json, for example when the processes' real ports and argv are known."""
         with said_clearly(self.path):
             write_json(self.path / "plan.json", plan)
+
+    def processes(self) -> dict[str, Any]:
+        """Each deployment's processes as plan.json has them."""
+        return dict(read_object(self.path / "plan.json", []).get("processes") or {})
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Replaces environment.json, when the other hosts of a run have told of themselves."""
+        with said_clearly(self.path):
+            write_json(self.path / "environment.json", environment)
 
     def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
         """Notes that a connector is not measured in this run, why, and the command that would mend it."""
@@ -177,16 +263,40 @@ class RunStore:
         with said_clearly(self.path):
             append_line(self._cells, checked.to_json())
 
+    def add_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
+        """Stores a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
+        with said_clearly(self.path):
+            if self._outputs < 0:
+                self._outputs = open_append(self.path / OUTPUTS)
+                sync_folder(self.path)
+            append_line(self._outputs, output_row(label, input_len, outputs))
+
+    def require_room(self) -> None:
+        """Raises StoreError where there is no room left to go on writing."""
+        with said_clearly(self.path):
+            disk = os.statvfs(self.path)
+            if disk.f_bavail * disk.f_frsize < LEAST_ROOM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
     def finish(self, status: RunStatus, error: str = "") -> None:
         """Writes how the run ended and lets go of the folder. The first call counts."""
         if self._trials < 0:
             return
+        ended = iso(datetime.now(timezone.utc))
+        *earlier, session = self._manifest["sessions"]
+        session = {**session, "ended_at": ended, "why": f"{status}: {error}" if error else status}
         try:
-            self.update(status=status, error=error, ended_at=iso(datetime.now(timezone.utc)))
+            (self.path / RESERVE).unlink(missing_ok=True)
+            self.update(status=status, error=error, ended_at=ended, sessions=[*earlier, session])
         finally:
-            os.close(self._trials)
-            os.close(self._cells)
-            self._trials = self._cells = -1
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of the folder without a word: to a reader it then looks like a killed run's."""
+        for handle in (self._trials, self._cells, self._outputs):
+            if handle >= 0:
+                os.close(handle)
+        self._trials = self._cells = self._outputs = -1
 
     def __enter__(self) -> RunStore:
         return self
@@ -205,8 +315,3 @@ class RunStore:
 def slug(name: str) -> str:
     """A name as part of a folder name: lower case, digits and single hyphens, at most 40 characters."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
-
-
-def iso(moment: datetime) -> str:
-    """UTC with milliseconds: ``2026-11-21T13:30:00.123Z``."""
-    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,90 @@
+"""What a run folder already holds, as a sweep that goes on needs it: finished cells, trials, true outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvbench.core.records import Cell, Method, TrialRecord
+from kvbench.errors import StoreError
+from kvbench.runs import CellResult, Run
+
+if TYPE_CHECKING:
+    from kvbench.equality import Outputs
+
+
+@dataclass(frozen=True)
+class Past:
+    """The trials of each cell and method in the order they were run; empty for a run that begins."""
+
+    trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
+    results: Mapping[Cell, Sequence[CellResult]] = field(default_factory=dict)
+    """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
+    outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
+    """By deployment and input length: greedy outputs, and the latency that its search began with."""
+    forced: bool = False
+    """Go on even if the trials are not those that this kvbench would have asked for."""
+
+    def tried(self, cell: Cell, method: Method) -> list[TrialRecord]:
+        return list(self.trials.get((cell, method), ()))
+
+    def finished(self, cell: Cell) -> bool:
+        return cell in self.results
+
+    def check(self, record: TrialRecord, trial_id: str, rate: float, purpose: str) -> None:
+        """Raise StoreError for a trial that is not the one that the search asks for at its place."""
+        same_rate = math.isclose(record.request_rate, rate, rel_tol=1e-9)
+        if self.forced or (record.trial_id == trial_id and same_rate and record.purpose == purpose):
+            return
+        raise StoreError(
+            f"the folder's trial {record.trial_id} at {record.request_rate:g} req/s ({record.purpose}) is "
+            f"not what the search asks for there: {trial_id} at {rate:g} req/s ({purpose})",
+            hint="another kvbench wrote it, or the file was changed: begin anew, or go on with --force",
+        )
+
+
+def past_of(run: Run, own_method: Method, *, forced: bool = False) -> Past:
+    """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
+    trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
+    for record in run.all_trials:
+        trials.setdefault((record.cell, record.method), []).append(record)
+    results: dict[Cell, list[CellResult]] = {}
+    for result in [*run.cells, *run.other_cells]:
+        results.setdefault(result.cell, []).append(result)
+    return Past(
+        trials=trials,
+        results={
+            cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
+        },
+        outputs=dict(_outputs(run.outputs)),
+        forced=forced,
+    )
+
+
+def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:
+    """A line that has not what it should have is one that is not there: the outputs are asked for again."""
+    from kvbench.equality import Outputs
+
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):
+            outputs = Outputs(tuple(map(str, row["texts"])), float(row["latency_s"]))
+            yield (str(row["label"]), int(row["input_len"])), outputs
+
+
+def _ends(result: CellResult, own_method: Method) -> bool:
+    """Whether it is the line that is written last of a cell's: the first tier's, of its own method."""
+    decided = result.status in ("done", "refused", "skipped")
+    return decided and (result.main or (result.method == own_method and not result.tier))
+
+
+def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:
+    """One line of outputs.jsonl."""
+    return {
+        "label": label,
+        "input_len": input_len,
+        "texts": list(outputs.texts),
+        "latency_s": outputs.latency_s,
+    }

@@ -1,0 +1,255 @@
+"""Sweeps on virtual systems for half an hour, with faults at random, and demands that nothing grows.
+
+``python -m tools.soak`` or ``make soak``. Sweep after sweep of many cells is simulated; trials raise errors,
+are refused, or are cut off together with their run, which is then opened again and gone on with. Resident
+memory, descriptors and threads are sampled. It fails (exit code 1) if memory grows by more than 5 % after the
+warm-up, if descriptors or threads grow at all, if a trial reads back otherwise than it was recorded, or if
+fewer than 1,000 trials were recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import psutil
+
+from kvbench import resume
+from kvbench.cell import CellRunner
+from kvbench.core.plan import DeploymentPlan
+from kvbench.core.records import Finding, TrialRecord
+from kvbench.errors import ProcessDiedError
+from kvbench.planning import plan_of
+from kvbench.progress import Silent
+from kvbench.request import Wish
+from kvbench.runs import load_run
+from kvbench.simulate import VirtualCells, VirtualSweep, simulable
+from kvbench.store import RunStore
+from kvbench.sweep import create_store
+from kvbench.trial import TrialPlan
+from kvbench.virtualtrial import VirtualTrials
+
+SETS: Final = (
+    "connectors=[aggregated,tcp,nixl]",
+    "workload.input_len=[64,128,192,256,384,512]",
+    "search.trial_s=0.5",
+    "search.max_trial_s=0.5",
+    "search.min_requests=20",
+    "search.max_trials=6",
+    "search.precision=0.2",
+    "search.equal_rate=true",
+)
+WARM_UP: Final = 0.25
+"""Share of the time after which memory may not grow any more: caches and arenas fill first."""
+MOST_GROWTH: Final = 0.05
+LEAST_TRIALS: Final = 1000
+SAMPLE_S: Final = 1.0
+FAULTS: Final = (("error", 0.004), ("cut off", 0.006), ("refused", 0.05))
+"""What happens to a trial, and how often."""
+
+
+class CutOff(BaseException):
+    """Stands for a kill: nothing of kvbench catches it."""
+
+
+@dataclass
+class Sample:
+    """Of this process: seconds since the start, resident bytes, open descriptors, threads."""
+
+    at_s: float
+    rss: int
+    descriptors: int
+    threads: int
+
+
+@dataclass
+class Soak:
+    """What has happened so far."""
+
+    chance: random.Random
+    began: float = field(default_factory=time.monotonic)
+    samples: list[Sample] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    recorded: dict[str, str] = field(default_factory=dict)
+    trials: int = 0
+    sweeps: int = 0
+    cells: int = 0
+    differing: int = 0
+    process: psutil.Process = field(default_factory=psutil.Process)
+
+    def fault(self) -> str:
+        """What happens to the next trial; mostly nothing."""
+        drawn = self.chance.random()
+        for name, share in FAULTS:
+            if drawn < share:
+                self.faults[name] += 1
+                return name
+            drawn -= share
+        return ""
+
+    def sample(self) -> None:
+        """Take a sample, if the last one is old enough."""
+        at_s = time.monotonic() - self.began
+        if not self.samples or at_s - self.samples[-1].at_s >= SAMPLE_S:
+            told = self.process
+            self.samples.append(Sample(at_s, told.memory_info().rss, told.num_fds(), told.num_threads()))
+
+
+class SoakedTrials(VirtualTrials):
+    """Simulated trials to which faults happen."""
+
+    def __init__(self, soak: Soak, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._soak = soak
+
+    def run(self, plan: TrialPlan) -> TrialRecord:
+        fault = self._soak.fault()
+        if fault == "error":
+            raise ProcessDiedError("decode-0 has ended with status 1", hint="planted by the soak")
+        if fault == "cut off":
+            raise CutOff
+        kept = self._store
+        if fault == "refused":
+            self._store = _Refusing(kept)  # type: ignore[assignment]
+        try:
+            record = super().run(plan)
+        finally:
+            self._store = kept
+        record = _refused(record) if fault == "refused" else record
+        self._soak.recorded[f"{kept.path.name}/{record.trial_id}"] = digest(record)
+        self._soak.trials += 1
+        self._soak.sample()
+        return record
+
+
+class _Refusing:
+    """A store that takes each trial as one that a gate has refused."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add_trial(self, trial: TrialRecord, requests: Sequence[Any] = ()) -> None:
+        self._store.add_trial(_refused(trial), requests)
+
+
+def _refused(record: TrialRecord) -> TrialRecord:
+    finding = Finding("soak", "invalid", "refused by the soak", "nothing to do")
+    if finding in record.findings:
+        return record
+    return replace(record, verdict="invalid", reason=finding.message, findings=[*record.findings, finding])
+
+
+class SoakedSweep(VirtualSweep):
+    """A simulated sweep to whose trials faults happen."""
+
+    soak: Soak
+
+    def _cell_runner(self, deployment: Any, planned: DeploymentPlan) -> CellRunner:
+        trials = SoakedTrials(self.soak, self._scenario, deployment, self._store, self._trace)
+        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
+
+
+def digest(record: TrialRecord) -> str:
+    """Of all of a record, as JSON."""
+    text = json.dumps(record.to_json(), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def one_sweep(soak: Soak, results: Path) -> None:
+    """One sweep with another seed: gone on with until no fault has broken it off and no cell has failed."""
+    wish = Wish("quickstart", (*SETS, f"seed={soak.sweeps + 1}"))
+    scenario, source = simulable(wish)
+    plan = plan_of(scenario)
+    store = create_store(results, scenario, source, plan, "simulate", {})
+    path = store.path
+    while True:
+        sweep = SoakedSweep(scenario, plan, store, Silent())
+        sweep.soak = soak
+        try:
+            with store:
+                sweep.run()
+        except CutOff:
+            soak.faults["opened again"] += 1
+        if resume.is_complete(load_run(path)):
+            break
+        store = RunStore.reopen(path)
+        resume.take_over(store, scenario, None)
+    run = load_run(path)
+    for record in run.all_trials:
+        soak.differing += soak.recorded.pop(f"{path.name}/{record.trial_id}", "") != digest(record)
+    soak.differing += len(soak.recorded)
+    soak.recorded.clear()
+    soak.sweeps += 1
+    soak.cells += len(run.cells)
+    shutil.rmtree(path)
+    gc.collect()
+
+
+def judged(soak: Soak, seconds: float) -> list[str]:
+    """What is wrong."""
+    warm = [sample for sample in soak.samples if sample.at_s >= seconds * WARM_UP]
+    quarter = max(1, len(warm) // 4)
+    first, last = warm[:quarter], warm[-quarter:]
+    wrong = []
+    growth = median(each.rss for each in last) / median(each.rss for each in first) - 1
+    if growth > MOST_GROWTH:
+        wrong.append(f"resident memory has grown by {growth:.1%}")
+    for name in ("descriptors", "threads"):
+        before, after = (max(getattr(each, name) for each in part) for part in (first, last))
+        if after > before:
+            wrong.append(f"{name} have grown from {before} to {after}")
+    if soak.differing:
+        wrong.append(f"{soak.differing} trials read back otherwise than they were recorded")
+    if soak.trials < LEAST_TRIALS:
+        wrong.append(f"only {soak.trials} trials were recorded, {LEAST_TRIALS} asked")
+    return wrong
+
+
+def show(soak: Soak, seconds: float) -> None:
+    """The table."""
+    print(f"{'at':>8} {'RSS':>10} {'descriptors':>12} {'threads':>8}")
+    step = max(1, len(soak.samples) // 10)
+    for sample in soak.samples[::step]:
+        rss = f"{sample.rss / 1e6:.1f} MB"
+        print(f"{sample.at_s:>6.0f} s {rss:>10} {sample.descriptors:>12} {sample.threads:>8}")
+    print(f"sweeps, cells, trials  {soak.sweeps}, {soak.cells}, {soak.trials}")
+    print(f"faults                 {', '.join(f'{n} {c}' for n, c in sorted(soak.faults.items())) or 'none'}")
+    print(f"read back equal        {'all' if not soak.differing else f'all but {soak.differing}'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    os.nice(5)
+    soak, seconds = Soak(random.Random(asked.seed)), asked.minutes * 60
+    with tempfile.TemporaryDirectory(prefix="kvbench-soak-") as scratch:
+        while time.monotonic() - soak.began < seconds:
+            one_sweep(soak, Path(scratch))
+    show(soak, seconds)
+    wrong = judged(soak, seconds)
+    for each in wrong:
+        print(f"FAILED: {each}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
