@@ -22,7 +22,7 @@ GIT_DEADLINE_S: Final = 5.0
 
 ENV_PREFIXES: Final = ("MC_", "UCX_", "NCCL_", "VLLM_")
 """Variables that change what a transfer library or an engine does; recorded in full."""
-SECRET_WORDS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+SECRET_WORDS: Final = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH")
 WITHHELD: Final = "(not recorded)"
 
 LIBRARIES: Final = (

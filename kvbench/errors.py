@@ -6,7 +6,8 @@
     ├── MissingLibraryError      1   a native library is absent or does not load
     ├── LaunchError              1   a process could not be started or did not get ready
     │   ├── PortInUseError
-    │   └── ProcessDiedError
+    │   ├── ProcessDiedError
+    │   └── ProcessHungError
     ├── TransferError            1   a KV transfer failed, or did not end within its deadline
     ├── LabError                 1   a lab of network namespaces could not be set up, changed or taken down
     ├── StoreError               1   a run folder cannot be read or written
@@ -65,6 +66,10 @@ class PortInUseError(LaunchError):
 
 class ProcessDiedError(LaunchError):
     """A process that should be running has ended; the message carries its last lines."""
+
+
+class ProcessHungError(LaunchError):
+    """A process is there and does nothing: it is stopped, or does not answer any more."""
 
 
 class TransferError(KvbenchError):

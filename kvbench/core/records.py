@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION: Final = 1
 
@@ -127,6 +128,35 @@ class RequestRecord:
         return cls(**row)
 
 
+def require_types(record: object) -> None:
+    """Raises TypeError if a field of a record from a file is of another JSON type than it is declared with.
+
+    Numbers may be None: what was not finite is written so.
+    """
+    cls = type(record)
+    if cls not in _JSON_TYPES:
+        _JSON_TYPES[cls] = {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
+    for name, kinds in _JSON_TYPES[cls].items():
+        value = getattr(record, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise TypeError(f"{name} is {str(value)[:40]!r}")
+
+
+_JSON_TYPES: Final[dict[type, dict[str, tuple[type, ...]]]] = {}
+"""Of each class of records that has come by: field → what it may hold."""
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return tuple(kind for each in get_args(hint) for kind in _kinds(each))
+    if origin is Literal:
+        return (str,)
+    if hint is float:
+        return (int, float, type(None))
+    return (origin or hint,)
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a gate has to say about a trial: data, with evidence and advice.
@@ -181,4 +211,9 @@ class TrialRecord:
         data = {key: value for key, value in row.items() if key != "schema"}
         data["cell"] = Cell(**data["cell"])
         data["findings"] = [Finding(**finding) for finding in data.get("findings", [])]
-        return cls(**data)
+        record = cls(**data)
+        for each in (record, record.cell, *record.findings):
+            require_types(each)
+        if not all(isinstance(label, str) for label in record.labels):
+            raise TypeError(f"labels are {str(record.labels)[:40]!r}")
+        return record

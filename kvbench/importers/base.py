@@ -155,6 +155,8 @@ def peek(path: Path) -> str:
     """The beginning of a file as text; empty for a folder, for a binary file and for one that cannot be
     read."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return ""
         with path.open("rb") as file:
             data = file.read(PEEK_BYTES)
     except OSError:
@@ -168,6 +170,8 @@ def read_text(path: Path) -> str:
     Raises InputError for a file that cannot be read or is too large.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is a folder, a pipe or a device, and no file")
         if path.stat().st_size > MAX_BYTES:
             raise InputError(
                 f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="cut out the part with results"
@@ -207,6 +211,8 @@ def parse_json(path: Path) -> Any:
             f"{path.name}:{error.lineno}: is not whole JSON ({error.msg})",
             hint="the file may have been cut off while it was written",
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise InputError(f"{path.name}:1: is no JSON that can be read ({error})") from error
 
 
 def number(value: Any) -> float | None:
@@ -216,9 +222,16 @@ def number(value: Any) -> float | None:
             value = float(value.strip().replace(",", ""))
         except ValueError:
             return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         return None
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def whole(value: Any) -> int | None:

@@ -19,6 +19,8 @@ from kvbench.loadgen.clock import Nanoseconds
 from kvbench.loadgen.known import EVENT_END, Known, UnusualError, usual
 from kvbench.loadgen.stream import StreamReader
 
+MAX_HEAD_BYTES: Final = 1 << 20
+"""Of an answer, interim ones included. A read may bring body with it, so it is far above any real head."""
 KEPT_BODY_BYTES: Final = 1_000_000
 """Of a body that is no stream, for what it says of an error."""
 
@@ -28,6 +30,7 @@ class Answer:
 
     __slots__ = (
         "_at_boundary",
+        "_head_bytes",
         "_known",
         "_may_keep_alive",
         "_parser",
@@ -53,6 +56,7 @@ class Answer:
         self._parser: Any = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._stamp = 0
+        self._head_bytes = 0
         self._at_boundary = False
         self._may_keep_alive = False
         self.stream = StreamReader(token_stamps=array("q"))
@@ -132,6 +136,11 @@ class Answer:
             self.surplus = True
             return
         self._stamp = stamp
+        if not self.head_seen:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.malformed = f"the answer's head exceeds {MAX_HEAD_BYTES} bytes"
+                return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

@@ -68,10 +68,13 @@ class Backend:
         self.spec = spec
         self.server = Server(spec.url)
         self.pool = Pool(self.server, loop)
-        self.engine_id = ""
+        self.engine_id = spec.engine_id
 
     def peer(self) -> PrefillPeer:
-        return PrefillPeer(self.spec.url, self.spec.bootstrap_url, self.engine_id, self.spec.side_address)
+        spec = self.spec
+        return PrefillPeer(
+            spec.url, spec.bootstrap_url, self.engine_id, spec.side_address, spec.tensor_parallel_size
+        )
 
 
 @dataclass

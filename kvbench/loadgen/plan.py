@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.apikey import bearer
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.prompts import PromptShape, token_prompts
 from kvbench.errors import InputError
@@ -157,6 +158,7 @@ def request_headers(spec: LoadSpec, request_id: str) -> dict[str, str]:
         "content-type": "application/json",
         "accept": "text/event-stream",
         **spec.headers,
+        **bearer(spec.api_key_env),
         "x-request-id": request_id,
     }
 

@@ -39,6 +39,8 @@ class LoadSpec:
     stop_grace_s: float = 0.0
     shared_prefix_len: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    api_key_env: str = ""
+    """The environment variable whose value goes into each request's Authorization header."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     slo: dict[str, Any] = field(default_factory=dict)
     progress_interval_s: float = 0.25

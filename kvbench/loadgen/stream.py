@@ -10,6 +10,9 @@ from typing import Any, Final
 from kvbench.core.records import RequestError
 
 MAX_DETAIL_CHARS: Final = 300
+MAX_EVENT_BYTES: Final = 8 << 20
+"""Of one event that has not ended. One of 10,000 tokens with their logprobs has a quarter of that."""
+MAX_EVENT_LINES: Final = 100_000
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -54,6 +57,11 @@ class StreamReader:
             data = data[: len(data) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
         lines = data.split(b"\n")
         self._pending = lines.pop()
+        if len(self._pending) > MAX_EVENT_BYTES or len(self._data) > MAX_EVENT_LINES:
+            self._fail(
+                "bad_stream", f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines"
+            )
+            self._pending, self._data = b"", []
         for line in lines:
             if not line:
                 if self._data:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from kvbench.apikey import hidden
 from kvbench.core.records import RequestRecord
 from kvbench.loadgen.alarm import Alarm
 from kvbench.loadgen.clock import Clock
@@ -302,6 +303,8 @@ class Trial:
         self._in_flight.pop(exchange)
         self._waiting.pop(exchange, None)
         record = exchange.settle(self._start)
+        if record.error_detail:
+            record.error_detail = hidden(record.error_detail, self._spec.api_key_env)
         self.figures.chunks += exchange.chunks
         self._counts.settled(exchange, record)
 

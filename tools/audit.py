@@ -1,0 +1,110 @@
+"""``make audit``: known vulnerabilities of the pinned dependencies, by pip-audit.
+
+Exit codes: 0 none known, 1 some are, 4 not run here (no pip-audit to be had, or no answer for some package
+from the service that knows vulnerabilities). What was not looked at is never taken for clean.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PINNED: Final = ROOT / "constraints.txt"
+INSTALL_DEADLINE_S: Final = 180.0
+AUDIT_DEADLINE_S: Final = 180.0
+EXIT_CLEAN, EXIT_FOUND, EXIT_NOT_RUN = 0, 1, 4
+MOST_SHOWN: Final = 3
+
+
+def run(words: Sequence[str], deadline_s: float) -> tuple[int, str]:
+    """Exit status and all output of a command; status 124 past the deadline."""
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=deadline_s,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"no end within {deadline_s:g} s"
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout
+
+
+def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
+    """Asks pip-audit about every line of ``pinned``, prints what it says, and returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="kvbench-audit-") as folder:
+        told = Path(folder) / "audit.json"
+        options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
+        words = [*program, "--requirement", str(pinned), *options, "--output", str(told)]
+        status, output = run(words, AUDIT_DEADLINE_S)
+        try:
+            data = json.loads(told.read_text())
+        except (OSError, ValueError):
+            return not_run(f"pip-audit ended with status {status}: {_last_line(output)}")
+    return say(data)
+
+
+def say(data: Any) -> int:
+    """Prints what pip-audit's JSON says; returns the exit code."""
+    packages = data.get("dependencies", []) if isinstance(data, dict) else []
+    skipped = [each for each in packages if "skip_reason" in each]
+    looked_at = [each for each in packages if "skip_reason" not in each]
+    found = [(each, vulnerability) for each in looked_at for vulnerability in each.get("vulns", ())]
+    for package, vulnerability in found:
+        fixed = ", ".join(vulnerability.get("fix_versions") or ()) or "no version yet"
+        print(f"{package['name']} {package['version']}: {vulnerability['id']}, mended in {fixed}")
+    for package in skipped[:MOST_SHOWN]:
+        print(f"not looked at: {package['skip_reason']}")
+    print(
+        f"{len(looked_at)} of {len(packages)} pinned packages looked at, {len(found)} known vulnerabilities"
+    )
+    if found:
+        return EXIT_FOUND
+    if skipped or not looked_at:
+        return not_run(f"nothing is known of {len(skipped)} of {len(packages)} packages")
+    return EXIT_CLEAN
+
+
+def not_run(why: str) -> int:
+    print(f"not run here: {why}", file=sys.stderr)
+    print("run `make audit` where the vulnerability service of the package index answers", file=sys.stderr)
+    return EXIT_NOT_RUN
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def main() -> int:
+    """pip-audit of the PATH, or one that is installed for the moment in an environment of its own."""
+    there = shutil.which("pip-audit")
+    if there:
+        return audit([there])
+    with tempfile.TemporaryDirectory(prefix="kvbench-audit-") as folder:
+        python = str(Path(folder) / "bin" / "python")
+        for words in (
+            [sys.executable, "-m", "venv", folder],
+            [python, "-m", "pip", "install", "-q", "pip-audit"],
+        ):
+            status, output = run(words, INSTALL_DEADLINE_S)
+            if status:
+                return not_run(f"pip-audit cannot be installed: {_last_line(output)}")
+        return audit([python, "-m", "pip_audit"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
