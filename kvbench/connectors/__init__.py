@@ -6,13 +6,13 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import ValidationError
 
 from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
+from kvbench.plugins import outside
 
 _NOT_CONNECTORS = {"base", "plain", "pull", "rooms", "ucx", "versions"}
 ENTRY_POINT_GROUP = "kvbench.connectors"
@@ -21,17 +21,15 @@ ENTRY_POINT_GROUP = "kvbench.connectors"
 def names() -> tuple[str, ...]:
     """All connectors: the files of this folder and those of outside packages."""
     own = {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_CONNECTORS
-    outside = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted(own | outside))
+    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Connector:
     """The connector of that name. Raises InputError for an unknown one."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name == name:
-            loaded = entry.load()
-            assert isinstance(loaded, Connector)
-            return loaded
+    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
+        loaded = entry.load()
+        assert isinstance(loaded, Connector)
+        return loaded
     if name not in names():
         raise InputError(f"no connector is called {name!r}", hint=f"there are: {', '.join(names())}")
     connector = importlib.import_module(f"{__name__}.{name}").CONNECTOR

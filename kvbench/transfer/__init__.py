@@ -11,9 +11,9 @@ import json
 import pkgutil
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 from kvbench.errors import InputError
+from kvbench.plugins import outside
 from kvbench.transfer.base import Backend, Problem
 
 ENTRY_POINT_GROUP = "kvbench.transfer"
@@ -23,17 +23,15 @@ CHECK_DEADLINE_S = 15.0
 def names() -> tuple[str, ...]:
     """All transfer backends: the files of this folder and those of outside packages."""
     own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
-    outside = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted(own | outside))
+    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Backend:
     """The backend of that name; imports its file, not its library. Raises InputError."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name == name:
-            loaded = entry.load()
-            assert isinstance(loaded, Backend)
-            return loaded
+    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
+        loaded = entry.load()
+        assert isinstance(loaded, Backend)
+        return loaded
     if name not in names():
         raise InputError(f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(names())}")
     backend = importlib.import_module(f"{__name__}.{name}").BACKEND
