@@ -160,8 +160,16 @@ class Sampler:
 
     GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
-    def __init__(self, trial_id: str, pids: Mapping[str, int], metrics_urls: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        trial_id: str,
+        pids: Mapping[str, int],
+        metrics_urls: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """``headers``: for the questions at ``metrics_urls``."""
         self.rows: list[dict[str, Any]] = []
+        self._headers = dict(headers or {})
         self._trial_id = trial_id
         self._metrics_urls = dict(metrics_urls)
         self._processes = dict(_alive(pids))
@@ -179,7 +187,7 @@ class Sampler:
         self._thread.join(timeout=SCRAPE_TIMEOUT_S + 2)
 
     def _run(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(headers=self._headers) as client:
             while not self._stop.wait(SAMPLE_INTERVAL_S):
                 now = time.monotonic() - self._started
                 self._sample_host(now)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import LaunchError
+from kvbench.launchers.here import Here
+from kvbench.launchers.logbound import LogBound
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 GRACE_S = 3.0
@@ -50,10 +52,15 @@ def _trackers(group: int) -> set[int]:
 class LocalProcess:
     """A started process and its group. Only ever signals what it started itself."""
 
-    def __init__(self, spec: ProcessSpec, popen: subprocess.Popen[bytes], log_path: Path) -> None:
+    def __init__(
+        self, spec: ProcessSpec, popen: subprocess.Popen[bytes], log_path: Path, logs: LogBound
+    ) -> None:
+        """``logs``: what keeps its log within bounds, until it has ended."""
         self.spec = spec
         self.log_path = log_path
         self._popen = popen
+        self._logs = logs
+        self._logs.watch(self)
         self._returncode: int | None = None
 
     @property
@@ -66,14 +73,17 @@ class LocalProcess:
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs. Sweeps up the rest of the group once it has ended."""
-        if self._returncode is None and self._has_exited():
+        if self._returncode is None and self.has_exited:
             self._reap()
         return self._returncode
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM to the process itself, which ends its own children)."""
+        """Ask it to end (SIGTERM to the process itself, which ends its own children); one that is stopped
+        is continued, so that it can.
+        """
         if self._returncode is None:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it and its whole group at once."""
@@ -102,7 +112,11 @@ class LocalProcess:
         path = self.log_path.with_name(f"{name}.log")
         self.log_path = self.log_path.rename(path)
 
-    def _has_exited(self) -> bool:
+    @property
+    def has_exited(self) -> bool:
+        """Whether it has ended; nothing is swept up yet, and its pipes can still be read."""
+        if self._returncode is not None:
+            return True
         # WNOWAIT leaves the zombie in place, so that its process group id cannot be reused
         # before the rest of the group has been swept up.
         try:
@@ -118,6 +132,7 @@ class LocalProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._returncode = self._popen.wait()
+        self._logs.ended(self)
 
     def _end_group(self) -> None:
         """Kill all of the group, Python's resource trackers last: these unlink what the others leave in
@@ -149,6 +164,7 @@ class LocalLauncher:
         self.run_tag = run_tag
         self.log_dir = log_dir
         self._spec_dir = spec_dir
+        self._logs = LogBound()
 
     def start(self, spec: ProcessSpec, *, piped: bool = False) -> LocalProcess:
         """Start one process; ``piped`` keeps its stdin and stdout for a conversation with it.
@@ -186,11 +202,36 @@ class LocalLauncher:
                 )
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name}: {error.strerror}", hint=" ".join(argv)) from error
-        return LocalProcess(spec, popen, log_path)
+        return LocalProcess(spec, popen, log_path, self._logs)
 
     def log_path(self, spec: ProcessSpec) -> Path:
         """Where a process's output goes."""
         return self.log_dir / f"{spec.name}.log"
+
+    def check(self) -> None:
+        """This machine is never lost."""
+
+    def far(self, name: str) -> Here:
+        """Every process is here."""
+        return Here()
+
+    def web(self) -> None:
+        """Servers are asked from here."""
+
+    def host_of(self, name: str) -> str:
+        """Empty: this machine."""
+        return ""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """There are no other hosts."""
+        return ()
+
+    def ask_hosts(
+        self, what: str, more: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """There are no other hosts."""
+        return {}
 
     def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:
         """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""

@@ -1,0 +1,34 @@
+"""``python -m kvbench.far``: reads questions from stdin, answers on stdout. Its own log goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvbench.far.agent import Agent
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvbench.far", description=__doc__)
+    parser.add_argument("--tag", default="", help="the run's tag, which all that it starts will carry")
+    chosen = parser.parse_args(argv)
+    # Whatever a library prints must not come between the frames.
+    answers = os.dup(STDOUT)
+    os.set_inheritable(answers, False)
+    os.dup2(STDERR, STDOUT)
+    agent = Agent(STDIN, answers, chosen.tag)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: agent.end("it was told to end"))
+    agent.run()
+    sys.stderr.flush()
+    # Threads that wait for a server's answer, or for a reader that is gone, are not waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

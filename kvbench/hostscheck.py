@@ -1,0 +1,187 @@
+"""``kvbench doctor --hosts``: all hosts of a scenario at once, and who reaches whom on the data network."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvbench.core.plan import Plan
+from kvbench.core.scenario import Scenario
+from kvbench.engine_checks import Check
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.launchers.agents import Agent
+from kvbench.launchers.fleet import Fleet
+from kvbench.places import fleet_of
+from kvbench.planning import plan_of
+from kvbench.request import Wish, resolve
+
+FREE_BYTES: Final = 2**30
+"""A GPU of whose memory more is in use works for somebody."""
+NOTABLE_S: Final = 0.5
+"""Clocks further apart make logs hard to read. Nothing that is measured compares two clocks."""
+MARKS: Final = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
+
+
+def command(scenario_name: str, overrides: tuple[str, ...], console: Console) -> int:
+    """Print every finding with its mend, and the matrix; 1 if something does not work without one."""
+    from rich.table import Table
+
+    scenario, _ = resolve(Wish(scenario_name, overrides))
+    if not scenario.deployment.hosts:
+        raise InputError("the scenario names no hosts", hint="deployment.hosts with launcher: ssh")
+    with fleet_of(scenario, f"doctor-{secrets.token_hex(4)}") as fleet:
+        checks = examine(scenario, plan_of(scenario), fleet)
+        pairs = reached(scenario, fleet)
+    checks += list(pair_checks(pairs))
+    table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
+    console.print(table)
+    if pairs:
+        console.print(matrix(pairs))
+    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+
+
+def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
+    """Findings about each host by itself, and about what must be the same on all."""
+    checks = []
+    try:
+        fleet.require()
+    except KvbenchError as error:
+        checks.append(Check("hosts", "missing", error.message, error.hint))
+    environments = fleet.environments()
+    for name, agent in fleet.items():
+        try:
+            checks += list(_host(scenario, plan, name, agent, environments[name]))
+        except KvbenchError as error:
+            checks.append(Check(name, "missing", error.message, error.hint))
+    return [*checks, *_same(environments)]
+
+
+def _host(
+    scenario: Scenario, plan: Plan, name: str, agent: Agent, told: Mapping[str, Any]
+) -> Iterator[Check]:
+    hello, deployment = agent.hello, scenario.deployment
+    host = deployment.hosts[name]
+    yield Check(name, "ok", f"kvbench {hello['version']}, Python {hello['python']}, {hello['cores']} cores")
+    offset_s = float(hello["unix_s"]) - agent.seen_unix_s
+    far_apart = abs(offset_s) > NOTABLE_S
+    yield Check(
+        f"{name} clock",
+        "warn" if far_apart else "ok",
+        f"{offset_s:+.3f} s from here",
+        "logs will not line up; results do not depend on it" if far_apart else "",
+    )
+    nics = {str(each["name"]): each for each in told.get("nics") or ()}
+    devices = {str(each.get("name")) for each in told.get("rdma") or ()}
+    for nic in host.nics:
+        here = nic in nics or nic in devices
+        down = here and nics.get(nic, {}).get("operstate") == "down"
+        finding = (
+            "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
+        )
+        yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
+    yield from _ports(scenario, plan, name, agent)
+    model = str(getattr(deployment.engine_options, "model", ""))
+    if model.startswith(("/", "~")):
+        there = agent.ask("exists", path=model)["exists"]
+        yield Check(
+            f"{name} model", "ok" if there else "missing", f"{model} {'' if there else 'is not there'}"
+        )
+    used = {int(index): int(taken) for index, taken in agent.ask("gpus")["used_bytes"].items()}
+    busy = [index for index in host.devices or used if used.get(index, 0) > FREE_BYTES]
+    lacking = [index for index in host.devices if index not in used]
+    if used or lacking:
+        words = f"GPUs not there: {lacking}" if lacking else f"in use: {busy}" if busy else "all free"
+        yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
+
+
+def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[Check]:
+    """The plan's ports at the host's address."""
+    deployment = scenario.deployment
+    wanted = {
+        port
+        for each in plan.deployments
+        for instance in each.instances
+        if deployment.roles.host_of(instance.name) == name
+        for port in (instance.port, *instance.all_side_ports)
+    }
+    if deployment.roles.host_of("router") == name:
+        wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
+    wanted -= {0}
+    address = deployment.hosts[name].address
+    try:
+        agent.ask("require_free", address=address, ports=[["the plan", port] for port in sorted(wanted)])
+        probed = agent.ask("free_ports", address=address, counts=[1])["ports"]
+    except KvbenchError as error:
+        yield Check(f"{name} ports", "missing", error.message, error.hint)
+        return
+    yield Check(f"{name} ports", "ok", f"{len(wanted) or len(probed)} can be bound at {address}")
+
+
+def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+    """Libraries that are not the same everywhere."""
+    told = {name: each.get("libraries") or {} for name, each in environments.items()}
+    differ = []
+    for library in dict.fromkeys(key for each in told.values() for key in each):
+        versions = {name: each.get(library) for name, each in told.items()}
+        if len(set(versions.values())) > 1:
+            words = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
+            differ.append(f"{library} ({words})")
+    if differ:
+        yield Check(
+            "libraries", "warn", "not the same: " + "; ".join(differ), "install the same on all hosts"
+        )
+    elif len(told) > 1:
+        yield Check("libraries", "ok", "the same on all hosts")
+
+
+def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+    """For each pair (from, to): round trip and bytes a second, or what went wrong. One pair at a time."""
+    hosts = scenario.deployment.hosts
+
+    def pair(one: str, other: str) -> dict[str, Any]:
+        own, address = hosts[one].address, hosts[other].address
+        try:
+            port = fleet[other].ask("listen", address=address)["port"]
+            return fleet[one].ask("call", own=own, address=address, port=port)
+        except KvbenchError as error:
+            return {"error": error.message}
+
+    with ThreadPoolExecutor(1) as pool:
+        pairs = list(permutations(fleet, 2))
+        return dict(zip(pairs, pool.map(lambda each: pair(*each), pairs), strict=True))
+
+
+def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
+    """Pairs that do not reach each other."""
+    for (one, other), told in pairs.items():
+        if "error" in told:
+            fix = "is a firewall in between, and is each address that of the data network?"
+            yield Check(f"{one} → {other}", "missing", f"not reached: {told['error']}", fix)
+
+
+def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
+    """Who reaches whom, from the row's host to the column's: round trip, and a plain TCP flow."""
+    from rich.table import Table
+
+    names = list(dict.fromkeys(one for one, _ in pairs))
+    table = Table("from \\ to", *map(escape, names), box=None, pad_edge=False)
+    for one in names:
+        cells = []
+        for other in names:
+            told = pairs.get((one, other))
+            if told is None:
+                cells.append("–")
+            elif "error" in told:
+                cells.append("[red]no[/red]")
+            else:
+                cells.append(f"{told['rtt_s'] * 1e3:.2f} ms, {told['bytes_per_s'] / 1e9:.2f} GB/s")
+        table.add_row(escape(one), *cells)
+    return table

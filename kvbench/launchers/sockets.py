@@ -1,0 +1,69 @@
+"""Ports of this machine: whether one is free, which are, and whether somebody listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from kvbench.errors import PortInUseError
+
+_ATTEMPTS: Final = 50
+
+
+def require_free_port(host: str, port: int, name: str) -> None:
+    """Raise PortInUseError if nothing can be bound to ``host:port`` now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise port_in_use(host, port, name) from error
+
+
+def port_in_use(host: str, port: int, name: str) -> PortInUseError:
+    """The error for a taken port, with the way around it."""
+    return PortInUseError(
+        f"port {host}:{port}, planned for {name}, is in use",
+        hint="choose others with --set deployment.base_port=PORT (0: any free ones), or end what holds it",
+    )
+
+
+def free_ports(host: str, counts: Sequence[int]) -> list[int]:
+    """For each count the first of so many consecutive ports that are free now; no two ranges share any.
+
+    Raises PortInUseError if there are none.
+    """
+    with ExitStack() as held:
+        return [_free_range(host, count, held) for count in counts]
+
+
+def _free_range(host: str, count: int, held: ExitStack) -> int:
+    """The first of ``count`` consecutive free ports, held until ``held`` closes. Raises PortInUseError."""
+    for _ in range(_ATTEMPTS):
+        with ExitStack() as attempt:
+            first = attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            first.bind((host, 0))
+            start = int(first.getsockname()[1])
+            try:
+                for port in range(start + 1, start + count):
+                    attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind(
+                        (host, port)
+                    )
+            except (OSError, OverflowError):
+                continue
+            held.push(attempt.pop_all())
+            return start
+    raise PortInUseError(
+        f"found no {count} consecutive free ports on {host}", hint="choose with deployment.base_port"
+    )
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether a connection to ``host:port`` is taken."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,355 @@
+"""Channels over ssh, by asyncssh. A host's key is always checked; nothing turns that off.
+
+All connections live on one event loop in a thread of its own; a channel's methods hand over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import queue
+import shlex
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kvbench.core.scenario_hosts import Ssh
+from kvbench.errors import LaunchError, MissingLibraryError
+from kvbench.launchers.channel import (
+    CLOSE_GRACE_S,
+    READ_BYTES,
+    SEND_DEADLINE_S,
+    TAIL_LINES,
+    ChannelClosedError,
+    Lines,
+    ended_words,
+)
+
+if TYPE_CHECKING:
+    import asyncssh
+
+T = TypeVar("T")
+
+KEEPALIVE_S: Final = 2.0
+KEEPALIVES: Final = 3
+"""So many unanswered end the connection. The agents' own beats (``wire.py``) notice no later."""
+DEFAULT_PORT: Final = 22
+
+
+class SshChannel:
+    """A command on a host, its stdin and stdout as lines. Made by ``connect``."""
+
+    def __init__(
+        self,
+        host: str,
+        loop: asyncio.AbstractEventLoop,
+        connection: asyncssh.SSHClientConnection,
+        process: asyncssh.SSHClientProcess[bytes],
+    ) -> None:
+        self.host = host
+        self._loop = loop
+        self._connection = connection
+        self._process = process
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._ended = ""
+        self._closing = False
+        self._reading = asyncio.run_coroutine_threadsafe(self._read(), loop)
+
+    @property
+    def ended(self) -> str:
+        return self._ended
+
+    def send(self, line: bytes) -> None:
+        if self._ended or self._closing:
+            raise ChannelClosedError(self._ended or f"the connection to {self.host} is closed")
+        sent = asyncio.run_coroutine_threadsafe(self._write(line + b"\n"), self._loop)
+        try:
+            sent.result(SEND_DEADLINE_S)
+        except FutureTimeoutError:
+            sent.cancel()
+            self._ended = self._ended or f"{self.host} has taken nothing for {SEND_DEADLINE_S:g} s"
+            raise ChannelClosedError(self._ended) from None
+        except Exception as error:  # asyncssh's own and the system's: whatever it is, the line did not go
+            why = self._ended or f"the connection to {self.host} was lost: {error}"
+            raise ChannelClosedError(why) from error
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        try:
+            line = self._lines.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+        if line is None:
+            self._lines.put(None)  # for whoever asks again
+            raise ChannelClosedError(self._ended)
+        return line
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        closed = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        with contextlib.suppress(Exception):
+            closed.result(CLOSE_GRACE_S + 2.0)
+        self._ended = self._ended or f"the connection to {self.host} is closed"
+
+    async def _write(self, data: bytes) -> None:
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def _read(self) -> None:
+        lines, err = Lines(), asyncio.create_task(self._read_err())
+        try:
+            while data := await self._process.stdout.read(READ_BYTES):
+                for line in lines.feed(data):
+                    self._lines.put(line)
+            await asyncio.wait_for(self._process.wait_closed(), 2.0)
+            await asyncio.wait_for(err, 1.0)
+        except Exception as error:  # the connection was lost, in one of asyncssh's many ways
+            self._said.append(str(error) or type(error).__name__)
+        finally:
+            err.cancel()
+            status = self._process.exit_status
+            self._ended = self._ended or (
+                f"the connection to {self.host} was lost"
+                + "".join(f": {text}" for text in [*self._said][-1:])
+                if status is None
+                else ended_words(self.host, status, list(self._said))
+            )
+            self._lines.put(None)
+
+    async def _read_err(self) -> None:
+        with contextlib.suppress(Exception):
+            async for line in self._process.stderr:
+                if text := line.decode("utf-8", "replace").strip():
+                    self._said.append(text)
+
+    async def _close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._process.stdin.write_eof()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._process.wait_closed(), CLOSE_GRACE_S)
+        self._connection.abort()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._connection.wait_closed(), 1.0)
+
+
+class SshConnections:
+    """Makes channels; keeps the loop that they live on until ``close``."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
+        self._thread.start()
+
+    def channel(self, name: str, wanted: Ssh, command: str) -> SshChannel:
+        """Runs ``command`` on the host ``name``. Raises LaunchError with what to do about it."""
+        connection = self._connected(name, wanted)
+
+        async def begin() -> asyncssh.SSHClientProcess[bytes]:
+            return await connection.create_process(command, encoding=None)
+
+        try:
+            process = self._run(begin(), wanted.connect_timeout_s)
+        except Exception as error:
+            self._disconnect(connection)
+            raise LaunchError(
+                f"{name} takes no command by ssh: {error}", hint=by_hand(name, wanted)
+            ) from error
+        return SshChannel(name, self._loop, connection, process)
+
+    def put(self, name: str, wanted: Ssh, source: Path, folder: str) -> str:
+        """Copies a file into a folder of the host, which is made; returns its path there."""
+        connection = self._connected(name, wanted)
+
+        async def copy() -> str:
+            async with connection.start_sftp_client() as sftp:
+                home = await sftp.realpath(".")
+                where = folder.replace("~", str(home), 1) if folder.startswith("~") else folder
+                await sftp.makedirs(where, exist_ok=True)
+                await sftp.put(str(source), f"{where}/{source.name}")
+                return f"{where}/{source.name}"
+
+        try:
+            return self._run(copy(), 120.0)
+        except Exception as error:
+            raise LaunchError(f"cannot copy {source.name} to {name}: {error}") from error
+        finally:
+            self._disconnect(connection)
+
+    def output(self, name: str, wanted: Ssh, command: str, deadline_s: float) -> tuple[int, str]:
+        """Exit status and output of a command on the host, stderr in it. Raises LaunchError."""
+        connection = self._connected(name, wanted)
+
+        async def ask() -> tuple[int, str]:
+            # The end of a connection ends no command over there.
+            bounded = f"timeout -k 1 {deadline_s:g} sh -c {shlex.quote(command)} 2>&1"
+            done = await connection.run(bounded, encoding="utf-8", errors="replace")
+            return (-1 if done.exit_status is None else done.exit_status), str(done.stdout)
+
+        try:
+            status, text = self._run(ask(), deadline_s + 2.0)
+        except FutureTimeoutError:
+            raise LaunchError(f"{name}: {command!r} took longer than {deadline_s:g} s") from None
+        except Exception as error:
+            raise LaunchError(f"{name}: {command!r} could not be run: {error}") from error
+        finally:
+            self._disconnect(connection)
+        if status in (124, 137):  # as timeout(1) has it
+            raise LaunchError(f"{name}: {command!r} took longer than {deadline_s:g} s")
+        return status, text
+
+    def close(self) -> None:
+        """End the loop; channels are to be closed before."""
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(2.0)
+        if not self._loop.is_running() and not self._loop.is_closed():
+            pending = asyncio.all_tasks(self._loop)
+            for task in pending:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                if pending:
+                    self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self._loop.close()
+
+    def _run(self, what: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        running = asyncio.run_coroutine_threadsafe(what, self._loop)
+        try:
+            return running.result(deadline_s)
+        except FutureTimeoutError:
+            running.cancel()
+            raise
+
+    def _disconnect(self, connection: asyncssh.SSHClientConnection) -> None:
+        async def disconnect() -> None:
+            connection.abort()
+            await connection.wait_closed()
+
+        with contextlib.suppress(Exception):
+            self._run(disconnect(), 2.0)
+
+    def _connected(self, name: str, wanted: Ssh) -> asyncssh.SSHClientConnection:
+        library = _library()
+        options = connect_options(wanted)
+
+        async def connect() -> asyncssh.SSHClientConnection:
+            connection: asyncssh.SSHClientConnection = await library.connect(wanted.host or name, **options)
+            return connection
+
+        try:
+            return self._run(connect(), wanted.connect_timeout_s + 5.0)
+        except Exception as error:
+            raise explained(error, name, wanted) from error
+
+
+def _library() -> Any:
+    try:
+        import asyncssh
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"launcher ssh needs asyncssh: {error}", hint="pip install 'kvbench[ssh]'"
+        ) from error
+    return asyncssh
+
+
+def connect_options(wanted: Ssh) -> dict[str, Any]:
+    """What asyncssh is told; what the scenario leaves open is left to ~/.ssh/config and its defaults."""
+    options: dict[str, Any] = {
+        "connect_timeout": wanted.connect_timeout_s,
+        "login_timeout": wanted.connect_timeout_s,
+        "keepalive_interval": KEEPALIVE_S,
+        "keepalive_count_max": KEEPALIVES,
+        "preferred_auth": "publickey,gssapi-with-mic,hostbased",  # nobody is here to type a password
+    }
+    if wanted.port is not None:
+        options["port"] = wanted.port
+    if wanted.user:
+        options["username"] = wanted.user
+    if wanted.key:
+        options["client_keys"] = [str(Path(wanted.key).expanduser())]
+    if wanted.known_hosts:
+        options["known_hosts"] = str(Path(wanted.known_hosts).expanduser())
+    if wanted.config:
+        options["config"] = [str(Path(wanted.config).expanduser())]
+    return options
+
+
+def by_hand(name: str, wanted: Ssh) -> str:
+    """The ssh command that does the same by hand."""
+    words = ["ssh"]
+    words += [f"-F {wanted.config}"] if wanted.config else []
+    words += [f"-o UserKnownHostsFile={wanted.known_hosts}"] if wanted.known_hosts else []
+    words += [f"-i {wanted.key}"] if wanted.key else []
+    words += [f"-p {wanted.port}"] if wanted.port else []
+    words.append(f"{wanted.user}@{wanted.host or name}" if wanted.user else wanted.host or name)
+    return " ".join(words)
+
+
+def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
+    """What stood between us and a host, and what to do about it."""
+    asyncssh = _library()
+    port = wanted.port or DEFAULT_PORT
+    where = f"{name} ({wanted.host or name}:{port})"
+    trying = f"try it by hand: {by_hand(name, wanted)} true"
+    if isinstance(error, asyncssh.HostKeyNotVerifiable):
+        return _unverified(name, wanted, port)
+    if isinstance(error, asyncssh.PermissionDenied):
+        user = wanted.user or getpass.getuser()
+        key = wanted.key or "the keys of ~/.ssh and of the ssh agent"
+        return LaunchError(
+            f"{where} refuses the login of {user} with {key}",
+            hint=f"put its public half into ~{user}/.ssh/authorized_keys there, or set ssh.user and ssh.key; "
+            + trying,
+        )
+    if isinstance(error, (asyncssh.KeyImportError, asyncssh.KeyEncryptionError)):
+        return LaunchError(
+            f"the key {wanted.key} for {where} cannot be used: {error}",
+            hint="give an OpenSSH private key; one with a passphrase goes into the ssh agent: ssh-add",
+        )
+    if isinstance(error, FileNotFoundError):
+        return LaunchError(
+            f"{error.filename or error} for {where} is not there", hint="see ssh.key, ssh.config"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return LaunchError(
+            f"{where} refuses the connection", hint=f"is sshd running there, on that port? {trying}"
+        )
+    if isinstance(error, (asyncio.TimeoutError, FutureTimeoutError, TimeoutError)):
+        return LaunchError(
+            f"{where} did not answer within {wanted.connect_timeout_s:g} s",
+            hint=f"is it up, and no firewall in between? {trying}",
+        )
+    if isinstance(error, MissingLibraryError):
+        return LaunchError(error.message, hint=error.hint)
+    return LaunchError(f"no ssh connection to {where}: {str(error) or type(error).__name__}", hint=trying)
+
+
+def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
+    """Unknown, or not who it was: the file of known hosts tells which."""
+    asyncssh = _library()
+    path = Path(wanted.known_hosts or "~/.ssh/known_hosts").expanduser()
+    host = wanted.host or name
+    known: tuple[Any, ...] = ()
+    with contextlib.suppress(OSError, ValueError):
+        known = asyncssh.read_known_hosts(str(path)).match(host, host, port)
+    if any(known[:2]):
+        shown = host if port == DEFAULT_PORT else f"[{host}]:{port}"
+        return LaunchError(
+            f"{name} shows another key than {path} has for it: it was set up anew, or it is somebody else",
+            hint=f"if you know that it was set up anew: ssh-keygen -f {path} -R '{shown}', then connect once "
+            f"by hand: {by_hand(name, wanted)}",
+        )
+    return LaunchError(
+        f"{name} is not in {path}, so nobody knows whether it is the host that you mean",
+        hint=f"connect once by hand and compare its key's fingerprint: {by_hand(name, wanted)}",
+    )
+
+
+def connector(hosts: Callable[[str], Ssh], connections: SshConnections) -> Callable[[str, str], SshChannel]:
+    """What a fleet wants: host name, command → channel."""
+    return lambda name, command: connections.channel(name, hosts(name), command)
