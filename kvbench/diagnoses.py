@@ -55,6 +55,7 @@ _START: Final = (
         "port_in_use",
         "fatal",
         r"(?:OSError|ZMQError|\[Errno 98\]).{0,200}[Aa]ddress already in use"
+        r"|bind(?:\(\))?:? [Aa]ddress already in use"
         r"|attempting to bind on address.{0,200}address already in use"
         r"|[Bb]ootstrap server.{0,80}(?:already in use|already running)"
         r"|port \d+\.\d+\.\d+\.\d+:\d+ is in use",
@@ -157,7 +158,7 @@ _START: Final = (
     Pattern(
         "out_of_memory",
         "fatal",
-        r"CUDA out of memory\. Tried to allocate|torch\.(?:cuda\.)?OutOfMemoryError"
+        r"CUDA (?:error: )?out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
         r"|DefaultCPUAllocator: can't allocate memory",
         "the engine ran out of memory",
         "lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or use more GPUs",
@@ -306,7 +307,7 @@ _TRANSFER: Final = (
     Pattern(
         "kv_expired",
         "warning",
-        r"Releasing expired KV blocks|timed out after \d+ seconds without being sent"
+        r"Releasing expired KV blocks|before lease expired|timed out after \d+ seconds without being sent"
         r"|expired before sending on P side|Declining expired remote read",
         "P gave up KV that D had not fetched in time",
         "D is overloaded, or never got the request: lower the rate, and look at the router's errors",
@@ -333,7 +334,7 @@ _TRANSFER: Final = (
         "nixl_transfer",
         "refuse",
         r"NIXL transfer failure:|NIXL transfer (?:failed|exception|setup/initiation failed) for request"
-        r"|Handshake (?:failed for request|with \S+ failed)",
+        r"|Handshake (?:failed|with \S+ failed)",
         "NIXL could not hand KV over",
         "check VLLM_NIXL_SIDE_CHANNEL_HOST (not localhost across hosts) and UCX_NET_DEVICES",
         connector="nixl",
@@ -392,6 +393,27 @@ _TRANSFER: Final = (
 
 _GENERIC: Final = (
     Pattern(
+        "out_of_files",
+        "fatal",
+        r"(?<!can cause fd limit errors like `OSError: \[Errno 24\] )Too many open files",  # vLLM's own guess
+        "it may open no more files and sockets",
+        "raise the limit in the shell that starts kvbench (`ulimit -n 65536`), or lower the rate",
+    ),
+    Pattern(
+        "no_space",
+        "fatal",
+        r"No space left on device",
+        "a file system is full: that of its logs, of its temporary files, or /dev/shm",
+        "`df -h` shows which; make room, or give a container more with --shm-size",
+    ),
+    Pattern(
+        "host_memory",
+        "refuse",
+        r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc",
+        "it gets no more memory of this machine, or of its limit",
+        "lower the KV pool (num_blocks), or raise the limit (`ulimit -v`, or the container's)",
+    ),
+    Pattern(
         "engine_failed_to_start",
         "fatal",
         r"EngineCore failed to start|Engine core initialization failed",
@@ -405,6 +427,15 @@ _GENERIC: Final = (
         r"EngineDeadError|EngineCore encountered a(?:n issue| fatal error)|the engine's loop ended",
         "the engine's core has died",
         "the first traceback in its log names the cause",
+    ),
+    Pattern(
+        "transfer_process",
+        "fatal",
+        r"the transfer process (?:has ended \(|sent something unreadable)",
+        "the process of its transfer library has died, or says what nobody understands",
+        "the library's last lines before it, in the same log, name the cause; try it alone with "
+        "`kvbench microbench`",
+        engine="emulated",
     ),
 )
 

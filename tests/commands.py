@@ -126,6 +126,18 @@ def tagged_processes(run: Run) -> list[psutil.Process]:
     return found
 
 
+def tagged(tag: str) -> list[int]:
+    """Processes that live and carry exactly this run tag."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_TAG_ENV) == tag and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return sorted(found)
+
+
 def wait_until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
     """Poll until it holds; fails past the deadline."""
     deadline = time.monotonic() + deadline_s

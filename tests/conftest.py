@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.

@@ -259,3 +259,49 @@ def test_a_real_pairs_logs_tell_nothing(name: str, tmp_path: Path) -> None:
         asked = connector.transport_asked(connector.options_model())
         assert diagnose(lines, Source(log.stem, "emulated", connector.kv_connector, "", asked)) == []
         assert [each for each in diagnose(lines) if each.key != "mooncake_silent_tcp"] == []
+
+
+# What engines and libraries are known to say when a hand-over goes wrong, and the key of its cause.
+KNOWN_WORDS = {
+    "Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num": "qp_rtr",
+    "transport retry counter exceeded": "rdma_retry",
+    "Failed to select remote NIC for address 0x7f10": "remote_nic",
+    "Failed to register memory 0x7f22: Bad address [14]": "peermem",
+    "Failed to register memory 0x7f22: I/O error [5]": "register_memory",
+    "Failed to register memory 0x7f22: Resource temporarily unavailable [11]": "register_memory",
+    "mlx5_core: CREATE_MKEY(0x200) op_mod(0x0) failed, status bad resource": "register_memory",
+    "transfer_engine_impl.cpp:251] installTransport, type=tcp": "mooncake_silent_tcp",
+    "zmq.error.ZMQError: Address already in use (addr='tcp://10.0.0.1:8998')": "port_in_use",
+    "listen tcp :50051: bind: address already in use": "port_in_use",
+    "Bootstrap server on port 8998 already in use": "port_in_use",
+    "Request cmpl-1-0 not found in reqs_need_send": "reqs_need_send_race",
+    "Request cmpl-1-0 timed out after 480 seconds without being sent": "kv_expired",
+    "MooncakeAgentMetadata transfer failed for ['cmpl-1-0']": "metadata_transfer",
+    "Got invalid KVTransferParams: {}": "wrong_router",
+    "Missing transfer_id in kv_transfer_params from router!": "wrong_router",
+    "D tp_rank 3 is not paired with P tp_rank 0": "tp_mismatch",
+    "NIXL compatibility hash mismatch. Local: 3fc7, Remote: 1612": "nixl_mismatch",
+    "NIXL agent engine ID mismatch: expected a, received b": "nixl_mismatch",
+    "Handshake failed for request cmpl-1": "nixl_transfer",
+    "NIXL transfer failure: handshake_setup_failed": "nixl_transfer",
+    "Releasing expired KV blocks for request cmpl-1": "kv_expired",
+    "blocks were not read before lease expired": "kv_expired",
+    "Potentially invalid KV blocks for unrecognized request cmpl-1": "stale_kv",
+    "nixl_cu12._bindings.nixlBackendError: NIXL_ERR_BACKEND": "nixl_backend",
+    "NIXL_ERR_REMOTE_DISCONNECT": "nixl_backend",
+    "tcp_ep.c:1043 UCX  ERROR tcp_ep 0x55: recv failed": "ucx_error",
+    "UCX ERROR mlx5dv_devx_alloc_uar() failed": "uar_exhausted",
+    "Recv Tensor, Out Of Memory, 10.0.0.1:21001": "nccl_out_of_memory",
+    "Recv Tensor, Out Of Threshold, 10.0.0.1:21001": "nccl_out_of_memory",
+    "Send Tensor, Peer Out Of Memory/Threshold": "nccl_out_of_memory",
+    "_pickle.UnpicklingError: invalid load key, '\\xb0'.": "garbled_payload",
+    "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue": "engine_dead",
+    "RuntimeError: CUDA error: out of memory": "out_of_memory",
+}
+
+
+@pytest.mark.parametrize("words", KNOWN_WORDS)
+def test_what_is_known_to_go_wrong_has_a_cause_and_a_mend(words: str) -> None:
+    (found,) = diagnose([words], Source(transport_asked="rdma"))
+    assert found.key == KNOWN_WORDS[words]
+    assert found.mend

@@ -143,3 +143,12 @@ def test_tail_reads_only_the_end(tmp_path: Path) -> None:
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
     assert tail_of(log, 2) == ["line 99998", "line 99999"]
     assert tail_of(tmp_path / "absent.log", 2) == []
+
+
+def test_one_that_is_stopped_is_let_go_on_to_its_end(launcher: LocalLauncher) -> None:
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up'); time.sleep(60)"
+    process = launcher.start(python(code))
+    wait_for(lambda: bool(process.tail()))
+    os.kill(process.pid, signal.SIGSTOP)
+    launcher.stop([process], 20)
+    assert process.poll() == 7

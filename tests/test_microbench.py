@@ -7,18 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import outside_backends
 import psutil
 import pytest
+from faults import Seen
 
 from kvbench import transfer
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.errors import KvbenchError
+from kvbench.lab.faults import heal, place
 from kvbench.lab.lab import Lab
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.measuring import Settings
@@ -164,38 +165,57 @@ def test_what_cannot_be_is_said_and_the_matrix_goes_on() -> None:
     assert rows_of(replace(WRITE, block_bytes=1 << 45), WRITE)[1].verified
 
 
-def at_measuring(of: str, number: signal.Signals) -> Callable[[int, Case, str], None]:
+def timed(cases: Iterable[TransferRecord], fault: Seen) -> list[TransferRecord]:
+    """All rows; what the first one says is what is told of the fault, as soon as it is there."""
+    rows = []
+    for row in cases:
+        if not rows:
+            fault.told(row.error)
+        rows.append(row)
+    return rows
+
+
+def at_measuring(of: str, number: signal.Signals, fault: Seen) -> Callable[[int, Case, str], None]:
     """Send a signal to the worker of a role when the first case is about to be measured."""
 
     def told(index: int, case: Case, stage: str) -> None:
         if index == 0 and stage == "measuring":
             (process,) = workers(of)
             process.send_signal(number)
+            fault.struck()
 
     return told
 
 
+@pytest.mark.fault("side_killed")
 @pytest.mark.parametrize("role", ["target", "initiator"])
-def test_a_killed_side_is_an_error_row(role: str) -> None:
-    rows = rows_of(WRITE, READ, told=at_measuring(role, signal.SIGKILL))
+def test_a_killed_side_is_an_error_row(role: str, fault: Seen) -> None:
+    rows = timed(
+        run_cases([WRITE, READ], settings=QUICK, told=at_measuring(role, signal.SIGKILL, fault)), fault
+    )
     assert rows[0].status == "error"
     assert f"the {role} was killed by signal 9" in rows[0].error
     assert rows[0].gb_per_s is None
     assert rows[1].verified, "fresh workers serve the next case"
 
 
+@pytest.mark.fault("side_frozen")
 @pytest.mark.parametrize("role", ["target", "initiator"])
-def test_a_frozen_side_is_an_error_row(role: str) -> None:
-    began = time.monotonic()
-    rows = rows_of(WRITE, READ, told=at_measuring(role, signal.SIGSTOP))
-    assert time.monotonic() - began < 20
+def test_a_frozen_side_is_an_error_row(role: str, fault: Seen) -> None:
+    rows = timed(
+        run_cases([WRITE, READ], settings=QUICK, told=at_measuring(role, signal.SIGSTOP, fault)), fault
+    )
     assert f"the {role} gave no answer" in rows[0].error
     assert rows[1].verified
 
 
+@pytest.mark.fault("library_hangs")
 @pytest.mark.usefixtures("outside")
-def test_a_transfer_that_never_ends_has_a_deadline() -> None:
-    rows = rows_of(replace(WRITE, backend="endless"), replace(WRITE, backend="stuck"))
+def test_a_transfer_that_never_ends_has_a_deadline(fault: Seen) -> None:
+    rows = rows_of(replace(WRITE, backend="endless"))
+    fault.struck()
+    rows += rows_of(replace(WRITE, backend="stuck"))
+    fault.told(rows[1].error)
     assert "did not end within 0.5 s" in rows[0].error
     assert "the initiator gave no answer to run" in rows[1].error
 
@@ -221,10 +241,12 @@ def test_what_may_be_read_only_so_often_is_offered_anew(
     assert sum(row.call_s) <= row.window_s * 1.001, "what lies between the rounds does not count"
 
 
+@pytest.mark.fault("library_aborts")
 @pytest.mark.usefixtures("outside")
-def test_a_library_that_crashes_hangs_or_is_missing() -> None:
+def test_a_library_that_crashes_hangs_or_is_missing(fault: Seen) -> None:
     names = ("crashing", "lacking", "absent")
-    rows = rows_of(*(replace(WRITE, backend=name) for name in names), WRITE)
+    cases = [*(replace(WRITE, backend=name) for name in names), WRITE]
+    rows = timed(run_cases(cases, settings=QUICK), fault)
     hanging = replace(WRITE, backend="hanging")
     rows += rows_of(hanging, settings=replace(QUICK, open_s=1.0))
     by_name = {row.case.backend: row for row in rows}
@@ -244,8 +266,9 @@ def test_what_a_library_prints_is_no_answer() -> None:
     assert row.verified is None
 
 
-def test_a_worker_that_is_no_worker() -> None:
-    rows = rows_of(WRITE, target=Side(prefix=("echo", "hello")))
+@pytest.mark.fault("library_rubbish")
+def test_a_worker_that_is_no_worker(fault: Seen) -> None:
+    rows = timed(run_cases([WRITE], target=Side(prefix=("echo", "hello")), settings=QUICK), fault)
     assert "the target sent something unreadable: hello" in rows[0].error
     rows = rows_of(WRITE, target=Side(prefix=("false",)))
     assert "the target ended with exit code 1" in rows[0].error
@@ -334,3 +357,48 @@ def test_every_nic_of_a_lab_is_seen_to_carry_its_share() -> None:
                 assert 0.4 * moved < row.nic_bytes[f"{side}:{name}"] < 0.7 * moved
         assert row.line_rate_gb_per_s == pytest.approx(2 * lab.line_rate_gb_per_s)
         assert row.lab == lab.describe()
+
+
+# A fault → what the lab calls it.
+NIC_FAULTS = {
+    "nic_pulled": "pull",
+    "nic_partitioned": "partition",
+    "nic_reset": "reset",
+    "nic_slowed": "slow",
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.fault(key)) for key in NIC_FAULTS])
+def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
+    kind = NIC_FAULTS[key]
+    try:
+        lab = Lab.up(nics=2)
+    except KvbenchError as error:
+        pytest.skip(f"no lab here: {error}")
+    rows = []
+    with lab:
+
+        def told(index: int, case: Case, stage: str) -> None:
+            if index == 0 and stage == "measuring":
+                place(lab, kind, 0, "20mbit" if kind == "slow" else "")
+                fault.struck()
+
+        ours, theirs = (Side(prefix=tuple(lab.prefix(x)), nics=tuple(lab.nics(x))) for x in "AB")
+        settings = replace(QUICK, nic_gb_per_s=lab.line_rate_gb_per_s, lab=lab.describe(), call_s=3.0)
+        case = replace(WRITE, nics=1, block_bytes=1 << 18)
+        for row in run_cases([case, replace(case, op="read")], ours, theirs, settings, told=told):
+            if not rows:
+                after_s = fault.elapsed_s
+                heal(lab, kind, 0)
+            rows.append(row)
+    if kind == "slow":
+        assert rows[0].verified, rows[0].error
+        assert rows[0].gb_per_s is not None
+        assert rows[1].gb_per_s is not None
+        assert rows[0].gb_per_s < rows[1].gb_per_s / 3
+        fault.told(f"{rows[0].gb_per_s:.4f} GB/s", after_s)
+    else:
+        assert (rows[0].status, rows[0].gb_per_s) == ("error", None)
+        fault.told(rows[0].error, after_s)
+    assert rows[1].verified, rows[1].error

@@ -1,0 +1,127 @@
+"""The table of faults from the tests' own results: ``python -m tools.faults`` or ``make faults``.
+
+Runs every test with the marker ``fault``, the heavy ones too, and writes what they saw into
+results/reference/faults.json and docs/faults.md. Exit code 1 if a fault was not seen as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parent.parent
+JSON_PATH: Final = ROOT / "results" / "reference" / "faults.json"
+DOC_PATH: Final = ROOT / "docs" / "faults.md"
+PROPERTY: Final = "fault"
+HEAD: Final = """\
+# Faults
+
+What goes wrong in a long run, what kvbench says of it and how soon, and what goes on. The tests with the
+marker `fault` do each of these to real processes; `make faults` runs them all and writes this table from what
+they saw (`results/reference/faults.json` has it as data). After each of them it is looked for processes,
+sockets and shared memory that are left: there are none, or the test has failed.
+"""
+
+
+@dataclass
+class Recorder:
+    """A pytest plugin that keeps what the tests of faults saw, and how they ended."""
+
+    keys: dict[str, str] = field(default_factory=dict)
+    """Test → the fault that it proves."""
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            marker = item.get_closest_marker("fault")
+            if marker is not None:
+                self.keys[item.nodeid] = str(marker.args[0])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
+        for name, value in report.user_properties:
+            if name == PROPERTY and isinstance(value, dict):
+                self.records[report.nodeid] = value
+
+    def rows(self, table: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A row a fault, in the table's order; of several tests the one that took longest to be told."""
+        rows = []
+        for key, fault in table.items():
+            tests = sorted(test for test, of in self.keys.items() if of == key)
+            seen = [self.records[test] for test in tests if test in self.records]
+            slowest = max(seen, key=lambda each: float(each["seconds"]), default={})
+            failed = [test for test in tests if test in self.failed]
+            outcome = "failed" if failed else "seen" if slowest else "not run"
+            reasons = {self.skipped[test] for test in tests if test in self.skipped}
+            rows.append(
+                {
+                    "key": key,
+                    "done": fault.done,
+                    "outcome": outcome,
+                    "said": slowest.get("said", ""),
+                    "seconds": slowest.get("seconds"),
+                    "within_s": fault.within_s,
+                    "then": fault.then,
+                    "why_not_run": "" if slowest else "; ".join(sorted(reasons)) or "there is no test of it",
+                    "tests": tests,
+                }
+            )
+        return rows
+
+
+def document(rows: Sequence[Mapping[str, Any]]) -> str:
+    """docs/faults.md."""
+    lines = [HEAD, "| what happens | what is said | after (s) | at most (s) | what goes on |"]
+    lines.append("|---|---|---:|---:|---|")
+    for row in rows:
+        quoted = row["said"].replace("`", "'")
+        said = f"`{_cell(quoted)}`" if row["said"] else f"not run: {_cell(row['why_not_run'])}"
+        after = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
+        lines.append(f"| {row['done']} | {said} | {after} | {row['within_s']:g} | {_cell(row['then'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, write, and say what is missing; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pytest_args", nargs="*", help="more for pytest, such as -k router")
+    parser.add_argument("--dry", action="store_true", help="write no file")
+    given, more = parser.parse_known_args(argv)
+    recorder = Recorder()
+    files = [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if "mark.fault" in path.read_text()]
+    # A siege of many faults is one test's fixture: the usual guard against a test that hangs is too tight.
+    words = [*files, "-m", "fault", "-p", "no:xdist", "-o", "faulthandler_timeout=900"]
+    words += [*more, *given.pytest_args]
+    status = pytest.main(words, plugins=[recorder])
+    rows = recorder.rows(importlib.import_module("faults").FAULTS)
+    # A part of them, or a run that was broken off, makes no table.
+    whole = status in (0, 1) and not {"-k", "-x"} & {*more, *given.pytest_args}
+    if whole and not given.dry:
+        DOC_PATH.parent.mkdir(exist_ok=True)
+        JSON_PATH.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        DOC_PATH.write_text(document(rows))
+    for row in rows:
+        if row["outcome"] != "seen":
+            print(f"{row['key']}: {row['outcome']} {row['why_not_run']}")
+    return 1 if status != 0 or any(row["outcome"] == "failed" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
