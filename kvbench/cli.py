@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+import typer.core
 
 from kvbench import __version__
-from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, KvbenchError
+from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError, KvbenchError
 from kvbench.microbench.options import MicrobenchOptions
-from kvbench.options import LoadOptions, OutputOption, ScenarioArg, ScenarioOptions, SetOption, asks
+from kvbench.options import (
+    ForceOption,
+    LoadOptions,
+    OutputOption,
+    ResumeOption,
+    ScenarioArg,
+    ScenarioOptions,
+    SetOption,
+    asks,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvbench.request import Wish
+
+TRACEBACK_ENV = "KVBENCH_TRACEBACK"
+_UNFORESEEN = (
+    "nobody foresaw this: a file that was read may be damaged or changed by hand, or it is a mistake of "
+    f"kvbench; {TRACEBACK_ENV}=1 shows where it happened"
+)
+
+Rendering = Literal["k8s"]
 Command = TypeVar("Command", bound=Callable[..., "int | None"])
+
+RENAMED: dict[str, str] = {}
+"""Former name of a command → its name now. The former one works for one more release: hidden, and says so."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands by their names, and by their former ones."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        now = RENAMED.get(cmd_name)
+        if now is not None:
+            typer.echo(
+                f"kvbench: {cmd_name} is called {now} now; the next release drops the old name", err=True
+            )
+        return super().get_command(ctx, now or cmd_name)
+
 
 app = typer.Typer(
     name="kvbench",
+    cls=_Commands,
     help="Finds the highest request rate that prefill/decode (P/D) serving holds under its SLO, "
     "per KV connector and input length, and refuses numbers it cannot stand behind.",
     no_args_is_help=True,
@@ -38,6 +75,9 @@ lab_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(lab_app, name="lab")
+
+hosts_app = typer.Typer(help="The hosts of a scenario: install kvbench there.", no_args_is_help=True)
+app.add_typer(hosts_app, name="hosts")
 
 
 def _version(value: bool) -> None:
@@ -86,10 +126,17 @@ def _with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
 
 @command
 @asks()
-def sweep(options: LoadOptions, output: OutputOption = Path("results")) -> int:
+def sweep(
+    options: LoadOptions,
+    output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
+) -> int:
     """Search the highest request rate that meets the SLO, for each connector and input length."""
     from kvbench import sweep as sweeping
 
+    if resume is not None:
+        return _resumed(resume, "sweep", options.wish(), output, force)
     return sweeping.command(options.wish(), output, _console())
 
 
@@ -111,11 +158,16 @@ def bench(
         ),
     ] = False,
     output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
 ) -> int:
     """Measure one request rate, for each connector and input length."""
     from kvbench import sweep as sweeping
 
     replay = options.trace is not None
+    if resume is not None:
+        wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+        return _resumed(resume, "bench", wish, output, force)
     if rate is None and not replay:
         raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
     wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
@@ -153,11 +205,22 @@ def plan(
     json_: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, with each process's argv.")
     ] = False,
+    render: Annotated[
+        Rendering | None,
+        typer.Option("--render", help="Print one deployment as manifests instead: k8s.", show_choices=False),
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="NAME=VALUE", help="For --render: image, gpu, rdma, …; repeatable."),
+    ] = None,
 ) -> None:
     """Print what a sweep would do: cells, processes, ports, time. Starts nothing."""
     from kvbench import planning
 
-    planning.command(options.wish(), _console(), as_json=json_)
+    if render is not None:
+        planning.render(options.wish(), with_ or ())
+    else:
+        planning.command(options.wish(), _console(), as_json=json_)
 
 
 @command
@@ -387,6 +450,9 @@ def doctor(
     gates: Annotated[
         bool, typer.Option("--gates", help="Only list what every trial is checked for.")
     ] = False,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Check the scenario's hosts, and who reaches whom.")
+    ] = False,
 ) -> int:
     """Say what is installed here, what each connector lacks, and how to mend it."""
     from kvbench import doctor as examination
@@ -394,6 +460,12 @@ def doctor(
 
     if gates:
         return gatetable.command(_console())
+    if hosts:
+        from kvbench import hostscheck
+
+        if scenario is None:
+            raise InputError("--hosts checks the hosts of a scenario: name one")
+        return hostscheck.command(scenario, tuple(set_ or ()), _console())
     return examination.command(_console(), scenario, tuple(set_ or ()))
 
 
@@ -432,6 +504,52 @@ def init(
 
 
 LabName = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab.")]
+
+
+@hosts_app.command("install")
+@_with_exit_code
+def hosts_install(
+    scenario: ScenarioArg,
+    set_: SetOption = None,
+    wheel: Annotated[
+        Path | None,
+        typer.Option("--wheel", help="The wheel to install; else one is built of what runs here."),
+    ] = None,
+) -> int:
+    """Copy this kvbench to each host of a scenario and install it there, in an environment of its own."""
+    from kvbench import hostsetup
+
+    return hostsetup.command(scenario, tuple(set_ or ()), wheel, _console())
+
+
+@command
+def ps(
+    scenario: Annotated[
+        str | None, typer.Argument(help="A scenario on whose hosts to look too.", show_default=False)
+    ] = None,
+    set_: SetOption = None,
+) -> int:
+    """List what runs for kvbench, or was left by a crash: here, and on the hosts of a scenario."""
+    from kvbench import leftovers
+
+    return leftovers.ps(scenario, tuple(set_ or ()), _console())
+
+
+@command
+def stop(
+    run: Annotated[
+        str, typer.Option("--run", metavar="RUN", help="Only this run: its name, as `ps` lists it.")
+    ] = "",
+    all_: Annotated[bool, typer.Option("--all", help="All runs of this user.")] = False,
+    scenario: Annotated[
+        str | None, typer.Argument(help="A scenario on whose hosts to look too.", show_default=False)
+    ] = None,
+    set_: SetOption = None,
+) -> int:
+    """End the processes of a run, or of all runs: here, and on the hosts of a scenario."""
+    from kvbench import leftovers
+
+    return leftovers.stop(run, scenario, tuple(set_ or ()), _console(), everything=all_)
 
 
 @lab_command("up")
@@ -508,6 +626,15 @@ def lab_fault(
     labcommand.fault(Lab.standing(name), Fault(kind, nic, amount), _console(), heal=heal)
 
 
+def _resumed(run: Path, kind: str, wish: Wish, output: Path, force: bool) -> int:
+    """Go on with a run folder, in which the plan is."""
+    from kvbench import resume
+
+    if output != Path("results") and output.resolve() != run.resolve().parent:
+        raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
+    return resume.command(run, wish, kind, _console(), force=force)
+
+
 def _console() -> Console:
     from rich.console import Console
 
@@ -534,6 +661,14 @@ def _said_clearly() -> Iterator[None]:
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        if os.environ.get(TRACEBACK_ENV):
+            raise
+        typer.echo(f"kvbench: {type(error).__name__}: {error}", err=True)
+        typer.echo(f"hint: {_UNFORESEEN}", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
     finally:
         signal.signal(signal.SIGTERM, previous)
 

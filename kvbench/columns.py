@@ -168,6 +168,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "source": "host, instance or device",
         "metric": "what was sampled",
         "value": "its value, in the unit that the metric's name says",
+        "host": "which host of the scenario it is of; empty for the machine that kvbench ran on",
     },
     "transfers": {
         **_TRANSFER,

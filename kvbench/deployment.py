@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from kvbench import engines
+from kvbench.apikey import bearer, hidden
 from kvbench.connectors.base import Connector
 from kvbench.core.plan import DeploymentPlan
 from kvbench.core.processes import ProcessSpec
@@ -21,15 +21,18 @@ from kvbench.core.scenario import Scenario
 from kvbench.diagnose import Diagnosis
 from kvbench.engines.external import ExternalOptions
 from kvbench.errors import LaunchError, ServerError
-from kvbench.launchers.local import GRACE_S, LocalLauncher, LocalProcess
+from kvbench.launchers.base import Launcher, Process
+from kvbench.launchers.local import GRACE_S
 from kvbench.observing import PROFILER_GRACE_S, has_prefix
-from kvbench.ports import require_free_port
+from kvbench.ports import require_free_ports
 from kvbench.roster import dispatch_spec, instances, process_specs, profile_of, several_hosts_problem
 from kvbench.telemetry import Metrics, scrape
 from kvbench.watching import ProcessWatch, beside
 
 POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 1.5
+"""Of a question that is asked again and again: between two of them it is looked whether all are alive."""
 _UNDER_WAY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 
 
@@ -42,6 +45,8 @@ class Endpoints:
     """Instance name → /metrics. Names start with their role."""
     cache_reset_urls: Sequence[str] = ()
     router_metrics_url: str = ""
+    api_key_env: str = ""
+    """The environment variable with the API key that the server wants."""
     direct: Mapping[str, Any] | None = None
     """How to ask P and D without the router (``roster.dispatch_spec``); None where there is none."""
 
@@ -53,13 +58,16 @@ class Endpoints:
 class Deployment:
     """Context manager: starts the processes, waits until all are ready, stops all of them at the end."""
 
-    def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: LocalLauncher) -> None:
+    def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: Launcher) -> None:
         self.plan = plan
         self.ready_s = 0.0
-        self.processes: list[LocalProcess] = []
+        self.processes: list[Process] = []
         self._scenario = scenario
         self._launcher = launcher
-        self._client = httpx.Client(timeout=CONTROL_TIMEOUT_S)
+        self.api_key_env: str = getattr(scenario.deployment.engine_options, "api_key_env", "")
+        self._client = httpx.Client(
+            timeout=CONTROL_TIMEOUT_S, headers=bearer(self.api_key_env), transport=launcher.web()
+        )
         self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
         options = scenario.connector_options(plan.label)
@@ -95,20 +103,21 @@ class Deployment:
         Raises PortInUseError, ProcessDiedError or LaunchError; the caller stops what was started.
         """
         began = time.monotonic()
-        host = self._scenario.deployment.host
-        if self._scenario.deployment.several_hosts:
+        deployment = self._scenario.deployment
+        if deployment.several_hosts and not deployment.hosts:
             raise several_hosts_problem()
-        for name, port in self._ports():
-            require_free_port(host, port, name)
+        if not self.external:
+            require_free_ports(self.plan, deployment, self._launcher)
         for spec in self._specs:
             self._watch.follow(spec, self._launcher.log_path(spec))
             self.processes.append(self._launcher.start(spec))
         self._wait_ready(began + self._scenario.deployment.ready_timeout_s)
-        self._watch.started()
+        self._watch.started(self.processes)
         self.ready_s = time.monotonic() - began
 
     def stop(self) -> None:
         """Stop all processes, last started first. Safe to call twice."""
+        self._watch.close()
         started, self.processes = self.processes, []
         if started:
             grace_s = PROFILER_GRACE_S if has_prefix(self._scenario.deployment) else GRACE_S
@@ -116,7 +125,10 @@ class Deployment:
         self._client.close()
 
     def check_alive(self) -> None:
-        """Raises ProcessDiedError if a process has ended, LaunchError if a log tells a fatal cause."""
+        """Raises HostLostError if a host is, ProcessDiedError if a process has ended, LaunchError if a log
+        tells a fatal cause.
+        """
+        self._launcher.check()
         self._watch.check(self.processes)
 
     def diagnoses(self) -> list[Diagnosis]:
@@ -154,9 +166,14 @@ class Deployment:
             time.sleep(0.05)
 
     def _under_way(self, url: str) -> float:
-        """Requests that an instance says it has; 0 if it does not tell. Nothing else of the page is read."""
+        """Requests that an instance says it has; 0 if it does not tell. Nothing else of the page is read.
+
+        One that is too busy to tell, or hangs, is taken to have one; ``check_alive`` knows more of it.
+        """
         try:
-            response = self._client.get(url)
+            response = self._client.get(url, timeout=ASK_TIMEOUT_S)
+        except httpx.TimeoutException:
+            return 1.0
         except httpx.HTTPError:
             return 0.0
         found = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
@@ -179,25 +196,22 @@ class Deployment:
             response = beside(post, self.check_alive)
         except httpx.HTTPError as error:
             self.check_alive()
-            raise ServerError(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
+            raise self._failed(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code != 200:
-            raise ServerError(f"POST {url} answered {response.status_code}: {response.text[:300]}")
+            raise self._failed(f"POST {url} answered {response.status_code}: {self._said(response)}")
         try:
             return str(response.json()["choices"][0]["text"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"POST {url} answered no completion: {response.text[:300]}") from error
+            raise self._failed(f"POST {url} answered no completion: {self._said(response)}") from error
 
-    def _ports(self) -> list[tuple[str, int]]:
-        if self.external:
-            return []
-        ports = [(each.name, each.port) for each in self.plan.instances]
-        ports += [
-            (f"{each.name}'s side channel", port)
-            for each in self.plan.instances
-            for port in each.all_side_ports
-        ]
-        ports += [(f"{self.plan.label}'s helpers", port) for port in self.plan.service_ports]
-        return ports + ([("router", self.plan.router_port)] if self.plan.router_port else [])
+    def _failed(self, what: str) -> ServerError:
+        """The error for a request that failed, with what the logs say of it."""
+        words, mend = self._watch.explained(self.processes)
+        return ServerError(what + words, hint=mend)
+
+    def _said(self, response: httpx.Response) -> str:
+        """The beginning of an answer, for a message; some servers repeat the key that they refuse."""
+        return hidden(response.text[:300], self.api_key_env)
 
     def _wait_ready(self, deadline: float) -> None:
         waiting = [process.spec for process in self.processes]
@@ -218,7 +232,8 @@ class Deployment:
 
     def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
         if not spec.ready_url:
-            return _listens(spec.host, spec.port), f"nothing listens on {spec.host}:{spec.port}"
+            listens = self._launcher.far(spec.name).listens(spec.host, spec.port)
+            return listens, f"nothing listens on {spec.host}:{spec.port}"
         try:
             response = self._client.get(spec.ready_url, timeout=2.0)
         except httpx.HTTPError as error:
@@ -246,7 +261,8 @@ class Deployment:
         if self.external:
             return _external_endpoints(self._scenario, self._connector)
         members = instances(self._scenario, self.plan)
-        host = self._scenario.deployment.host
+        at = self._scenario.deployment.address_of
+        host = members[0].host if self.plan.router_port is None else at("router")
         engine = engines.get(self._scenario.deployment.engine)
         port = self.plan.router_port if self.plan.router_port is not None else members[0].port
         router = f"http://{host}:{port}" if self.plan.router_port is not None else ""
@@ -262,17 +278,7 @@ class Deployment:
 def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
     options = scenario.deployment.engine_options
     assert isinstance(options, ExternalOptions)
-    urls = {
-        "prefill-0": options.prefill_metrics_url,
-        "decode-0" if connector.disaggregated else "aggregated-0": options.decode_metrics_url,
-    }
-    return Endpoints(options.base_url, {name: url for name, url in urls.items() if url})
-
-
-def _listens(host: str, port: int) -> bool:
-    """Whether a connection to ``host:port`` is taken."""
-    try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
-    except OSError:
-        return False
+    found = options.metrics_urls
+    if not connector.disaggregated:
+        found = {name.replace("decode-", "aggregated-"): url for name, url in found.items()}
+    return Endpoints(options.base_url, found, api_key_env=options.api_key_env)

@@ -41,6 +41,9 @@ MIN_OPEN_FILES: Final = 1024
 MIN_SHM_BYTES: Final = 256 * 2**20
 """Containers get 64 MiB by default, which is too little for engines that share tensors that way."""
 MIN_CORES: Final = 2
+_LISTENS: Final = "; its TCP transport listens on all interfaces, whatever it is told (0.3.13)"
+KNOWN_LIMITS: Final = {"mooncake": _LISTENS, "mooncake_store": _LISTENS}
+"""What a library does against our will; everything else binds the loopback device."""
 
 
 def examine(vllm: Path | None = None) -> list[Check]:
@@ -96,7 +99,7 @@ def _connector_check(connector: Connector, problem: Problem | None) -> Check:
     if problem is not None:
         return Check(name, "missing", f"{backend}: {problem.reason}", problem.fix)
     if backend:
-        return Check(name, "ok", f"moves KV with {backend}")
+        return Check(name, "ok", f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}")
     return Check(name, "ok", "with vLLM only, not emulated" if connector.kv_connector else "moves no KV")
 
 

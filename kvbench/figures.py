@@ -25,6 +25,7 @@ from kvbench.load import LoadResult
 from kvbench.telemetry import HostReading, Metrics, Sampler, difference, quantile
 
 _LAG: Final = "kvbench:emulator_step_lag_seconds"
+_TRANSFER_LAG: Final = "kvbench:emulator_transfer_lag_seconds"
 _SOURCES: Final = (LOCAL_COMPUTE, LOCAL_CACHE_HIT, EXTERNAL)
 _GAPS: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 """The gap between two tokens: today's name, and that of vLLM before 0.11."""
@@ -76,7 +77,10 @@ def _with_kv(figures: EngineFigures, kv: RoleKv, logged: RoleKv | None) -> Engin
 
 
 def _figures_of(pages: Pages) -> EngineFigures:
-    lags = [lag for start, end in pages if (lag := quantile(start, end, _LAG, 0.99)) is not None]
+    lags, transfer_lags = (
+        [lag for start, end in pages if (lag := quantile(start, end, name, 0.99)) is not None]
+        for name in (_LAG, _TRANSFER_LAG)
+    )
     prompt_tokens = grown(pages, "vllm:prompt_tokens_total")
     prefix_hits = grown(pages, "vllm:prefix_cache_hits_total")
     blocks = {label for _, page in pages if (label := page.label("vllm:cache_config_info", "block_size"))}
@@ -91,6 +95,9 @@ def _figures_of(pages: Pages) -> EngineFigures:
         steps=grown(pages, f"{_LAG}_count"),
         step_lag_p99_s=max(lags, default=None),
         busy_s=grown(pages, "kvbench:emulator_busy_seconds_total"),
+        transfer_lag_s=grown(pages, f"{_TRANSFER_LAG}_sum"),
+        transfer_lag_p99_s=max(transfer_lags, default=None),
+        paced_s=grown(pages, "kvbench:emulator_paced_transfer_seconds_total"),
         block_tokens=int(blocks.pop()) if len(blocks) == 1 and min(blocks).isdigit() else None,
         generation_tokens=grown(pages, "vllm:generation_tokens_total"),
         restarts=_restarts(pages),

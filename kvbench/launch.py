@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +18,11 @@ from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.processes import shell_script
 from kvbench.deployment import Deployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
-from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.base import Launcher
 from kvbench.observing import nsys_override
+from kvbench.places import Places
 from kvbench.planning import plan_of
-from kvbench.ports import with_ports
+from kvbench.ports import with_ports, with_ports_at
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, unusable
 
@@ -39,12 +41,23 @@ def command(
     profiled = (nsys_override(),) if nsys else ()
     wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(wish)
-    planned = with_ports(_chosen(plan_of(scenario)), scenario.deployment.host)
-    problem = unusable(scenario, planned)
+    planned = _chosen(plan_of(scenario))
+    with Places(scenario, f"launch-{secrets.token_hex(4)}", partial(console.print, markup=False)) as places:
+        places.open()
+        return _keep_up(places, planned, console)
+
+
+def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
+    """Brings a deployment up and keeps it until Ctrl-C."""
+    scenario = places.scenario
+    problem = places.unusable(planned) if places.far else unusable(scenario, planned)
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
     folder = Path(tempfile.mkdtemp(prefix="kvbench-launch-"))
-    launcher = LocalLauncher(f"launch-{secrets.token_hex(4)}", folder / "logs", folder / "specs")
+    launcher = places.launcher(planned, folder / "logs", folder / "specs")
+    planned = with_ports_at(planned, scenario.deployment, launcher)
+    for note in engine_warnings(scenario):
+        console.print(f"note: {note}", markup=False)
     with Deployment(scenario, planned, launcher) as deployment:
         try:
             _tell(deployment, launcher, console)
@@ -63,7 +76,7 @@ def command(
     return EXIT_OK
 
 
-def _tell(deployment: Deployment, launcher: LocalLauncher, console: Console) -> None:
+def _tell(deployment: Deployment, launcher: Launcher, console: Console) -> None:
     console.print(f"ready after {deployment.ready_s:.2f} s: {deployment.plan.label}", markup=False)
     console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
     for name, url in deployment.endpoints.metrics_urls.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import selectors
@@ -21,9 +22,10 @@ from typing import Any
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.records import RequestRecord
 from kvbench.core.workers import joined_client, joined_records, require_common_start
-from kvbench.errors import KvbenchError, ProcessDiedError
-from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError
+from kvbench.launchers.base import Far, Launcher, Process
 from kvbench.loadfile import read_records
+from kvbench.procstate import cpu_s
 
 _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
 CAUSE_CHARS = 300
@@ -31,6 +33,10 @@ COMMAND = (sys.executable, "-m", "kvbench.loadgen")
 PREPARE_DEADLINE_S = 60.0
 """Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
 STOP_DEADLINE_S = 10.0
+SILENT_S = 10.0
+"""A generator tells its progress several times a second: one that has said nothing for so long hangs."""
+IDLE_S = 0.1
+"""CPU time that one which waits may take in half of that."""
 POLL_S = 0.05
 TOGETHER_S = 0.05
 """Several workers are told to start so much later, in which each of them hears of it."""
@@ -78,9 +84,9 @@ class Spare:
     Starting Python and its libraries takes some 0.25 s of a core, which would else pass between two trials.
     """
 
-    def __init__(self, launcher: LocalLauncher) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._process: LocalProcess | None = None
+        self._process: Process | None = None
 
     def prepare(self) -> None:
         """Starts a process unless one is waiting."""
@@ -88,7 +94,7 @@ class Spare:
             wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
             self._process = self._launcher.start(wanted, piped=True)
 
-    def take(self, spec: Mapping[str, Any], name: str) -> LocalProcess | None:
+    def take(self, spec: Mapping[str, Any], name: str) -> Process | None:
         """The waiting process, told its spec, under a name of its own; None if there is none."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
@@ -113,7 +119,7 @@ class LoadGenerator:
 
     def __init__(
         self,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         spec: Mapping[str, Any],
         name: str = "loadgen",
         workers: int = 1,
@@ -159,12 +165,20 @@ class LoadGenerator:
         if self._count > 1:
             name = f"{name}-w{index}"
             path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
-            spec |= {"worker": index, "workers": self._count, "records_path": str(path)}
-        process = self._spare.take(spec, name) if self._spare is not None else None
+            spec |= {"worker": index, "workers": self._count}
+        far = self._launcher.far(name)
+        spec["records_path"] = far.path_of(path)
+        if self._spec.get("requests_path"):
+            requests = Path(str(self._spec["requests_path"]))
+            far.put(requests)
+            spec["requests_path"] = far.path_of(requests)
+        # The waiting process is on the host of the first.
+        waits = self._spare is not None and far.host == self._launcher.host_of("loadgen-spare")
+        process = self._spare.take(spec, name) if self._spare is not None and waits else None
         if process is None:
             wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
             process = self._launcher.start(wanted, piped=True)
-        return _Worker(process, path)
+        return _Worker(process, path, far)
 
     def _converse(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
@@ -178,7 +192,8 @@ class LoadGenerator:
                 waiting -= 1
                 if not waiting:
                     self._deadline = time.monotonic() + deadline_s
-                    self._tell_all(f"go {time.monotonic() + TOGETHER_S:.6f}" if self._count > 1 else "go")
+                    self._started()
+                    self._go()
                     if self._spare is not None:
                         self._spare.prepare()
             elif kind == "progress":
@@ -203,6 +218,7 @@ class LoadGenerator:
                 if time.monotonic() > self._deadline:
                     raise self._too_late()
                 check()
+                self._check_workers()
                 for key, _ in selector.select(POLL_S):
                     data = os.read(key.fd, 65_536)
                     if data:
@@ -212,12 +228,42 @@ class LoadGenerator:
                     else:
                         raise ended_early(key.data.process)
 
+    def _started(self) -> None:
+        """From now on each worker is to tell how it gets on."""
+        for worker in self._workers:
+            worker.heard_at = time.monotonic()
+
+    def _check_workers(self) -> None:
+        """Raises ProcessHungError if a worker that is to tell something tells nothing and does nothing."""
+        for worker in self._workers:
+            silent_s = time.monotonic() - worker.heard_at
+            if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
+                process = worker.process
+                raise ProcessHungError(
+                    f"the load generator {process.name} hangs: it has said nothing for {silent_s:.0f} s "
+                    "and takes no CPU time",
+                    hint="see whether a signal has stopped it, and whether the machine has CPU time to "
+                    f"give; the whole log is {process.log_path}",
+                )
+
     def _too_late(self) -> KvbenchError:
         late = [worker.process for worker in self._workers if worker.end is None]
         return KvbenchError(
             "the load generator did not finish within its deadline",
             hint=f"see {', '.join(str(process.log_path) for process in late)}",
         )
+
+    def _go(self) -> None:
+        """Several start at one moment, which is told to each on the clock of its host."""
+        if self._count == 1:
+            self._tell_all("go")
+            return
+        ahead_s = {worker.far.host: worker.far.clock_ahead_s for worker in self._workers}
+        for worker in self._workers:
+            worker.ahead_s = ahead_s[worker.far.host]
+        began = time.monotonic() + TOGETHER_S
+        for worker in self._workers:
+            _say(worker.process, f"go {began + worker.ahead_s:.6f}")
 
     def _tell_all(self, words: str) -> None:
         for worker in self._workers:
@@ -248,9 +294,11 @@ class LoadGenerator:
 
     def _joined(self) -> LoadResult:
         ends = [worker.end or {} for worker in self._workers]
-        clients = [dict(end.get("client", {})) for end in ends]
+        clients = [worker.client() for worker in self._workers]
         require_common_start(clients)
         unfinished = [str(end["reason"]) for end in ends if end["reason"] != "complete"]
+        for worker in self._workers:
+            worker.far.fetch(worker.records_path)
         shares = [read_records(worker.records_path) for worker in self._workers]
         return LoadResult(
             records=joined_records(shares, None if unfinished else self._planned()),
@@ -263,20 +311,52 @@ class LoadGenerator:
 class _Worker:
     """One process, and what it has told so far."""
 
-    def __init__(self, process: LocalProcess, records_path: Path) -> None:
+    def __init__(self, process: Process, records_path: Path, far: Far) -> None:
         self.process = process
         self.records_path = records_path
+        self.far = far
         self.progress = Progress()
+        self.ahead_s = 0.0
+        """How far the clock of its host is ahead of ours."""
         self.end: dict[str, Any] | None = None
+        self.heard_at = math.inf
+        """When it last said something; infinite while nothing is asked of it."""
+        self._silent_cpu_s: float | None = None
         self._rest = b""
+
+    def idle(self) -> bool:
+        """Whether it has taken no CPU time since this was first asked in its present silence.
+
+        Then it does not write many records either. Of one on another host that is not known here.
+        """
+        if self.far.host:
+            return False
+        taken_s = cpu_s([self.process.pid])
+        if self._silent_cpu_s is None:
+            self._silent_cpu_s = taken_s
+        return taken_s - self._silent_cpu_s <= IDLE_S
 
     def forget_records(self) -> None:
         """Removes its file of records, and what it may have written of one when it was killed."""
+        with contextlib.suppress(KvbenchError):  # a host that is lost keeps nothing
+            self.far.forget(self.records_path)
         for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
             path.unlink(missing_ok=True)
 
+    def client(self) -> dict[str, Any]:
+        """Its figures of itself, its start on our clock."""
+        told = dict((self.end or {}).get("client", {}))
+        if told.get("started_monotonic_s") is not None:
+            told["started_monotonic_s"] -= self.ahead_s
+        if self.far.host:
+            told |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
+        return told
+
     def lines(self, data: bytes) -> list[bytes]:
         """The whole lines that these bytes complete."""
+        if self.heard_at < math.inf:
+            self.heard_at = time.monotonic()
+            self._silent_cpu_s = None
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
 
@@ -287,7 +367,7 @@ def _progress(event: Mapping[str, Any]) -> Progress:
     return Progress(**known)
 
 
-def ended_early(process: LocalProcess) -> ProcessDiedError:
+def ended_early(process: Process) -> ProcessDiedError:
     """The error for a generator that closed its output without an end event."""
     deadline = time.monotonic() + 2
     while process.poll() is None and time.monotonic() < deadline:
@@ -306,7 +386,7 @@ def cause_of(lines: Sequence[str]) -> str:
     return (errors or told or [""])[-1][:CAUSE_CHARS]
 
 
-def _say(process: LocalProcess, words: str) -> None:
+def _say(process: Process, words: str) -> None:
     with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status tells why
         process.stdin.write(words.encode() + b"\n")
         process.stdin.flush()

@@ -29,6 +29,20 @@ SetOption = Annotated[
         "--set", metavar="PATH=VALUE", help="Override a scenario value, e.g. slo.ttft_ms=300. Repeatable."
     ),
 ]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with this run folder after any end; the plan is the folder's.",
+        exists=True,
+        file_okay=False,
+    ),
+]
+ForceOption = Annotated[
+    bool,
+    typer.Option("--force", help="Go on although machine or software has changed since; marks the run."),
+]
 OutputOption = Annotated[Path, typer.Option("--output", metavar="DIR", help="Where run folders are written.")]
 
 
@@ -62,6 +76,26 @@ class LoadOptions(ScenarioOptions):
         str | None,
         typer.Option(
             "--base-url", metavar="URL", help="Measure a running OpenAI-compatible server; needs no scenario."
+        ),
+    ] = None
+    prefill_metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            "--prefill-metrics-url",
+            metavar="URL[,URL…]",
+            help="/metrics of that server's prefill instances: proves that P and D both worked.",
+        ),
+    ] = None
+    decode_metrics_url: Annotated[
+        str | None,
+        typer.Option("--decode-metrics-url", metavar="URL[,URL…]", help="And of its decode instances."),
+    ] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env",
+            metavar="NAME",
+            help="The environment variable with that server's API key; the key itself is written nowhere.",
         ),
     ] = None
     input_len: Annotated[
@@ -160,6 +194,9 @@ class LoadOptions(ScenarioOptions):
         return replace(
             super().wish(),
             base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            prefill_metrics_url=self.prefill_metrics_url,
+            decode_metrics_url=self.decode_metrics_url,
             input_len=self.input_len,
             output_len=self.output_len,
             ttft_ms=self.ttft_ms,

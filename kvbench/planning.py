@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,14 @@ def command(wish: Wish, console: Console, *, as_json: bool) -> None:
     console.print("nothing was started", markup=False)
 
 
+def render(wish: Wish, words: Sequence[str]) -> None:
+    """Print the manifests of the scenario's deployment. ``words``: NAME=VALUE of ``K8sOptions``."""
+    from kvbench.manifests import options_from, rendered
+
+    scenario, _ = resolve(wish)
+    print(rendered(plan_of(scenario), options_from(words)), end="")
+
+
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
     """A deployment's processes; none if the engine has no such connector, which the launch tells."""
     with suppress(InputError):
@@ -82,7 +91,8 @@ def _deployments_table(plan: Plan) -> Table:
         if each.service_ports:
             table.add_row("", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "")
         if each.router_port is not None:
-            table.add_row("", "router", _port(each.router_port), "")
+            count = plan.scenario.deployment.router_processes
+            table.add_row("", f"router × {count}" if count > 1 else "router", _port(each.router_port), "")
     return table
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import yaml
-
 from kvbench.core import slo as slos
 from kvbench.core.lies import LIES, told_lie
+from kvbench.core.scenario_text import plain, read_yaml
 from kvbench.errors import InputError
 from kvbench.runs import Run
 
@@ -88,10 +87,9 @@ def resolved(run: Run, key: str) -> Any:
 
 
 def _scenario_file(run: Run) -> Mapping[str, Any]:
-    try:
-        data = yaml.safe_load(run.scenario_text)
-    except yaml.YAMLError:
-        return {}
+    # Bounded, unlike yaml's own loader: the folder may be a stranger's.
+    root, _ = read_yaml(run.scenario_text)
+    data = plain(root) if root is not None else None
     return data if isinstance(data, Mapping) else {}
 
 
@@ -180,7 +178,8 @@ def caption(run: Run) -> str:
     parts = [
         scenario_of(run),
         model_of(run),
-        f"kvbench {run.manifest.get('kvbench', '?')}",
+        f"{'read in by ' if run.manifest.get('kind') == 'imported' else ''}kvbench "
+        f"{run.manifest.get('kvbench', '?')}",
         host_of(run),
         hardware_of(run),
         started(run),

@@ -28,6 +28,8 @@ def load_trace(trace: Trace) -> list[TracedRequest]:
 def _text_of(trace: Trace) -> str:
     path = Path(trace.path)
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"the trace {path} is a folder, a pipe or a device, and no file")
         if path.stat().st_size > MOST_BYTES:
             raise InputError(
                 f"{path} has more than {MOST_BYTES / 2**30:g} GiB", hint="cut it to what is replayed"
@@ -65,8 +67,12 @@ def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> No
 
 def trace_summary(trace: Trace, told: TraceFigures) -> dict[str, Any]:
     """What a run folder keeps of a trace: which file it was, and what it asks for."""
-    digest = hashlib.sha256(_text_of(trace).encode()).hexdigest()
-    return {"path": trace.path, "sha256": digest, "time_scale": trace.time_scale, **asdict(told)}
+    return {"path": trace.path, "sha256": trace_digest(trace), "time_scale": trace.time_scale, **asdict(told)}
+
+
+def trace_digest(trace: Trace) -> str:
+    """SHA-256 of a trace's file. Raises InputError if it cannot be read."""
+    return hashlib.sha256(_text_of(trace).encode()).hexdigest()
 
 
 def burst_plan(rate: float, burstiness: float, seed: int, lengths: tuple[int, int]) -> list[TracedRequest]:

@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import yaml
 
+from kvbench.apikey import bearer
 from kvbench.core.scenario import Scenario, parse_scenario
+from kvbench.engines.external import url_problem
 from kvbench.errors import InputError, ServerError
 from kvbench.replay import load_trace, require_fitting, trace_lengths
 from kvbench.scenario_files import find_scenario, load_scenario, registry
@@ -42,12 +44,17 @@ class Wish:
     workers: int | None = None
     direct: bool = False
     both_modes: bool = False
+    api_key_env: str | None = None
+    prefill_metrics_url: str | None = None
+    decode_metrics_url: str | None = None
 
 
 def resolve(wish: Wish) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
     if wish.base_url is not None:
         return _external(wish, wish.base_url)
+    if wish.prefill_metrics_url or wish.decode_metrics_url:
+        raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
     overrides = [*wish.overrides, *_shorthand(wish)]
     overrides = [*_replaced(wish), *overrides]
     scenario, source = load_scenario(wish.scenario, overrides)
@@ -113,6 +120,7 @@ def _shorthand(wish: Wish) -> list[str]:
         "slo.attainment": wish.attainment,
         "load.workers": wish.workers,
         "load.mode": "direct" if wish.direct else None,
+        "deployment.engine_options.api_key_env": wish.api_key_env,
     }
     return [f"{path}={value}" for path, value in values.items() if value is not None]
 
@@ -125,8 +133,8 @@ def _chosen_connectors(scenario: Scenario, names: tuple[str, ...]) -> list[Any]:
 
 def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
     """A scenario for a server that is already there, written down as a file would be."""
-    if not base_url.startswith(("http://", "https://")):
-        raise InputError(f"--base-url must begin with http:// or https://, not {base_url!r}")
+    if problem := url_problem(base_url):
+        raise InputError(f"--base-url {problem}")
     missing = [
         option
         for option, value in (("--input-len", wish.input_len), ("--output-len", wish.output_len))
@@ -154,10 +162,10 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
         "name": "external",
         "model": {
             "name": "external",
-            "served_model_name": served_model(root),
+            "served_model_name": served_model(root, wish.api_key_env or ""),
             "vocab_size": SMALL_VOCABULARY,
         },
-        "deployment": {"engine": "external", "engine_options": _metrics_urls(root, name)},
+        "deployment": {"engine": "external", "engine_options": _engine_options(root, name, wish)},
         "connectors": [name],
         "workload": {}
         if wish.trace is not None
@@ -183,10 +191,21 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
     return scenario, text.encode()
 
 
-def _metrics_urls(root: str, connector: str) -> dict[str, str]:
+def _engine_options(root: str, connector: str, wish: Wish) -> dict[str, str]:
     options = {"base_url": root}
     if connector == "aggregated":
         options["decode_metrics_url"] = f"{root}/metrics"
+    given = {
+        "prefill_metrics_url": wish.prefill_metrics_url,
+        "decode_metrics_url": wish.decode_metrics_url,
+        "api_key_env": wish.api_key_env,
+    }
+    options |= {name: value for name, value in given.items() if value}
+    if connector == "aggregated" and "prefill_metrics_url" in options:
+        raise InputError(
+            "--prefill-metrics-url is for a P/D pair, and nothing says which connector it has",
+            hint="add --connector, such as --connector nixl",
+        )
     return options
 
 
@@ -197,11 +216,12 @@ def _lengths(text: str) -> list[int]:
         raise InputError(f"--input-len takes whole numbers with commas between, not {text!r}") from None
 
 
-def served_model(root: str) -> str:
+def served_model(root: str, api_key_env: str = "") -> str:
     """The first model that a server offers. Raises ServerError if it cannot be asked."""
     url = f"{root}/v1/models"
+    headers = bearer(api_key_env)
     try:
-        response = httpx.get(url, timeout=ASK_TIMEOUT_S)
+        response = httpx.get(url, timeout=ASK_TIMEOUT_S, headers=headers)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPError as error:

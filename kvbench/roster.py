@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -42,17 +43,46 @@ def engine_warnings(scenario: Scenario) -> list[str]:
         hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
         max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
     )
-    return list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
+    warnings = list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
+    return [*_exposed(scenario), *warnings]
+
+
+def _exposed(scenario: Scenario) -> list[str]:
+    """Says so where what is started listens on more than this machine's own loopback device."""
+    deployment = scenario.deployment
+    if deployment.engine == "external":
+        return []
+    hosts = dict.fromkeys(deployment.host_of(role) for role in ("", "prefill", "decode"))
+    if deployment.hosts:
+        hosts = dict.fromkeys(host.address for host in deployment.used_hosts.values())
+    open_to = [host for host in hosts if not is_loopback(host)]
+    if not open_to:
+        return []
+    return [
+        f"engines and router listen on {', '.join(open_to)}: whoever reaches that address can send requests "
+        "and read /metrics, since nothing asks for a key (deployment.host)"
+    ]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is this machine's own loopback device."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
+    where = scenario.deployment.address_of
+
     def addresses(role: str) -> tuple[str, ...]:
-        host = scenario.deployment.host_of(role)
         return tuple(
-            f"{host}:{each.side_port}" for each in plan.instances if each.role == role and each.side_port
+            f"{where(each.name)}:{each.side_port}"
+            for each in plan.instances
+            if each.role == role and each.side_port
         )
 
-    services = tuple(f"{scenario.deployment.host}:{port}" for port in plan.service_ports)
+    services = tuple(f"{where('router')}:{port}" for port in plan.service_ports)
     return Neighbours(addresses("prefill"), addresses("decode"), services)
 
 
@@ -66,7 +96,7 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
             name=process.name,
             role=process.role,
             rank=process.rank,
-            host=scenario.deployment.host_of(process.role),
+            host=scenario.deployment.address_of(process.name),
             port=process.port,
             side_port=process.side_port,
             engine_id=f"{plan.label}-{process.name}",
@@ -90,7 +120,8 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
     options = scenario.connector_options(plan.label)
     engine_options = scenario.deployment.engine_options
     members = instances(scenario, plan)
-    specs = connector.services(options, scenario.deployment.host, plan.service_ports)
+    services_at = scenario.deployment.address_of("router")
+    specs = connector.services(options, services_at, plan.service_ports)
     specs += [engine.process(member, connector, options, engine_options) for member in members]
     if plan.router_port is not None:
         specs.append(_router_spec(scenario, plan))
@@ -113,6 +144,11 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
             "url": member.url,
             "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
             "side_address": member.side_address,
+            **(
+                {"engine_id": member.engine_id, "tensor_parallel_size": member.tensor_parallel_size}
+                if connector.needs_engine_id
+                else {}
+            ),
         }
         for member in members
         if member.role == "prefill"
@@ -132,14 +168,16 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
 
 
 def _router_spec(scenario: Scenario, plan: DeploymentPlan) -> ProcessSpec:
-    host = scenario.deployment.host
+    host = scenario.deployment.address_of("router")
     lie = engines.get(scenario.deployment.engine).router_lie(scenario.deployment.engine_options)
+    processes = scenario.deployment.router_processes
     spec = {
         "host": host,
         "port": plan.router_port,
         "request_timeout_s": scenario.workload.request_timeout_s,
         "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
         **(dispatch_spec(scenario, plan) or {}),
+        **({"processes": processes} if processes > 1 else {}),
         **({"lie": lie} if lie else {}),
     }
     return ProcessSpec(
@@ -155,14 +193,15 @@ def several_hosts_problem() -> InputError:
     """The error for a deployment whose processes are not all here."""
     return InputError(
         "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
-        hint="print the commands with `kvbench launch --print`, run them there, and measure with --base-url",
+        hint="name the hosts in deployment.hosts with launcher: ssh; or print the commands with "
+        "`kvbench launch --print`, run them there, and measure with --base-url",
     )
 
 
 def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
     """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
     deployment = scenario.deployment
-    if deployment.several_hosts and deployment.engine != "external":
+    if deployment.launcher == "local" and deployment.several_hosts and deployment.engine != "external":
         error = several_hosts_problem()
         return Problem(error.message, error.hint)
     engine = engines.get(deployment.engine)

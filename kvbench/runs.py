@@ -6,14 +6,25 @@ Old schemas are lifted by a list of upgrade functions; a newer one is refused po
 from __future__ import annotations
 
 import fcntl
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from kvbench import __version__
-from kvbench.core.records import MAIN_METHODS, SCHEMA_VERSION, Cell, Method, RequestRecord, TrialRecord
+from kvbench.core.records import (
+    MAIN_METHODS,
+    SCHEMA_VERSION,
+    Cell,
+    Method,
+    RequestRecord,
+    TrialRecord,
+    require_types,
+)
+from kvbench.core.scenario_text import MAX_CHARS
 from kvbench.core.transfers import TransferRecord
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import read_lines, read_object
@@ -28,6 +39,7 @@ CellStatus = Literal["done", "refused", "failed", "skipped"]
 MANIFEST: Final = "manifest.json"
 TRIALS: Final = "trials.jsonl"
 CELLS: Final = "cells.jsonl"
+OUTPUTS: Final = "outputs.jsonl"
 
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 T = TypeVar("T")
@@ -67,7 +79,10 @@ class CellResult:
         data = {key: row[key] for key in known & row.keys()}
         data["cell"] = Cell(**data["cell"])
         extra = {key: value for key, value in row.items() if key not in known and key != "schema"}
-        return cls(**data, extra=extra)
+        result = cls(**data, extra=extra)
+        require_types(result)
+        require_types(result.cell)
+        return result
 
 
 @dataclass
@@ -108,6 +123,8 @@ class Run:
     warnings: list[str]
     other_trials: list[TrialRecord] = field(default_factory=list)
     other_cells: list[CellResult] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """Greedy outputs by deployment and input length: what the others are compared with."""
 
     @property
     def all_trials(self) -> list[TrialRecord]:
@@ -134,20 +151,24 @@ class Run:
         import pandas as pd
 
         path = self._parquet("requests", trial_id)
-        return pd.read_parquet(path, columns=list(columns) if columns else None)
+        with _readable(path):
+            return pd.read_parquet(path, columns=list(columns) if columns else None)
 
     def request_records(self, trial_id: str) -> list[RequestRecord]:
         """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
         import pyarrow.parquet as pq
 
-        rows = pq.read_table(self._parquet("requests", trial_id)).to_pylist()
-        return [RequestRecord.from_json(row) for row in rows]
+        path = self._parquet("requests", trial_id)
+        with _readable(path):
+            return [RequestRecord.from_json(row) for row in pq.read_table(path).to_pylist()]
 
     def telemetry(self, trial_id: str) -> pd.DataFrame:
         """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
         import pandas as pd
 
-        return pd.read_parquet(self._parquet("telemetry", trial_id))
+        path = self._parquet("telemetry", trial_id)
+        with _readable(path):
+            return pd.read_parquet(path)
 
     def transfer_records(self) -> list[TransferRecord]:
         """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
@@ -160,6 +181,17 @@ class Run:
         return path
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What a library says of a file that is cut off or damaged becomes a StoreError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's own are among them
+        raise StoreError(
+            f"{path} cannot be read: {error}", hint="it is cut off or damaged; the other trials can be read"
+        ) from error
+
+
 def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run:
     """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
 
@@ -167,10 +199,11 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     """
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
-        raise StoreError(
-            f"{folder} is not a run folder: it has no {MANIFEST}",
-            hint="give one of the folders that lie in results/",
-        )
+        inside = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
+        hint = "give one of the folders that lie in results/"
+        if inside:
+            hint = f"it holds {len(inside)} run folder(s), the last by name is {folder / inside[-1]}"
+        raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
     warnings: list[str] = []
     manifest = read_object(folder / MANIFEST, None)
     schema = _schema_of(manifest, folder, FIRST_SCHEMA + len(upgrades))
@@ -184,6 +217,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     for upgrade in upgrades[schema - FIRST_SCHEMA :]:
         documents = upgrade(documents)
     scenario = folder / "scenario.yaml"
+    outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
     if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
         documents.manifest["status"] = "interrupted"
         warnings.append("the run was cut off: its process is gone and had not written how it ended")
@@ -193,7 +227,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         path=folder,
         schema=schema,
         manifest=documents.manifest,
-        scenario_text=scenario.read_text("utf-8", "replace") if scenario.is_file() else "",
+        scenario_text=_text(scenario) if scenario.is_file() else "",
         plan=documents.plan,
         environment=documents.environment,
         trials=[trial for trial in trials if trial.method in MAIN_METHODS],
@@ -201,18 +235,33 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         warnings=warnings,
         other_trials=[trial for trial in trials if trial.method not in MAIN_METHODS],
         other_cells=[result for result in cells if not result.main],
+        outputs=outputs,
     )
+
+
+def _text(path: Path) -> str:
+    """A scenario's text, as much of it as a scenario may have; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_CHARS).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def writer_is_alive(folder: Path) -> bool:
     """Whether some process still has the folder open for writing; True when that cannot be told."""
     try:
-        with open(folder / TRIALS, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        handle = os.open(folder / TRIALS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
     return False
 
 
@@ -249,4 +298,15 @@ def _parsed(
 
 
 def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
-    return list({(result.cell, result.method, result.tier): result for result in cells}.values())
+    """The newest line for each cell, method and tier; a failure is gone once its cell went well."""
+    found: dict[tuple[Cell, Method, str], CellResult] = {}
+    for result in cells:
+        own = (result.cell, result.method, result.tier)
+        if result.status != "failed":
+            found = {key: each for key, each in found.items() if key == own or not _mended(each, result)}
+        found[own] = result
+    return list(found.values())
+
+
+def _mended(earlier: CellResult, later: CellResult) -> bool:
+    return earlier.status == "failed" and earlier.cell == later.cell

@@ -95,6 +95,11 @@ def launcher_check(scenario: Scenario) -> Check:
     """Is every host of the deployment this machine, as the local launcher needs it?"""
     deployment = scenario.deployment
     name = f"launcher {deployment.launcher}"
+    if deployment.launcher in ("slurm", "ray"):
+        return _scheduler_check(name, deployment.launcher)
+    if deployment.launcher != "local":
+        look = "kvbench doctor --hosts SCENARIO" if deployment.hosts else ""
+        return Check(name, "ok", f"processes start elsewhere; {look or 'its hosts are known at the start'}")
     hosts = dict.fromkeys([deployment.host_of("prefill"), deployment.host_of("decode"), deployment.host])
     for host in hosts:
         try:
@@ -110,10 +115,23 @@ def launcher_check(scenario: Scenario) -> Check:
     return Check(name, "ok", f"processes start here, on {', '.join(hosts)}")
 
 
+def _scheduler_check(name: str, launcher: str) -> Check:
+    """Can the scheduler be asked from here? What it would give is known when it is asked only."""
+    from kvbench.launchers import ray, slurm
+
+    problem = slurm.problem() if launcher == "slurm" else ray.problem()
+    if not problem:
+        return Check(name, "ok", "its hosts are known when a run asks for them")
+    fix = "start kvbench on a login node" if launcher == "slurm" else "pip install 'kvbench[ray]'"
+    return Check(name, "missing", problem, fix)
+
+
 def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
     """Are the ports of its plan free?"""
     if not plan.ports:
         return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
+    if scenario.deployment.launcher != "local":
+        return Check("ports of the plan", "ok", "looked at on the hosts before each start")
     host = scenario.deployment.host
     taken = []
     for port in sorted(set(plan.ports)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from kvbench.core.traces import TracedRequest
 from kvbench.equality import Equality
 from kvbench.errors import InputError
 from kvbench.planning import plan_of
-from kvbench.progress import Display, Silent, Watcher
+from kvbench.progress import Silent, Watcher
 from kvbench.replay import load_trace
 from kvbench.request import Wish, resolve
 from kvbench.roster import profile_of
 from kvbench.runs import Run
 from kvbench.store import RunStore
-from kvbench.sweep import Sweep, create_store, exit_code
+from kvbench.sweep import Sweep, carry_out, create_store
 from kvbench.virtualtrial import VirtualDeployment, VirtualTrials, timing_of
 
 
@@ -61,15 +61,18 @@ class VirtualSweep(Sweep):
         super().__init__(scenario, plan, store, watcher, fixed, trace or [])
         self.measured: Run | None = None
         self.labels: Mapping[str, str] = {}
-        self._around: dict[str, str] = {}
+        self._around: dict[str, str] = dict(store.manifest.get("simulated_with") or {})
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
         return deployment.reference_only  # nothing is compared with its outputs
 
+    def _teaches(self, planned: DeploymentPlan) -> bool:
+        return False
+
     def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Any:
         label = self.labels.get(planned.label, planned.label)
         if self.labels:
-            self._knowledge = Knowledge({}, {})
+            self._knowledge = Knowledge({}, {}, self._past)
         connector = profile_of(self._scenario, planned.connector, label)
         backend = connector.transfer_backend if connector.disaggregated else ""
         around = surroundings(self._scenario, label, backend, self.measured)
@@ -109,17 +112,8 @@ def command(wish: Wish, output: Path, console: Console, like: Path | None = None
     ``like``: a measured run whose KV links and overheads are taken. Raises InputError for a scenario that
     cannot be simulated.
     """
-    from kvbench import report
-
     ready = _ready(wish, output, like)
-    store = ready.store
-    console.print(f"run folder: {store.path}", markup=False)
-    try:
-        with store, Display(console, len(ready.plan.cells)) as display:
-            results = ready.sweep(display).run()
-    finally:
-        report.command([store.path], console)
-    return exit_code(results)
+    return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep)
 
 
 def simulated(wish: Wish, output: Path, like: Path | None = None) -> Path:
@@ -152,6 +146,7 @@ def _ready(wish: Wish, output: Path, like: Path | None) -> _Ready:
     measured = None if like is None else measured_run(like)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    store = create_store(output, scenario, source, plan, "simulate")
     fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
+    asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
+    store = create_store(output, scenario, source, plan, "simulate", asked)
     return _Ready(scenario, plan, store, trace, fixed, measured)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from kvbench.core.scenario import Scenario
 from kvbench.core.traces import TracedRequest, figures, request_rate
 from kvbench.deployment import Deployment
 from kvbench.equality import check_prompts, greedy_outputs
-from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError
-from kvbench.launchers.local import LocalLauncher
+from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
+from kvbench.launchers.wire import HostLostError
+from kvbench.places import Places
 from kvbench.planning import plan_of
-from kvbench.ports import with_ports
+from kvbench.ports import with_ports_at
 from kvbench.progress import Display, Watcher
 from kvbench.provenance import SIMULATED
 from kvbench.replay import load_trace, trace_summary
@@ -39,22 +41,46 @@ from kvbench.trial import TrialRunner
 
 def command(wish: Wish, output: Path, console: Console) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code."""
-    from kvbench import report
-
     scenario, source = resolve(wish)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = _fixed(wish, trace)
-    store = create_store(output, scenario, source, plan, "sweep" if fixed is None else "bench")
+    kind = "sweep" if fixed is None else "bench"
+    store = create_store(output, scenario, source, plan, kind, {} if fixed is None else asdict(fixed))
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
+    return carry_out(
+        store, len(plan.cells), console, partial(Sweep, scenario, plan, store, fixed=fixed, trace=trace)
+    )
+
+
+def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[[Display], Sweep]) -> int:
+    """Run a sweep to its end, write its report, print its table; returns the exit code.
+
+    ``cells``: how many are left to measure. Of a run that ends too soon it is said how to go on with it.
+    """
+    from kvbench import report
+
     console.print(f"run folder: {store.path}", markup=False)
     try:
-        with store, Display(console, len(plan.cells)) as display:
-            results = Sweep(scenario, plan, store, display, fixed, trace).run()
-    finally:
-        report.command([store.path], console)
+        with store, Display(console, cells) as display:
+            results = sweep_of(display).run()
+    except BaseException:
+        # What ended the run is what is to be told, not that its report cannot be written either.
+        with suppress(KvbenchError, OSError):
+            report.command([store.path], console)
+        console.print(f"to go on with it: {resume_words(store.manifest['kind'], store.path)}", markup=False)
+        raise
+    report.command([store.path], console)
+    if any(result.status == "failed" for result in results):
+        words = resume_words(store.manifest["kind"], store.path)
+        console.print(f"to measure the failed cells once more: {words}", markup=False)
     return exit_code(results)
+
+
+def resume_words(kind: str, path: Path) -> str:
+    """The command that goes on with a run."""
+    return f"kvbench {'bench' if kind == 'bench' else 'sweep'} --resume {shlex.quote(str(path))}"
 
 
 def _fixed(wish: Wish, trace: Sequence[TracedRequest]) -> Fixed | None:
@@ -78,8 +104,19 @@ def exit_code(results: Sequence[CellResult]) -> int:
     return EXIT_OK
 
 
-def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, kind: str) -> RunStore:
-    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate."""
+def create_store(
+    output: Path,
+    scenario: Scenario,
+    source: bytes,
+    plan: Plan,
+    kind: str,
+    asked: Mapping[str, Any] | None = None,
+) -> RunStore:
+    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate.
+
+    ``asked``: what else of the load is needed to go on with it (``Fixed``'s fields, or nothing); None if a
+    sweep of that plan is not all of the run, so that nobody can.
+    """
     machine = environment.describe()
     engine = engines.get(scenario.deployment.engine)
     simulated = kind == "simulate"
@@ -96,8 +133,14 @@ def create_store(output: Path, scenario: Scenario, source: bytes, plan: Plan, ki
             git=machine.get("git"),
             hosts=[str(machine.get("hostname"))],
             labels=(SIMULATED,) if simulated else engine.labels_of(scenario.deployment.engine_options),
+            asked=asked,
         ),
     )
+
+
+def scratch_prefix(path: Path) -> str:
+    """How a run's temporary folders begin: short, for the sockets in them; known, for a kill leaves them."""
+    return f"kvbench-{path.name[-6:]}-"
 
 
 class Sweep:
@@ -118,13 +161,36 @@ class Sweep:
         self._watcher = watcher
         self._fixed = fixed
         self._trace = trace
-        self._knowledge = Knowledge({}, {})
-        self._run_tag = f"{store.path.name}-{secrets.token_hex(4)}"
+        self._past = store.past
+        self._knowledge = Knowledge({}, {}, store.past)
+        self._run_tag = store.run_tag
         self._results: list[CellResult] = []
-        self._processes: dict[str, dict[str, Any]] = {}
+        self._processes: dict[str, dict[str, Any]] = store.processes() if store.resumed else {}
 
     def run(self) -> list[CellResult]:
-        """All cells, in the plan's order; each result is stored as soon as it is there."""
+        """All cells, in the plan's order; each result is stored as soon as it is there.
+
+        Raises LaunchError if one of the scenario's hosts cannot be reached at the beginning.
+        """
+        with Places(self._scenario, self._run_tag, self._watcher.stage) as self._places:
+            self._reach_hosts()
+            return self._run()
+
+    def _reach_hosts(self) -> None:
+        """Connects to all hosts at once; what they are is put into the run folder."""
+        if not self._places.far:
+            return
+        where = ", ".join(self._scenario.deployment.hosts) or self._scenario.deployment.launcher
+        self._watcher.stage(f"connecting to {where}")
+        self._places.open()
+        self._scenario = self._places.scenario
+        hosts = self._places.environments()
+        here = environment.describe()
+        self._store.write_environment({**here, "hosts": hosts})
+        names = [here.get("hostname"), *(each.get("hostname") for each in hosts.values())]
+        self._store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
+
+    def _run(self) -> list[CellResult]:
         for note in engine_warnings(self._scenario):
             self._watcher.note(note)
         external = self._scenario.deployment.engine == "external"
@@ -132,14 +198,52 @@ class Sweep:
         for deployment in self._plan.deployments:
             if external and deployment.reference_only:
                 continue
+            left = self._recall(deployment)
+            if not left and not self._teaches(deployment):
+                continue
             if not self._skip(deployment):
                 self._measure(deployment)
                 last = deployment
         self._equal_round(but=last)
         return self._results
 
+    def _recall(self, planned: DeploymentPlan) -> list[Cell]:
+        """Takes over what the folder has of a deployment; returns the cells that are still to be measured.
+
+        Deployment by deployment, so that a cell learns from those before it and no others, as it would have
+        in a run without a break.
+        """
+        left = []
+        for cell in self._plan.cells_of(planned.label):
+            if not self._past.finished(cell):
+                left.append(cell)
+                continue
+            results = self._past.results[cell]
+            self._results += results
+            for result in results:
+                rate = (result.answer or {}).get("max_request_rate")
+                if result.main and result.status == "done" and rate is not None:
+                    self._knowledge.rates[cell] = rate
+        if planned.label == self._plan.reference:
+            for (label, input_len), outputs in self._past.outputs.items():
+                if label == planned.label:
+                    self._knowledge.reference[input_len] = outputs
+        return left
+
+    def _teaches(self, planned: DeploymentPlan) -> bool:
+        """Whether a deployment without cells of its own still has outputs to give that others need."""
+        if planned.label != self._plan.reference:
+            return False
+        others = [cell for cell in self._plan.cells if cell.connector != planned.label]
+        return any(
+            cell.input_len not in self._knowledge.reference and not self._past.finished(cell)
+            for cell in others
+        )
+
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        problem = unusable(self._scenario, deployment)
+        problem = (
+            self._places.unusable(deployment) if self._places.far else unusable(self._scenario, deployment)
+        )
         if problem is None:
             return False
         self._store.skip_connector(deployment.label, problem.reason, problem.fix)
@@ -151,29 +255,47 @@ class Sweep:
         return True
 
     def _measure(self, planned: DeploymentPlan) -> None:
-        left = list(self._plan.cells_of(planned.label))
-        try:
-            with ExitStack() as stack:
-                deployment = self._bring_up(planned, stack)
-                if planned.reference_only:
-                    self._learn_reference(deployment)
-                runner = self._cell_runner(deployment, planned)
-                while left:
-                    is_reference = planned.label == self._plan.reference
-                    self._finish(*runner.run(left[0], is_reference=is_reference))
-                    left.pop(0)
-                if planned is self._plan.deployments[-1]:
-                    self._at_equal_rates(planned, runner)
-        except KvbenchError as error:
-            self._watcher.note(f"{planned.label} failed: {error.message}")
-            for cell in left:
-                self._finish(CellResult(cell, "failed", reason=error.message, hint=error.hint))
+        left = [cell for cell in self._plan.cells_of(planned.label) if not self._past.finished(cell)]
+        while True:
+            try:
+                return self._measure_cells(planned, left)
+            except StoreError:
+                raise  # without the folder no cell can go on
+            except (KvbenchError, OSError) as error:
+                self._store.require_room()  # a process that cannot write its log may die of that
+                message, hint = (
+                    (error.message, error.hint) if isinstance(error, KvbenchError) else (str(error), "")
+                )
+                self._watcher.note(f"{planned.label} failed: {message}")
+                # A lost host may be back: its next cells get a deployment of their own, if one can start.
+                failed = left[:1] if isinstance(error, HostLostError) else list(left)
+                for cell in failed:
+                    left.remove(cell)
+                    self._finish(CellResult(cell, "failed", reason=message, hint=hint))
+                if not left:
+                    return None
+
+    def _measure_cells(self, planned: DeploymentPlan, left: list[Cell]) -> None:
+        """Measures the cells of one deployment, each of which is then no longer among ``left``."""
+        with ExitStack() as stack:
+            deployment = self._bring_up(planned, stack)
+            if planned.reference_only or not left:
+                self._learn_reference(deployment)
+            runner = self._cell_runner(deployment, planned)
+            while left:
+                is_reference = planned.label == self._plan.reference
+                self._finish(*runner.run(left[0], is_reference=is_reference))
+                left.pop(0)
+            if planned is self._plan.deployments[-1]:
+                self._at_equal_rates(planned, runner)
 
     def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Deployment:
-        planned = with_ports(planned, self._scenario.deployment.host)
-        specs_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
-        folder = f"{planned.label}-{round_}" if round_ else planned.label
-        self._launcher = LocalLauncher(self._run_tag, self._store.logs / folder, specs_dir)
+        scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path))
+        specs_dir = Path(stack.enter_context(scratch))
+        session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
+        folder = "-".join(filter(None, (planned.label, round_, session)))
+        self._launcher = self._places.launcher(planned, self._store.logs / folder, specs_dir)
+        planned = with_ports_at(planned, self._scenario.deployment, self._launcher)
         self._record_processes(planned)
         self._watcher.stage(f"{planned.label}: starting {len(planned.instances)} instance(s)")
         deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
@@ -190,9 +312,12 @@ class Sweep:
     def _learn_reference(self, deployment: Deployment) -> None:
         workload = self._scenario.workload
         for length in workload.input_len:
+            if length in self._knowledge.reference:
+                continue
             prompts = check_prompts(self._scenario.seed, length, self._scenario.model.vocab_size)
             outputs = greedy_outputs(deployment.complete, prompts, workload.output_len)
             self._knowledge.reference[length] = outputs
+            self._store.add_outputs(deployment.plan.label, length, outputs)
 
     def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
         trials = TrialRunner(
@@ -205,7 +330,7 @@ class Sweep:
         )
         return CellRunner(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
 
-    @property
+    @cached_property
     def _pairs(self) -> frozenset[str]:
         """Labels of the deployments that hand KV over."""
         return frozenset(
@@ -213,9 +338,9 @@ class Sweep:
         )
 
     def _finish(self, *results: CellResult) -> None:
-        """Stores the results of one cell, the main one first."""
+        """Stores the results of one cell, the main one last: where it stands, the others are."""
         self._results += results
-        for result in results:
+        for result in reversed(results):
             self._store.put_cell(result)
         self._watcher.cell_finished(results[0])
 
@@ -235,7 +360,10 @@ class Sweep:
                 with ExitStack() as stack:
                     deployment = self._bring_up(planned, stack, round_="equal-rate")
                     self._at_equal_rates(planned, self._cell_runner(deployment, planned))
+            except StoreError:
+                raise
             except KvbenchError as error:
+                self._store.require_room()
                 self._watcher.note(f"{planned.label} was not measured at an equal rate: {error.message}")
 
     def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
@@ -248,6 +376,7 @@ class Sweep:
             (cell, rates[cell.input_len, cell.output_len])
             for cell in cells
             if cell in self._knowledge.rates and (cell.input_len, cell.output_len) in rates
+            if not self._past.tried(cell, "equal_rate")
         ]
 
     def _at_equal_rates(self, planned: DeploymentPlan, runner: CellRunner) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from kvbench.apikey import bearer
 from kvbench.core.binding import note_limit
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, HostFigures
 from kvbench.core.live import Decision
@@ -20,23 +21,24 @@ from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, Method, T
 from kvbench.core.scenario import Scenario
 from kvbench.core.traces import TracedRequest, expected_hits, request_rate, shares_prefixes
 from kvbench.core.use import sampled_use
-from kvbench.core.workers import workers_for
+from kvbench.core.workers import workers_over
 from kvbench.deployment import Deployment
+from kvbench.equality import Outputs
 from kvbench.figures import (
     engine_figures,
     engine_summary,
-    host_figures,
     router_figures,
     transport_of,
     with_slots,
 )
 from kvbench.kvmetrics import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
-from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.base import Launcher
 from kvbench.load import LoadGenerator, LoadResult, Progress, Spare
+from kvbench.observer import Observer
 from kvbench.offer import Offered, Wanted, Watch, ceiling_figures, planned
 from kvbench.replay import write_requests
 from kvbench.store import RunStore
-from kvbench.telemetry import Metrics, Sampler, read_host
+from kvbench.telemetry import Metrics
 from kvbench.witness import slots_of, surroundings
 
 DRAIN_DEADLINE_S = 30.0
@@ -103,7 +105,7 @@ class TrialRunner:
         scenario: Scenario,
         deployment: Deployment,
         store: RunStore,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         on_progress: Callable[[Cell, float, int, Progress], None],
         trace: Sequence[TracedRequest] = (),
     ) -> None:
@@ -132,6 +134,10 @@ class TrialRunner:
     def close(self) -> None:
         self._spare.close()
 
+    def keep_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
+        """Stores a deployment's greedy outputs, for who goes on with the run."""
+        self._store.add_outputs(label, input_len, outputs)
+
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offer the load, judge it, store it. Raises KvbenchError if a process died or hung."""
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
@@ -142,11 +148,10 @@ class TrialRunner:
             self._logged_kv(pages_before)
             pages_before = self.deployment.metrics()
         started_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        host_before = read_host()
-        sampler = Sampler(plan.trial_id, self.deployment.pids(), self.deployment.endpoints.metrics_urls)
+        endpoints = self.deployment.endpoints
+        sampler = Observer(self._launcher, self.deployment, plan.trial_id, bearer(endpoints.api_key_env))
         with sampler:
             load, offered, watch = self._offer(plan)
-        host_after = read_host()
         self.deployment.wait_drained(DRAIN_DEADLINE_S)
         pages_after = self.deployment.metrics()
         logged = self._logged_kv(pages_after)
@@ -162,7 +167,7 @@ class TrialRunner:
             summary,
             figures,
             stopped_as(load, decision),
-            host_figures(host_before, host_after),
+            sampler.host,
             pages_after,
         )
         if self._mode(plan) != "direct":  # in which the router stands idle, and limits nothing
@@ -272,7 +277,9 @@ class TrialRunner:
     def _workers(self, rate: float, n: int) -> int:
         wanted = self.scenario.load.workers
         if wanted == "auto":
-            return workers_for(rate, self.scenario.workload.output_len, n, len(os.sched_getaffinity(0)))
+            hosts = self.scenario.deployment.roles.of("loadgen")
+            cores = [self._launcher.far(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
+            return workers_over(rate, self.scenario.workload.output_len, n, cores)
         return min(wanted, n)
 
     def _mode(self, plan: TrialPlan) -> LoadMode | Literal[""]:
@@ -302,6 +309,7 @@ class TrialRunner:
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": self._slo.tightest("ttft_ms"), "tpot_ms": self._slo.tightest("tpot_ms")},
             # Only our own router knows that header.
+            "api_key_env": endpoints.api_key_env,
             "headers": {TIMING_REQUEST_HEADER: "1"} if endpoints.router_metrics_url and not direct else {},
         }
 
@@ -360,6 +368,7 @@ class TrialRunner:
             slo=judged_slo(plan.method, self._slo),
             method="sustained" if plan.method == "equal_rate" else plan.method,
             reuse_expected=reused,
+            disaggregated=connector.disaggregated,
             whole_prompt=self.deployment.connector.whole_prompt,
             client=ClientFigures.from_json(load.client),
             engines=figures,

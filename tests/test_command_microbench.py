@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 from commands import Running, kvbench, the_run
+from rich.console import Console
 from sample_run import make_run as make_sweep
 from sample_transfers import MOVERS
 
+from kvbench import comparing
 from kvbench.core.sizes import parse_counts
 from kvbench.errors import InputError, LaunchError
 from kvbench.microbench.command import ask, movers
@@ -20,6 +23,7 @@ from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.places import Places
 from kvbench.nics import choice as nics
 from kvbench.nics.listing import there
+from kvbench.report import write_report
 
 QUICK = ("--backend", "null,tcp", "--block-size", "4K,64K", "--batch-size", "4", "--seconds", "0.05")
 
@@ -135,6 +139,21 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
     assert again.status == 0, again.text
     assert f"beside {run.run_id}" in again.out
     assert "tcp, write 64 KiB × 4:" in again.out
+    second = the_run(tmp_path / "second")
+    told = json.loads((second.path / "tables" / "comparison.json").read_text())
+    assert told["runs"] == [run.run_id, second.run_id]
+    assert len(told["rows"]) == 8
+    assert all(
+        row["before_gb_per_s"] and row["after_gb_per_s"] for row in told["rows"] if row["backend"] == "tcp"
+    )
+    as_csv = second.path / "tables" / "comparison.csv"
+    printed = io.StringIO()
+    comparing.command([run.path, second.path], comparing.Asked(format="csv"), Console(file=printed))
+    assert printed.getvalue() == as_csv.read_text()
+    as_csv.unlink()
+    assert as_csv in write_report(second.path, ("csv",))
+    assert printed.getvalue() == as_csv.read_text()
+    assert not (run.path / "tables" / "comparison.csv").exists()
 
 
 def test_the_targets_may_stand_behind_a_prefix(tmp_path: Path) -> None:

@@ -181,6 +181,17 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("emulator_behind", "warning", evidence(BAD, engines=engines({"step_lag_p99_s": 0.006}))),
     ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_s": 2.5}))),
     ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_p99_s": 0.3}))),
+    (
+        "emulator_behind",
+        "warning",
+        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 0.3, "paced_s": 1.0})),
+    ),
+    (
+        "emulator_behind",
+        "invalid",
+        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 2.0, "paced_s": 1.0})),
+    ),
+    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"transfer_lag_p99_s": 0.3}))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(5.0, 2, 0.0, 0.3))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(None, None, 0.1))),
     ("client_limited", "warning", evidence(GOOD, client=ClientFigures(send_lag_p99_ms=8))),

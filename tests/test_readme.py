@@ -29,7 +29,9 @@ def test_each_command_stands_in_the_table_with_its_own_words(name: str, help_: s
     assert f"| `kvbench {name}` | {help_} |" in README
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
 def test_links_and_pictures_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
         if not target.startswith("http"):

@@ -11,6 +11,7 @@ import functools
 import mmap
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -83,12 +84,16 @@ def freeze(pid: int) -> None:
 
 
 async def ended(pid: int) -> None:
-    """Wait until a killed process is gone, or a zombie."""
+    """Wait until a killed process has ended with all its threads; /proc shows the state of one of them."""
     until = time.monotonic() + DEADLINE_S
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until, "the process does not end"
-            await asyncio.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        number = os.pidfd_open(pid)
+        try:
+            while not select.select([number], [], [], 0)[0]:
+                assert time.monotonic() < until, "the process does not end"
+                await asyncio.sleep(0.005)
+        finally:
+            os.close(number)
 
 
 class Side:

@@ -43,6 +43,7 @@ class PrefillPeer:
     engine_id: str = ""
     side_address: str = ""
     """``host:port`` of its side channel."""
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Connector(ABC):
     """The backend in kvbench.transfer that the emulated engine moves KV with; empty: it cannot."""
     needs_bootstrap: bool = False
     """The router must ask P's bootstrap address for its engine id before the first request."""
+    needs_engine_id: bool = False
+    """The dispatcher must know P's engine id and ranks from its start."""
     side_port_roles: tuple[Role, ...] = ()
     """The roles that need planned side-channel (or bootstrap) ports."""
     side_port_per_rank: ClassVar[bool] = False

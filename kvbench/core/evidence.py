@@ -110,6 +110,8 @@ class EngineFigures:
     ``generation_tokens`` are output tokens, ``kv_seconds`` the sum of the transfers' times. ``restarts``:
     instances that started anew. ``running_peak``: sequences that ran at once on one instance, at most;
     of the ``queued_samples`` in which others waited there, ``full_samples`` had just that many running.
+    ``transfer_lag_s`` and ``transfer_lag_p99_s`` are the same delays of transfers that a model paces, which
+    were to take ``paced_s`` together; None where none are paced.
     """
 
     prompt_tokens: float | None = None
@@ -133,6 +135,9 @@ class EngineFigures:
     running_peak: float | None = None
     queued_samples: float | None = None
     full_samples: float | None = None
+    transfer_lag_s: float | None = None
+    transfer_lag_p99_s: float | None = None
+    paced_s: float | None = None
     slots: int | None = None
     """``max_num_seqs`` of one instance, where it is known."""
     instances: int = 1
@@ -157,6 +162,11 @@ class EngineFigures:
     def lag_share(self) -> float | None:
         """Share of the busy time that was delay behind the model."""
         return self.step_lag_s / self.busy_s if self.step_lag_s is not None and self.busy_s else None
+
+    @property
+    def transfer_lag_share(self) -> float | None:
+        """Delay of paced transfers, as a share of the time they were to take."""
+        return self.transfer_lag_s / self.paced_s if self.transfer_lag_s and self.paced_s else None
 
     def to_json(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -258,6 +268,8 @@ class Evidence:
     transport_asked: str = ""
     transport_ran: str = ""
     reuse_expected: bool = False
+    disaggregated: bool = False
+    """P computes the prompts, and D the answers."""
     whole_prompt: bool = True
     """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
     stopped_as: Literal["", "met", "missed"] = ""

@@ -76,6 +76,7 @@ GATES: Final[tuple[Gate, ...]] = (
     gates_work.warm_cache,
     gates_work.prefill_skipped,
     gates_work.decode_recomputed,
+    gates_work.work_unproven,
     gates_transfer.kv_bytes_wrong,
     gates_requests.requests_lost_or_repeated,
     gates_requests.output_miscounted,

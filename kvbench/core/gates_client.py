@@ -7,10 +7,19 @@ the system. A gross delay refuses both, as the latencies themselves are wrong.
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from kvbench.core.evidence import Evidence
 from kvbench.core.gates_steady import growing_queue
 from kvbench.core.records import Finding
 from kvbench.core.slo import Slo
+
+_OWN: Final = re.compile(r"Too many open files|Cannot assign requested address|No buffer space available")
+"""Why a connection cannot be opened that is no fault of the server's: EMFILE, EADDRNOTAVAIL, ENOBUFS."""
+_STEP: Final = "step"
+_TRANSFER: Final = "KV transfer"
+_LASTS: Final = {_STEP: "its busy time", _TRANSFER: "the transfers' modelled time"}
 
 
 def client_limited(evidence: Evidence) -> Finding | None:
@@ -18,9 +27,22 @@ def client_limited(evidence: Evidence) -> Finding | None:
 
     evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
     whichever is larger. Where the kernel stamps what arrives, a late look at it harms nothing.
-    limits: a client on another machine than the servers still shares their network.
+    limits: a client on another machine than the servers still shares their network. It had a descriptor and
+    a port for each connection, too: without them its requests fail, and no server knows of it.
     """
     client = evidence.client
+    starved = [
+        each for each in evidence.records if each.error == "connect" and _OWN.search(each.error_detail)
+    ]
+    if starved:
+        return Finding(
+            "client_limited",
+            "invalid",
+            f"the load generator could not open {len(starved)} of its connections: {starved[0].error_detail}",
+            "raise the limit of open files in the shell that starts kvbench (`ulimit -n 65536`), add workers "
+            "(load.workers), or offer a lower rate",
+            {"not_opened": len(starved)},
+        )
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag = max(client.send_ms, client.look_ms)
     if lag <= allowed:
@@ -69,7 +91,8 @@ def router_limited(evidence: Evidence) -> Finding | None:
         "invalid" if refused else "warning",
         f"the router was the limit: {share:.0%} of a core in its busiest process, and late by "
         f"{lag_ms:.1f} ms (P99); {limits.router_cpu_share:.0%} and {allowed:.1f} ms are allowed",
-        "give the router more processes or cores, or measure without it: --set load.mode=direct",
+        "give the router cores and processes (--set deployment.router_processes=N), or measure without it: "
+        "--set load.mode=direct",
         {
             "cpu_share": router.cpu_share,
             "processes": router.processes,
@@ -82,12 +105,18 @@ def router_limited(evidence: Evidence) -> Finding | None:
 def emulator_behind(evidence: Evidence) -> Finding | None:
     """The emulated engine kept its own timing model.
 
-    evidence: by how much its steps ended late (P99, and all delays as a share of its busy time).
+    evidence: by how much its steps, and the KV transfers that a model paces, ended late (P99, and all delays
+    as a share of the time that they were to take).
     limits: of the emulated engine only; what a real engine lacks is its own affair.
     """
     limits = evidence.limits
-    lags = {role: 1e3 * (engine.step_lag_p99_s or 0.0) for role, engine in evidence.engines.items()}
-    shares = {role: engine.lag_share or 0.0 for role, engine in evidence.engines.items()}
+    lags: dict[tuple[str, str], float] = {}
+    shares: dict[tuple[str, str], float] = {}
+    for name, engine in evidence.engines.items():
+        lags[name, _STEP] = 1e3 * (engine.step_lag_p99_s or 0.0)
+        shares[name, _STEP] = engine.lag_share or 0.0
+        lags[name, _TRANSFER] = 1e3 * (engine.transfer_lag_p99_s or 0.0)
+        shares[name, _TRANSFER] = engine.transfer_lag_share or 0.0
     lag_ms, share = max(lags.values(), default=0.0), max(shares.values(), default=0.0)
     allowed = _allowed_ms(evidence)
     if lag_ms <= allowed and share <= limits.engine_lag_share:
@@ -95,14 +124,27 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
     refused = lag_ms > _gross_ms(evidence) or share > limits.engine_lag_max_share
     if not evidence.attained and not refused:
         refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
-    role = max(lags, key=lambda name: (lags[name], shares[name]))
+    worst = max(lags, key=lambda key: (shares[key] > limits.engine_lag_share, lags[key], shares[key]))
+    role, what = worst
+    mend = (
+        "free CPU on this machine, raise time_scale, or offer a lower rate"
+        if what == _STEP
+        else "the bytes really took longer than transfer_like or transfer_model says: choose a slower model, "
+        "raise time_scale, or offer a lower rate"
+    )
     return Finding(
         "emulator_behind",
         "invalid" if refused else "warning",
-        f"the emulated {role} engine was behind its own timing model: {lags[role]:.1f} ms a step (P99), "
-        f"{shares[role]:.0%} of its busy time; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
-        "free CPU on this machine, raise time_scale, or offer a lower rate",
-        {"role": role, "lag_p99_ms": lags, "lag_share": shares, "allowed_ms": allowed},
+        f"the emulated {role} engine was behind its own timing model: {lags[worst]:.1f} ms a {what} (P99), "
+        f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
+        mend,
+        {
+            "role": role,
+            "what": what,
+            "lag_p99_ms": {name: ms for (name, kind), ms in lags.items() if kind == what},
+            "lag_share": {name: share for (name, kind), share in shares.items() if kind == what},
+            "allowed_ms": allowed,
+        },
     )
 
 

@@ -61,6 +61,33 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
     return None
 
 
+def work_unproven(evidence: Evidence) -> Finding | None:
+    """P and D both tell of their tokens, so that it can be seen whether both worked.
+
+    evidence: P's counter of prompt tokens and D's of generated ones are there. limits: a warning, since a
+    server that somebody else runs may hide them; what they say is for the gates above.
+    """
+    if not evidence.disaggregated:
+        return None
+    prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")
+    silent = {
+        "P": prefill is None or prefill.prompt_tokens is None,
+        "D": decode is None or decode.generation_tokens is None,
+    }
+    missing = [role for role, says_nothing in silent.items() if says_nothing]
+    if not missing:
+        return None
+    words = " and ".join(missing)
+    return Finding(
+        "work_unproven",
+        "warning",
+        f"not proven that P and D both worked: no token counters of {words}",
+        "give the instances' /metrics: --prefill-metrics-url and --decode-metrics-url; "
+        "of those names that vLLM gives its counters",
+        {"without_counters": missing},
+    )
+
+
 def decode_recomputed(evidence: Evidence) -> Finding | None:
     """Decode got the prompts' KV from prefill, and did not compute it again.
 

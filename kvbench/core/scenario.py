@@ -23,6 +23,14 @@ from kvbench.core.scenario_base import (
 )
 from kvbench.core.scenario_checks import contradictions, explain
 from kvbench.core.scenario_goals import Search, Slo, Tier
+from kvbench.core.scenario_hosts import FarHost, Roles, Ssh
+from kvbench.core.scenario_launchers import (
+    SCHEDULED_ROLES,
+    RayNodes,
+    RayOptions,
+    SlurmNodes,
+    SlurmOptions,
+)
 from kvbench.core.scenario_overrides import apply_overrides
 from kvbench.core.scenario_schema import scenario_schema_of
 from kvbench.core.scenario_sections import (
@@ -188,6 +196,12 @@ def _tier_names(data: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in tiers] if isinstance(tiers, dict) else []
 
 
+def _host_names(data: Mapping[str, Any]) -> list[str]:
+    section = data.get("deployment")
+    hosts = section.get("hosts") if isinstance(section, dict) else None
+    return [str(name) for name in hosts] if isinstance(hosts, dict) else []
+
+
 def _simulated_links(data: Mapping[str, Any]) -> list[str]:
     section = data.get("simulate")
     links = section.get("connectors") if isinstance(section, dict) else None
@@ -200,6 +214,13 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         "": Scenario,
         "deployment": Deployment,
         "deployment.prefix": CommandPrefix,
+        "deployment.roles": Roles,
+        "deployment.slurm": SlurmOptions,
+        "deployment.ray": RayOptions,
+        **{f"deployment.slurm.{role}": SlurmNodes for role in SCHEDULED_ROLES},
+        **{f"deployment.ray.{role}": RayNodes for role in SCHEDULED_ROLES},
+        **{f"deployment.hosts.{name}": FarHost for name in _host_names(data)},
+        **{f"deployment.hosts.{name}.ssh": Ssh for name in _host_names(data)},
         "workload": Workload,
         "workload.trace": Trace,
         "slo": Slo,

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from kvbench.core.scenario_host_checks import host_problems
 from kvbench.core.scenario_text import Location, Mistake, Node, exists, locate, quoted, shorten
 
 
@@ -45,6 +46,7 @@ def contradictions(data: Mapping[str, Any]) -> list[Problem]:
         *_load(data),
         *_labels(data),
         *_lengths(data),
+        *_hosts(data),
     ]
 
 
@@ -139,6 +141,11 @@ def _load(data: Mapping[str, Any]) -> Iterator[Problem]:
     if external and _section(data, "load").get("mode") == "direct":
         text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
         yield Problem(("load", "mode"), text)
+
+
+def _hosts(data: Mapping[str, Any]) -> Iterator[Problem]:
+    for place, text in host_problems(_section(data, "deployment")):
+        yield Problem(("deployment", *place), text)
 
 
 def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -34,6 +34,8 @@ from kvbench.core.scenario_base import (
     typed,
 )
 from kvbench.core.scenario_checks import nearest
+from kvbench.core.scenario_hosts import FarHost, HostName, Roles
+from kvbench.core.scenario_launchers import RayOptions, SlurmOptions
 from kvbench.core.scenario_text import quoted, shorten
 
 HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
@@ -122,10 +124,22 @@ class Deployment(Section):
     """What is launched for each connector."""
 
     engine: str = Field("emulated", description="what serves tokens")
-    launcher: Literal["local"] = Field("local", description="where processes run")
+    launcher: Literal["local", "ssh", "slurm", "ray"] = Field(
+        "local",
+        description="where processes run: this machine, hosts reached by ssh, or nodes of Slurm or Ray",
+    )
+    slurm: SlurmOptions | None = Field(None, description="the job, for launcher: slurm")
+    ray: RayOptions | None = Field(None, description="the nodes, for launcher: ray")
+    hosts: dict[HostName, FarHost] = Field(
+        default_factory=dict, max_length=256, description="the hosts, by names of your choice; not for local"
+    )
+    roles: Roles = Field(default_factory=Roles, description="which role runs on which of the hosts")
     prefill: int = Field(1, ge=1, le=64, description="prefill instances (x in xPyD)")
     decode: int = Field(1, ge=1, le=64, description="decode instances (y in xPyD)")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="tensor-parallel ranks per instance")
+    router_processes: int = Field(
+        1, ge=1, le=64, description="processes of the router on its port; each keeps one core busy at most"
+    )
     host: str = Field(
         "127.0.0.1", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$", description="address to listen on"
     )
@@ -157,12 +171,30 @@ class Deployment(Section):
     )
 
     def host_of(self, role: str) -> str:
-        """The host of a role's instances; the router and an aggregated server are on ``host``."""
+        """The address of a role's first instance; the router and an aggregated server are on ``host``."""
+        return self.address_of(f"{role}-0")
+
+    def address_of(self, process: str) -> str:
+        """The address of a process by its name, such as ``decode-1`` or ``router``; helpers: the router's."""
+        if self.hosts:
+            return self.hosts[self.roles.host_of(process)].address
+        role = process.partition("-")[0]
         return {"prefill": self.prefill_host, "decode": self.decode_host}.get(role) or self.host
 
     @property
+    def used_hosts(self) -> dict[str, FarHost]:
+        """The hosts that some role runs on, by name."""
+        named = [*self.roles.of("prefill"), *self.roles.of("decode"), *self.roles.of("aggregated")]
+        named += [*self.roles.of("router"), *self.roles.of("loadgen")]
+        if self.engine == "external":
+            named = list(self.roles.of("loadgen"))
+        return {name: self.hosts[name] for name in dict.fromkeys(named) if name in self.hosts}
+
+    @property
     def several_hosts(self) -> bool:
-        """Whether anything is meant to run elsewhere than on ``host``."""
+        """Whether instances run on more than one host, or elsewhere than on ``host``."""
+        if self.hosts:
+            return len({*self.roles.of("prefill"), *self.roles.of("decode")}) > 1
         return any(self.host_of(role) != self.host for role in ("prefill", "decode"))
 
     @field_validator("engine")

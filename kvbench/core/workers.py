@@ -40,6 +40,18 @@ def workers_for(request_rate: float, output_len: int, num_requests: int, cores: 
     return max(1, most if wanted >= most else math.ceil(wanted))
 
 
+def workers_over(request_rate: float, output_len: int, num_requests: int, cores: Sequence[int]) -> int:
+    """The same over several hosts with so many ``cores`` each, to which workers are dealt out in turn.
+
+    Each host gets one at least, since it was named for that, and none more than its cores but one.
+    """
+    if len(cores) == 1:
+        return workers_for(request_rate, output_len, num_requests, cores[0])
+    room = len(cores) * max(1, min(cores) - 1)
+    wanted = workers_for(request_rate, output_len, num_requests, room + 1)
+    return max(1, min(max(wanted, len(cores)), num_requests))
+
+
 def joined_client(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of all workers as those of one client; each worker's own under ``per_worker`` if several.
 

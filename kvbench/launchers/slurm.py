@@ -1,0 +1,285 @@
+"""Hosts from Slurm: one job for the run, and on each node a step whose stdin and stdout are a channel.
+
+The job is kvbench's own, or one that exists (``deployment.slurm.job``, or kvbench itself started inside of
+one). Its own job has an owner, ``jobguard.py``, which cancels it when kvbench is gone, however it went; the
+steps end with their agents, which end with their stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvbench.core.processes import RUN_TAG_ENV
+from kvbench.core.scenario_launchers import SlurmOptions
+from kvbench.core.slurm import (
+    ENDED,
+    SQUEUE_FORMAT,
+    Component,
+    Queued,
+    dropped_env,
+    groups_of,
+    parse_job,
+    parse_pairs,
+    parse_squeue,
+    placed,
+    salloc_command,
+    srun_command,
+)
+from kvbench.errors import LaunchError
+from kvbench.launchers.channel import PipeChannel
+
+_GUARD: Final = str(Path(__file__).with_name("jobguard.py"))
+CALL_DEADLINE_S: Final = 30.0
+"""A controller under load answers slowly; one that is down makes its commands wait some 10 s."""
+POLL_S: Final = 0.5
+POLL_MOST_S: Final = 15.0
+SILENT_S: Final = 120.0
+SETTLE_S: Final = 6.0
+END_DEADLINE_S: Final = 45.0
+TAIL_LINES: Final = 8
+PROGRAMS: Final = ("salloc", "srun", "scancel", "squeue", "scontrol")
+
+
+def problem() -> str:
+    """What is missing for Slurm on this machine; empty if nothing is."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"Slurm's {', '.join(missing)} cannot be found on this machine" if missing else ""
+
+
+class SlurmJob:
+    """Context manager: the allocation of one run, and its nodes by role.
+
+    ``tell`` hears why the job waits, each time the reason changes. Raises LaunchError if there is no Slurm,
+    if the job is refused, ends, or waits too long; KeyboardInterrupt in between cancels it.
+    """
+
+    def __init__(
+        self,
+        options: SlurmOptions,
+        instances: tuple[int, int],
+        run_tag: str,
+        tell: Callable[[str], None] = lambda words: None,
+        *,
+        loadgen_only: bool = False,
+    ) -> None:
+        self.hosts: Mapping[str, tuple[str, ...]] = {}
+        """Role → its nodes, in the order in which instances are dealt to them."""
+        self._options = options
+        self._instances = instances
+        self._run_tag = run_tag
+        self._tell = tell
+        self._groups = groups_of(options, loadgen_only=loadgen_only)
+        self._name = f"kvbench-{run_tag}"
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._listener: threading.Thread | None = None
+        self._components: list[Component] = []
+        self._of_node: dict[str, Component] = {}
+
+    def __enter__(self) -> SlurmJob:
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def job_id(self) -> str:
+        """The job's number; that of its first component if it is heterogeneous."""
+        return self._components[0].job_id if self._components else ""
+
+    def open(self) -> None:
+        """Get the allocation, or take up the one there is."""
+        if missing := problem():
+            raise LaunchError(
+                missing, hint="start kvbench on a login node, or choose deployment.launcher: ssh"
+            )
+        given = self._options.job or os.environ.get("SLURM_JOB_ID", "")
+        if given:
+            # Inside a component, the number of the whole is another variable.
+            self._components = self._shown(self._options.job or os.environ.get("SLURM_HET_JOB_ID_0") or given)
+            self._require_running()
+        else:
+            self._components = self._allocated()
+        self._place()
+
+    def channel(self, node: str, command: str) -> PipeChannel:
+        """A step on that node that runs a shell command. Raises LaunchError if srun cannot be started."""
+        component = self._of_node.get(node)
+        if component is None:
+            raise LaunchError(f"the Slurm job {self.job_id} has no node {node}", hint="see `squeue --me`")
+        step = srun_command(component, node, (*self._options.env, RUN_TAG_ENV), command)
+        return _Step(node, step, self._run_tag, lambda: self._state_words(component))
+
+    def address(self, node: str) -> str:
+        """The node's address as Slurm knows it, as an IP address where it can be told."""
+        pairs = parse_pairs(_called(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
+        name = pairs.get("NodeAddr") or node
+        with contextlib.suppress(OSError):
+            return socket.gethostbyname(name)
+        return name
+
+    def close(self) -> None:
+        """Give the allocation back if it is our own. Safe to call twice."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        with contextlib.suppress(OSError):
+            guard.stdin.close()
+        try:
+            guard.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._tell(f"Slurm does not answer; if the job is still there: scancel --name={self._name}")
+            guard.kill()
+            guard.wait()
+        if self._listener is not None:
+            self._listener.join(2.0)
+
+    # -- a job of our own ---------------------------------------------------------------------------
+
+    def _allocated(self) -> list[Component]:
+        command = salloc_command(self._options, self._groups, self._name)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", _GUARD, self._name, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._listener = threading.Thread(target=self._listen, args=(self._guard,), daemon=True)
+        self._listener.start()
+        began = heard = time.monotonic()
+        last = ""
+        while True:
+            now = time.monotonic()
+            try:
+                queued, heard = self._queued(), now
+            except LaunchError:  # a controller that is restarted says nothing for a while
+                if now - heard > SILENT_S:
+                    raise
+                queued = []
+            if queued and all(each.state == "RUNNING" for each in queued):
+                return self._shown(queued[0].job_id.split("+")[0])
+            waits = next((each for each in queued if each.state != "RUNNING"), None)
+            if waits is not None and waits.words() != last:
+                last = waits.words()
+                self._tell(last)
+            if self._guard.poll() is not None:
+                self._listener.join(2.0)
+                raise LaunchError(
+                    f"Slurm gives no job: {' | '.join(self._said) or 'salloc ended'}",
+                    hint="look at the options under deployment.slurm; `sinfo` shows partitions and features",
+                )
+            if now - began > self._options.pending_timeout_s:
+                raise LaunchError(
+                    f"after {self._options.pending_timeout_s:g} s {last or 'Slurm lists no job'}; "
+                    "it is cancelled",
+                    hint="raise deployment.slurm.pending_timeout_s, or ask for less",
+                )
+            # Who waits for hours asks seldom: each answer costs the controller some work.
+            time.sleep(min(POLL_S + (now - began) / 20, POLL_MOST_S))
+
+    def _listen(self, guard: subprocess.Popen[bytes]) -> None:
+        assert guard.stderr is not None
+        with guard.stderr as pipe:
+            for line in pipe:
+                if text := line.decode("utf-8", "replace").strip():
+                    self._said.append(text.removeprefix("salloc: ").removeprefix("error: "))
+
+    def _queued(self) -> list[Queued]:
+        mine = [f"--name={self._name}", f"--user={os.getuid()}", f"--format={SQUEUE_FORMAT}"]
+        return parse_squeue(_called(["squeue", "--noheader", *mine]))
+
+    # -- its nodes ----------------------------------------------------------------------------------
+
+    def _shown(self, job_id: str) -> list[Component]:
+        return parse_job(_called(["scontrol", "--oneliner", "show", "job", job_id]))
+
+    def _require_running(self) -> None:
+        for each in self._components:
+            if each.state != "RUNNING":
+                raise LaunchError(
+                    f"{each.words()}: it cannot be measured on", hint="name another in deployment.slurm.job"
+                )
+
+    def _place(self) -> None:
+        nodes = []
+        for component in self._components:
+            names = _called(["scontrol", "show", "hostnames", component.node_list]).split()
+            nodes.append(names)
+            self._of_node |= dict.fromkeys(names, component)
+        groups = self._groups
+        if len(nodes) != len(groups):
+            if len(groups) > 1 and len(nodes) == 1:
+                groups, nodes = groups_of(SlurmOptions()), nodes  # a plain job is dealt out
+            else:
+                raise LaunchError(
+                    f"the Slurm job {self.job_id} has {len(nodes)} parts, and the scenario asks for "
+                    f"{len(groups)}: {'; '.join(' and '.join(each.roles) for each in groups)}",
+                    hint="give nodes per role under deployment.slurm as the job has parts",
+                )
+        self.hosts = placed(groups, nodes, *self._instances)
+
+    def _state_words(self, component: Component) -> str:
+        """What became of the job, if it has ended; how it ended is known when it has been cleared away."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            try:
+                shown = self._shown(component.job_id)
+            except LaunchError as error:
+                return error.message
+            found = next((each for each in shown if each.job_id == component.job_id), shown[0])
+            if found.state != "COMPLETING" or time.monotonic() > deadline:
+                return found.words() if found.state in ENDED else ""
+            time.sleep(POLL_S)
+
+
+class _Step(PipeChannel):
+    """A channel over srun, which tells what became of the job if it ends."""
+
+    def __init__(self, node: str, command: Sequence[str], run_tag: str, state: Callable[[], str]) -> None:
+        self._state = state
+        unset = [word for name in dropped_env(os.environ) for word in ("-u", name)]
+        super().__init__(node, ["env", *unset, *command], {RUN_TAG_ENV: run_tag})
+
+    def _why(self) -> str:
+        words = super()._why()
+        state = self._state()
+        return f"{words}; {state}" if state else words
+
+
+def _called(command: Sequence[str]) -> str:
+    """What a command of Slurm's prints. Raises LaunchError."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_DEADLINE_S, text=True
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot run {command[0]}: {error.strerror}", hint=" ".join(command)) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"Slurm has not answered `{' '.join(command)}` for {CALL_DEADLINE_S:g} s",
+            hint="see whether its controller runs: scontrol ping",
+        ) from error
+    if done.returncode:
+        raise LaunchError(
+            f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}",
+            hint="see whether Slurm's controller runs: scontrol ping",
+        )
+    return done.stdout

@@ -1,0 +1,165 @@
+"""How the offered load grows with the load generator's workers: ``make perf-workers``. It judges nothing.
+
+So many workers each offer the same rate, from one plan and one start, to exact servers of their own number.
+First all on this machine; then each through an agent of its own, as on hosts of their own (they still share
+this machine's cores: beyond these the figures are about the sharing, not about the workers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.launchers.agents import Agent
+from kvbench.launchers.base import Launcher
+from kvbench.launchers.channel import PipeChannel
+from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.remote import RemoteLauncher
+from kvbench.load import LoadGenerator, LoadResult
+from kvbench.yardstick import exact_server
+
+WORKERS: Final = (1, 2, 3, 4)
+LEAST_SHARE: Final = 0.95
+DEADLINE_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one number of workers offered: requests a second that went out, and how late."""
+
+    where: str
+    workers: int
+    planned_rate: float
+    sent_rate: float
+    lag_p99_ms: float
+    cpu_share: float
+    apart_ms: float
+
+    def share_of(self, one: Row) -> float:
+        """The rate against as many times that of one worker."""
+        return self.sent_rate / (self.workers * one.sent_rate)
+
+
+def offered(launcher: Launcher, url: str, folder: Path, workers: int, rate: float, seconds: float) -> Row:
+    """One load by so many workers, each of which is to send ``rate`` requests a second."""
+    planned = round(workers * rate * seconds)
+    spec = {
+        "base_url": url,
+        "model": "exact",
+        "seed": 7,
+        "vocab_size": 32_000,
+        "request_rate": workers * rate,
+        "num_requests": planned,
+        "input_len": 64,
+        "output_len": 4,
+        "records_path": str(folder / f"records-{workers}"),
+        "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0},
+    }
+    generator = LoadGenerator(launcher, spec, workers=workers)
+    load = generator.run(lambda progress: False, lambda: None, DEADLINE_S)
+    return row_of("hosts" if launcher.hosts else "here", workers, workers * rate, load)
+
+
+def row_of(where: str, workers: int, planned_rate: float, load: LoadResult) -> Row:
+    """The figures of one load. The rate is over the planned sends, from the first to the last real one."""
+    sent = sorted(record.sent_s for record in load.records if record.sent_s is not None)
+    scheduled = sorted(record.scheduled_s for record in load.records)
+    # Against the plan's own span, whose gaps are drawn: the same share of it however many workers.
+    planned = (len(scheduled) - 1) / (scheduled[-1] - scheduled[0])
+    real = (len(sent) - 1) / (sent[-1] - sent[0])
+    each = load.client.get("per_worker", [load.client])
+    starts = [float(one["started_monotonic_s"]) for one in each]
+    return Row(
+        where=where,
+        workers=workers,
+        planned_rate=planned_rate,
+        sent_rate=planned_rate * real / planned,
+        lag_p99_ms=float(load.client["send_lag_p99_ms"]),
+        cpu_share=float(load.client["cpu_share"]),
+        apart_ms=(max(starts) - min(starts)) * 1e3,
+    )
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
+    """So many agents on this machine, each of which is a host to kvbench."""
+    agents: dict[str, Agent] = {}
+    try:
+        for index in range(count):
+            command = [sys.executable, "-m", "kvbench.far", "--tag", "perf-workers"]
+            channel = PipeChannel(f"host{index}", command)
+            agents[f"host{index}"] = Agent(channel, str(folder))
+
+        def host_of(name: str) -> str:
+            worker = name.rpartition("-w")[2]
+            return f"host{int(worker) % count if worker.isdecimal() else 0}"
+
+        addresses: dict[str, Agent] = {}
+        yield RemoteLauncher(agents, host_of, "perf-workers", folder / "logs", addresses)
+    finally:
+        for agent in agents.values():
+            agent.close()
+
+
+def measured(folder: Path, rate: float, seconds: float) -> Iterator[Row]:
+    """All rows, each with an exact server that answers quickly."""
+    launcher = LocalLauncher("perf-workers", folder / "logs", folder / "specs")
+    with exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server:
+        for workers in WORKERS:
+            yield offered(launcher, server.url, folder, workers, rate, seconds)
+        for workers in WORKERS:
+            with hosts(folder, workers) as far:
+                yield offered(far, server.url, folder, workers, rate, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=400.0, help="requests a second of each worker")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured with each number of workers")
+    chosen = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with tempfile.TemporaryDirectory(prefix="kvbench-perf-") as name:
+        rows = list(measured(Path(name), chosen.rate, chosen.seconds))
+    table = Table(
+        "where",
+        "workers",
+        "req/s planned",
+        "req/s sent",
+        "of linear",
+        "send lag p99, ms",
+        "busiest worker's core",
+        "starts apart, ms",
+        "",
+    )
+    for row in rows:
+        one = next(each for each in rows if each.where == row.where)
+        share = row.share_of(one)
+        table.add_row(
+            row.where,
+            str(row.workers),
+            f"{row.planned_rate:g}",
+            f"{row.sent_rate:.1f}",
+            f"{share:.3f}",
+            f"{row.lag_p99_ms:.2f}",
+            f"{row.cpu_share:.0%}",
+            f"{row.apart_ms:.2f}",
+            "ok" if share >= LEAST_SHARE else "UNDER",
+        )
+    console.print(table)
+    load = os.getloadavg()
+    console.print(f"load average {load[0]:.2f} on {os.cpu_count()} cores, at the end")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
