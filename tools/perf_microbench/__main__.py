@@ -36,8 +36,9 @@ from kvbench.microbench.cases import run_cases
 from kvbench.microbench.measuring import Settings
 from kvbench.mover.memory import HostMemory
 from kvbench.transfer.parts.native import unpacked_folder
-from tools import call_cost
-from tools.touched import preload
+
+from . import call_cost
+from .touched import preload
 
 SIZES = ((1 << 20, 8), (16 << 20, 1), (64 << 10, 32), (4 << 10, 1))
 OPS: tuple[TransferOp, ...] = ("write", "read")
@@ -48,7 +49,9 @@ MEMCPY_WANTED = 0.95
 READY_DEADLINE_S = 10.0
 REGISTERED_S = 1.0
 BUFFER_BYTES = 64 << 20
-TOUCHED = "their buffers are written to once before they are sent, as ours are (tools/touched.py)"
+TOUCHED = (
+    "their buffers are written to once before they are sent, as ours are (touched.py beside this)"
+)
 UNTOUCHED = "[yellow]their buffers are never written to: they send the kernel's one page of zeros"
 LISTENING = re.compile(r"P2P handshake, listening on ([\d.]+:\d+)")
 COMPLETED = re.compile(r"Test completed: duration ([\d.]+), batch count (\d+)")
@@ -67,7 +70,7 @@ class TheirTool:
     """``transfer_engine_bench``: a target that stays, and an initiator for each measurement."""
 
     def __init__(self, launcher: LocalLauncher, preload: Path | None = None) -> None:
-        """``preload``: a library for LD_PRELOAD, see ``tools.touched``."""
+        """``preload``: a library for LD_PRELOAD, see ``touched``."""
         self._preload = preload
         found = importlib.util.find_spec("mooncake")
         folder = Path(

@@ -1,8 +1,8 @@
 """What our Python path adds to one small Mooncake transfer: beside the library's own blocking call, in turns.
 
 Both in one process, on one engine and one connection, call by call in random order, so that what else the
-machine does meets both alike. ``python -m tools.call_cost`` prints ``{op: {way: median µs}}`` as JSON; the
-process loads the native library, so ``measured`` starts another one.
+machine does meets both alike. ``python -m tools.perf_microbench.call_cost`` prints ``{op: {way: median µs}}``
+as JSON; the process loads the native library, so ``measured`` starts another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Costs = dict[str, dict[str, float]]
 def measured(seconds: float = SECONDS) -> Costs:
     """Op → way ("ours", "blocking") → median µs of a call, measured in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.call_cost", str(seconds)],
+        [sys.executable, "-m", "tools.perf_microbench.call_cost", str(seconds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         timeout=DEADLINE_S + 2 * seconds,
@@ -94,7 +94,7 @@ def main(seconds: float) -> None:
     """Measure both ops and print them."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    argv = [sys.executable, "-m", "tools.call_cost", "target"]
+    argv = [sys.executable, "-m", "tools.perf_microbench.call_cost", "target"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as target:
         assert target.stdout is not None
         peer: dict[str, Any] = json.loads(target.stdout.readline())
