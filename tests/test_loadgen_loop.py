@@ -264,6 +264,18 @@ def test_many_streams_do_not_mix(sockets: Sockets) -> None:
         assert owner.data == b"".join(b"%d of %d%b" % (place, turn, USUAL) for turn in range(3))
 
 
+def test_a_turn_past_its_time_leaves_the_rest_to_the_next(sockets: Sockets) -> None:
+    """So that a request that is due does not wait for all that has come."""
+    owners = [Owner() for _ in range(12)]
+    for owner in owners:
+        _, theirs = sockets.streamed(owner)
+        theirs.sendall(USUAL)
+    if sockets.loop.compiled:
+        assert sockets.loop.turn(DEADLINE_S, until_s=time.monotonic()) == 1
+        assert sum(bool(owner.data) for owner in owners) == 1
+    sockets.turn_until(lambda: all(owner.data == USUAL for owner in owners))
+
+
 def test_what_is_closed_in_the_same_turn_is_neither_told_nor_called(sockets: Sockets) -> None:
     """Of three descriptors with something to tell at once, whichever is handled first closes the others."""
     handled: list[str] = []
@@ -363,11 +375,11 @@ def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
         epoll_fd = loop._epoll.fileno()
         for stream in (None, (), ([], [], None), (b"", bytearray(), None)):
             with pytest.raises(TypeError):
-                READS.turn(epoll_fd, 0, 64, {ours.fileno(): stream}, [], [])
+                READS.turn(epoll_fd, 0, 64, 0, {ours.fileno(): stream}, [], [])
         with pytest.raises(TypeError):
-            READS.turn(epoll_fd, 0, 64, {}, [])
+            READS.turn(epoll_fd, 0, 64, 0, {}, [])
         with pytest.raises(OSError, match="Bad file"):
-            READS.turn(-1, 0, 64, {}, [], [])
+            READS.turn(-1, 0, 64, 0, {}, [], [])
         with pytest.raises(TypeError):
             READS.usual((), 0, {}, b"")
         with pytest.raises(ValueError, match="start"):

@@ -84,9 +84,9 @@ keep(PyObject *stream, ssize_t count, const struct times *times)
     return data;
 }
 
-/* Reads a stream that is readable, and notes what its owner must hear of. 0, or -1 with an exception. */
+/* Reads a stream that is readable, when, and notes what its owner must hear of. 0, or -1 with an exception. */
 static int
-read_stream(int fd, PyObject *stream, PyObject *noticed)
+read_stream(int fd, PyObject *stream, PyObject *noticed, int64_t *read_ns)
 {
     struct times times;
     if (!PyTuple_Check(stream) || PyTuple_GET_SIZE(stream) != 3 || !PyList_Check(PyTuple_GET_ITEM(stream, 0)) ||
@@ -102,6 +102,7 @@ read_stream(int fd, PyObject *stream, PyObject *noticed)
         int number = errno;
         return append_pair(noticed, owner, PyObject_CallFunction(PyExc_OSError, "is", number, strerror(number)));
     }
+    *read_ns = times.read_ns;
     if (count == 0)
         return append_pair(noticed, owner, PyBytes_FromStringAndSize(NULL, 0));
     PyObject *data = keep(stream, count, &times);
@@ -115,8 +116,9 @@ read_stream(int fd, PyObject *stream, PyObject *noticed)
 }
 
 PyDoc_STRVAR(turn_doc,
-"turn(epoll_fd, timeout_ms, most, streams, noticed, others) -> int\n\n"
-"Waits for at most `most` events and returns how many came; 0 after a signal, too. A descriptor in `streams`\n"
+"turn(epoll_fd, timeout_ms, most, until_ns, streams, noticed, others) -> int\n\n"
+"Waits for at most `most` events and returns how many were served; 0 after a signal, too. The first read past\n"
+"`until_ns` (CLOCK_MONOTONIC) is the last: what waits behind it comes up again. A descriptor in `streams`\n"
 "(fd -> (reads, times, owner)) that is readable, and nothing else, is read once into its log; what its owner\n"
 "must notice goes as (owner, bytes or OSError) to `noticed`. All other events go as (fd, events) to `others`.");
 
@@ -124,13 +126,14 @@ static PyObject *
 turn(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
     struct epoll_event events[MOST_EVENTS];
-    if (given != 6 || !PyDict_Check(arguments[3]) || !PyList_Check(arguments[4]) || !PyList_Check(arguments[5])) {
-        PyErr_SetString(PyExc_TypeError, "turn(epoll_fd, timeout_ms, most, streams, noticed, others)");
+    if (given != 7 || !PyDict_Check(arguments[4]) || !PyList_Check(arguments[5]) || !PyList_Check(arguments[6])) {
+        PyErr_SetString(PyExc_TypeError, "turn(epoll_fd, timeout_ms, most, until_ns, streams, noticed, others)");
         return NULL;
     }
     long epoll_fd = PyLong_AsLong(arguments[0]), timeout_ms = PyLong_AsLong(arguments[1]);
     long most = PyLong_AsLong(arguments[2]);
-    PyObject *streams = arguments[3], *noticed = arguments[4], *others = arguments[5];
+    int64_t until_ns = PyLong_AsLongLong(arguments[3]), read_ns = 0;
+    PyObject *streams = arguments[4], *noticed = arguments[5], *others = arguments[6];
     if (PyErr_Occurred())
         return NULL;
     int count;
@@ -145,6 +148,8 @@ turn(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
         count = 0;
     }
     for (int index = 0; index < count; index++) {
+        if (index && read_ns >= until_ns) /* a level-triggered epoll tells of the others again */
+            return PyLong_FromLong(index);
         PyObject *fd = PyLong_FromLong(events[index].data.fd), *stream = NULL;
         if (fd == NULL)
             return NULL;
@@ -153,7 +158,7 @@ turn(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
         int failed;
         if (stream != NULL) {
             Py_INCREF(stream); /* a garbage collection in between may run anything */
-            failed = read_stream(events[index].data.fd, stream, noticed);
+            failed = read_stream(events[index].data.fd, stream, noticed, &read_ns);
             Py_DECREF(stream);
         }
         else

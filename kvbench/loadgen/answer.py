@@ -160,6 +160,8 @@ class Answer:
         streamed = self.status == 200 and not self.body_limit
         if streamed:
             self.stream.feed(body, stamp)
+            if self.stream.endless:
+                self.malformed = self.stream.detail
         if not streamed or not self.stream.token_stamps:
             self._keep(body)
 

@@ -18,6 +18,7 @@ FAILED: Final = select.EPOLLERR
 READ_BYTES: Final = 4096
 EVENTS_AT_ONCE: Final = 64
 """Reads between two looks at the clock: about 0.4 ms."""
+NEVER_NS: Final = 2**63 - 1
 USUAL_END: Final = b"\n\n\r\n"
 """How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
 
@@ -63,6 +64,11 @@ class Loop:
         # One for all: a new one for each read, cut down to what came, would leave the heap full of holes.
         self._buffers = [memoryview(bytearray(READ_BYTES))]
 
+    @property
+    def compiled(self) -> bool:
+        """Whether plain streams are read in C."""
+        return self._compiled is not None
+
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
         """Calls back with the events that came. A stream's descriptor is watched too, for what is no read."""
         if fd in self._watchers:
@@ -88,8 +94,11 @@ class Loop:
         self._streams.pop(fd, None)
         self._plain.pop(fd, None)
 
-    def turn(self, timeout_s: float = -1.0) -> int:
-        """Waits for events and handles them; returns how many there were. A signal may end the waiting."""
+    def turn(self, timeout_s: float = -1.0, until_s: float = math.inf) -> int:
+        """Waits for events and handles them; returns how many there were. A signal may end the waiting.
+
+        The compiled way breaks off after the first read past ``until_s`` (``time.monotonic()``).
+        """
         noticed: list[tuple[Reading, bytes | OSError]] = []
         if self._compiled is None:
             others = self._epoll.poll(timeout_s, EVENTS_AT_ONCE)
@@ -97,8 +106,9 @@ class Loop:
         else:
             others = []
             timeout_ms = -1 if timeout_s < 0 else math.ceil(timeout_s * 1e3)
+            until_ns = NEVER_NS if until_s == math.inf else int(until_s * 1e9)
             count = self._compiled.turn(
-                self._epoll.fileno(), timeout_ms, EVENTS_AT_ONCE, self._plain, noticed, others
+                self._epoll.fileno(), timeout_ms, EVENTS_AT_ONCE, until_ns, self._plain, noticed, others
             )
         if others:
             others, more = self._read_all(others, noticed)

@@ -39,7 +39,13 @@ class StreamReader:
     """The stream ended in the middle of an event; known after ``finish``."""
     error: RequestError = ""
     detail: str = ""
+    endless: bool = False
+    """An event grew beyond all reason: nothing more of this stream is worth reading."""
     _pending: bytes = b""
+    _more: list[bytes] = field(default_factory=list)
+    """What came after ``_pending`` without a line break: joined once, however many reads it took."""
+    _size: int = 0
+    """Its bytes."""
     _data: list[bytes] = field(default_factory=list)
 
     @property
@@ -50,7 +56,13 @@ class StreamReader:
     def feed(self, data: bytes, stamp: int) -> None:
         """Takes the bytes of one read."""
         if self._pending:
-            data = self._pending + data
+            if b"\n" not in data and b"\r" not in data and not self._pending.endswith(b"\r"):
+                self._more.append(data)
+                self._size += len(data)
+                if len(self._pending) + self._size > MAX_EVENT_BYTES:
+                    self._give_up()
+                return
+            data = self._begun() + data
         if b"\r" in data:
             # A carriage return at the very end may be half of a CRLF.
             held = b"\r" if data.endswith(b"\r") else b""
@@ -58,10 +70,7 @@ class StreamReader:
         lines = data.split(b"\n")
         self._pending = lines.pop()
         if len(self._pending) > MAX_EVENT_BYTES or len(self._data) > MAX_EVENT_LINES:
-            self._fail(
-                "bad_stream", f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines"
-            )
-            self._pending, self._data = b"", []
+            self._give_up()
         for line in lines:
             if not line:
                 if self._data:
@@ -75,6 +84,7 @@ class StreamReader:
 
     def finish(self, whole: bool = True) -> None:
         """The answer has ended; ``whole``: by its own framing. The end mark may lack its line break."""
+        self._pending = self._begun()
         rest = self._pending.strip(b"\r\n")
         begun = bool(rest) and b"data:".startswith(rest)
         if rest.startswith(b"data:"):
@@ -107,6 +117,17 @@ class StreamReader:
         if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
             self.completion_tokens = usage["completion_tokens"]
         return bool(event.get("choices"))
+
+    def _begun(self) -> bytes:
+        """The line that has begun."""
+        begun = b"".join([self._pending, *self._more])
+        self._more, self._size = [], 0
+        return begun
+
+    def _give_up(self) -> None:
+        self._fail("bad_stream", f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines")
+        self._begun()
+        self._pending, self._data, self.endless = b"", [], True
 
     def _fail(self, error: RequestError, detail: bytes | str) -> None:
         if not self.error:

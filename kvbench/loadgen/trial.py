@@ -108,7 +108,7 @@ class Trial:
         self.figures.begin()
         self._arm()
         while self._next < len(self._plan) or self._in_flight:
-            events = self.loop.turn(0.0 if self._work else -1.0)
+            events = self.loop.turn(0.0 if self._work else -1.0, self._wake)
             self._reads += events
             now = time.monotonic()
             if now >= self._wake:
