@@ -186,18 +186,33 @@ PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\x
 
 
 @pytest.mark.skipif(READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused")
-@given(st.lists(PIECE, max_size=8), st.lists(PIECE, max_size=3), PIECE, st.integers(0, 9))
-def test_compiled_or_not_the_same_reads_are_usual(
-    texts: list[bytes], begins: list[bytes], after: bytes, start: int
+@given(
+    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8),
+    st.lists(PIECE, max_size=2),
+    PIECE,
+    st.integers(0, 9),
+    st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
+)
+def test_compiled_or_not_the_same_chunks_are_usual(
+    texts: list[list[bytes]], begins: list[bytes], after: bytes, start: int, line: bytes
 ) -> None:
-    after, first = after + b"\n", begins[0] if begins else b""
-    reads = [
-        (begins[place % len(begins)] if begins else b"") + text + after for place, text in enumerate(texts)
+    """The compiled way takes several chunks a read; chunk by chunk it agrees with the one in Python."""
+    first, after = b"data: " + (begins[0] if begins else b""), after + b"\n\n\r\n"
+    sized = [
+        [line % (len(first + text + after) - 2) + first + text + after for text in read] for read in texts
     ]
-    before = {len(read): first for read in reads[::2] if len(read) >= len(first) + len(after)}
-    start = min(start, len(reads))
-    found = READS.usual(reads, start, before, after)
-    assert found == usual_in_python(reads, start, before, after)
+    before = {len(chunk): chunk[: chunk.index(b"data: ")] + first for read in sized[::2] for chunk in read}
+    reads, start = [b"".join(read) for read in sized], min(start, len(sized))
+    counts: list[int] = []
+    found = READS.usual(reads, start, before, after, counts)
+    assert counts == [len(read) for read in sized[start : start + found]]
+    chunks = [chunk for read in sized[start : start + found] for chunk in read]
+    assert usual_in_python(chunks, 0, before, after, []) == len(chunks)
+    if start + found < len(
+        sized
+    ):  # what it stops at, Python does not find usual either, or not its size line
+        stopped = sized[start + found]
+        assert usual_in_python(stopped, 0, before, after, []) < len(stopped) or line != b"%x\r\n"
 
 
 @pytest.mark.parametrize("kind", [Answer, PythonAnswer])

@@ -381,7 +381,7 @@ def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
         with pytest.raises(OSError, match="Bad file"):
             READS.turn(-1, 0, 64, 0, {}, [], [])
         with pytest.raises(TypeError):
-            READS.usual((), 0, {}, b"")
+            READS.usual((), 0, {}, b"", [])
         with pytest.raises(ValueError, match="start"):
-            READS.usual([], -1, {}, b"")
+            READS.usual([], -1, {}, b"", [])
     loop.close()

@@ -179,46 +179,86 @@ is_plain(const unsigned char *text, const unsigned char *end)
     return 1;
 }
 
+/* The length of the chunk that begins at `data`, framing included; 0 if its size line is not a plain one. */
+static Py_ssize_t
+chunk_length(const char *data, const char *end)
+{
+    Py_ssize_t size = 0;
+    const char *at = data;
+    for (; at < end && at < data + 7; at++) {
+        if (*at >= '0' && *at <= '9')
+            size = size * 16 + (*at - '0');
+        else if (*at >= 'a' && *at <= 'f')
+            size = size * 16 + (*at - 'a' + 10);
+        else
+            break;
+    }
+    if (at == data || end - at < 2 || at[0] != '\r' || at[1] != '\n')
+        return 0;
+    size += at - data + 4;
+    return size <= end - data ? size : 0;
+}
+
+/* Whether a chunk of `size` bytes is begin, plain text and end. 1 or 0, or -1 with an exception. */
+static int
+is_usual(const char *data, Py_ssize_t size, PyObject *before, PyObject *after)
+{
+    PyObject *key = PyLong_FromSsize_t(size), *begin;
+    if (key == NULL)
+        return -1;
+    begin = PyDict_GetItemWithError(before, key);
+    Py_DECREF(key);
+    if (begin == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyBytes_Check(begin))
+        return 0;
+    Py_ssize_t begin_size = PyBytes_GET_SIZE(begin), end_size = PyBytes_GET_SIZE(after);
+    const char *end = data + size - end_size;
+    return begin_size + end_size <= size && memcmp(data, PyBytes_AS_STRING(begin), begin_size) == 0 &&
+           memcmp(end, PyBytes_AS_STRING(after), end_size) == 0 &&
+           is_plain((const unsigned char *)data + begin_size, (const unsigned char *)end);
+}
+
 PyDoc_STRVAR(usual_doc,
-"usual(reads, start, before, after) -> int\n\n"
-"How many reads, from `start` on, are one chunk whose text alone is new: `before[len(read)]`, then characters\n"
-"that JSON does not escape, then `after`.");
+"usual(reads, start, before, after, counts) -> int\n\n"
+"How many reads, from `start` on, are chunks whose texts alone are new, each `before[len(chunk)]`, then\n"
+"characters that JSON does not escape, then `after`; how many there are in each read goes to `counts`.");
 
 static PyObject *
 usual(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    if (given != 4 || !PyList_Check(arguments[0]) || !PyDict_Check(arguments[2]) || !PyBytes_Check(arguments[3])) {
-        PyErr_SetString(PyExc_TypeError, "usual(reads, start, before, after)");
+    if (given != 5 || !PyList_Check(arguments[0]) || !PyDict_Check(arguments[2]) || !PyBytes_Check(arguments[3]) ||
+        !PyList_Check(arguments[4])) {
+        PyErr_SetString(PyExc_TypeError, "usual(reads, start, before, after, counts)");
         return NULL;
     }
-    PyObject *reads = arguments[0], *before = NULL;
-    Py_ssize_t start = PyLong_AsSsize_t(arguments[1]), index, size = -1;
+    PyObject *reads = arguments[0];
+    Py_ssize_t start = PyLong_AsSsize_t(arguments[1]), index;
     if (start < 0)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "start is %zd", start);
-    const char *after = PyBytes_AS_STRING(arguments[3]);
-    Py_ssize_t after_size = PyBytes_GET_SIZE(arguments[3]);
     for (index = start; index < PyList_GET_SIZE(reads); index++) {
         PyObject *read = PyList_GET_ITEM(reads, index);
         if (!PyBytes_Check(read))
             break;
-        if (PyBytes_GET_SIZE(read) != size) {
-            size = PyBytes_GET_SIZE(read);
-            PyObject *key = PyLong_FromSsize_t(size);
-            if (key == NULL)
+        const char *data = PyBytes_AS_STRING(read), *end = data + PyBytes_GET_SIZE(read);
+        long count = 0;
+        while (data < end) {
+            Py_ssize_t size = chunk_length(data, end);
+            int usual = size ? is_usual(data, size, arguments[2], arguments[3]) : 0;
+            if (usual < 0)
                 return NULL;
-            before = PyDict_GetItemWithError(arguments[2], key);
-            Py_DECREF(key);
-            if (before == NULL && PyErr_Occurred())
-                return NULL;
+            if (!usual)
+                break;
+            data += size;
+            count++;
         }
-        if (before == NULL || !PyBytes_Check(before))
+        if (data < end || count == 0)
             break;
-        const char *data = PyBytes_AS_STRING(read), *end = data + size - after_size;
-        Py_ssize_t before_size = PyBytes_GET_SIZE(before);
-        if (before_size + after_size > size || memcmp(data, PyBytes_AS_STRING(before), before_size) != 0 ||
-            memcmp(end, after, after_size) != 0 ||
-            !is_plain((const unsigned char *)data + before_size, (const unsigned char *)end))
-            break;
+        PyObject *number = PyLong_FromLong(count);
+        int failed = number == NULL || PyList_Append(arguments[4], number) < 0;
+        Py_XDECREF(number);
+        if (failed)
+            return NULL;
     }
     return PyLong_FromSsize_t(index - start);
 }

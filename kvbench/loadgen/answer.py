@@ -103,11 +103,9 @@ class Answer:
         tokens: list[int] = []
         try:
             while position < len(reads) and known.end is None:
-                plain = self.usual(reads, position, known.before, known.after)
-                if plain:
-                    tokens += [1] * plain
-                    position += plain
-                else:
+                plain = self.usual(reads, position, known.before, known.after, tokens)
+                position += plain
+                if not plain:
                     tokens.append(known[reads[position]])
                     position += 1
         except UnusualError:

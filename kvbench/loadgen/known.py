@@ -109,11 +109,13 @@ class Known(dict[bytes, int]):
         self.before.clear()
 
 
-def usual_in_python(reads: list[bytes], start: int, before: dict[int, bytes], after: bytes) -> int:
-    """How many reads, from ``start`` on, are one chunk whose text alone is new.
+def usual_in_python(
+    reads: list[bytes], start: int, before: dict[int, bytes], after: bytes, counts: list[int]
+) -> int:
+    """How many reads, from ``start`` on, are chunks whose texts alone are new.
 
-    Each is ``before[len(read)]``, then characters that JSON does not escape, then ``after``; the two always
-    fit into a read of that length.
+    ``counts`` gets how many chunks are in each. Each chunk is ``before[len(chunk)]``, then characters that JSON does not escape, then ``after``; the two
+    always fit into a chunk of that length. This way takes one chunk a read, the compiled one any number.
     """
     tail = -len(after)
     for place in range(start, len(reads)):
@@ -126,9 +128,10 @@ def usual_in_python(reads: list[bytes], start: int, before: dict[int, bytes], af
             or read[len(begins) : tail].translate(None, _PLAIN)
         ):
             return place - start
+        counts.append(1)
     return len(reads) - start
 
 
-usual: Final[Callable[[list[bytes], int, dict[int, bytes], bytes], int]] = (
+usual: Final[Callable[[list[bytes], int, dict[int, bytes], bytes, list[int]], int]] = (
     usual_in_python if READS is None else READS.usual
 )
