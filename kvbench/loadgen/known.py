@@ -114,8 +114,9 @@ def usual_in_python(
 ) -> int:
     """How many reads, from ``start`` on, are chunks whose texts alone are new.
 
-    ``counts`` gets how many chunks are in each. Each chunk is ``before[len(chunk)]``, then characters that JSON does not escape, then ``after``; the two
-    always fit into a chunk of that length. This way takes one chunk a read, the compiled one any number.
+    ``counts`` gets how many chunks are in each. A chunk is ``before[len(chunk)]``, then characters that JSON
+    does not escape, then ``after``; the two always fit into a chunk of that length. This way takes one chunk
+    a read, the compiled one any number.
     """
     tail = -len(after)
     for place in range(start, len(reads)):
