@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import permutations
 from typing import Any, Final
 
@@ -13,11 +14,13 @@ from rich.markup import escape
 
 from kvbench.core.plan import Plan
 from kvbench.core.scenario import Scenario
+from kvbench.core.scenario_launchers import SlurmOptions
 from kvbench.engine_checks import Check
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.launchers.agents import Agent
 from kvbench.launchers.fleet import Fleet
-from kvbench.places import fleet_of
+from kvbench.nics.choice import best_gid
+from kvbench.places import fleet_with
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
 
@@ -33,19 +36,35 @@ def command(scenario_name: str, overrides: tuple[str, ...], console: Console) ->
     from rich.table import Table
 
     scenario, _ = resolve(Wish(scenario_name, overrides))
-    if not scenario.deployment.hosts:
-        raise InputError("the scenario names no hosts", hint="deployment.hosts with launcher: ssh")
-    with fleet_of(scenario, f"doctor-{secrets.token_hex(4)}") as fleet:
+    require_nodes(scenario, os.environ)
+    tell = partial(console.print, markup=False)
+    scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", tell)
+    with standing as fleet:
         checks = examine(scenario, plan_of(scenario), fleet)
         pairs = reached(scenario, fleet)
-    checks += list(pair_checks(pairs))
+        nic_pairs = nics_reached(scenario, fleet)
+    checks += list(pair_checks({**pairs, **nic_pairs}))
     table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
     for check in checks:
         table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
     console.print(table)
     if pairs:
         console.print(matrix(pairs))
+    if nic_pairs:
+        console.print(nic_table(nic_pairs))
     return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+
+
+def require_nodes(scenario: Scenario, env: Mapping[str, str]) -> None:
+    """Nobody waits in a queue only to look at what comes of it. Raises InputError."""
+    deployment = scenario.deployment
+    if deployment.launcher != "slurm":
+        return
+    if not (deployment.slurm or SlurmOptions()).job and not env.get("SLURM_JOB_ID"):
+        raise InputError(
+            "doctor --hosts looks at the nodes of a Slurm job that runs, and there is none here",
+            hint="get one with `salloc --no-shell …`, and name it: --set deployment.slurm.job=NUMBER",
+        )
 
 
 def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
@@ -87,6 +106,7 @@ def _host(
             "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
         )
         yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
+    yield from gid_checks(name, told)
     yield from _ports(scenario, plan, name, agent)
     model = str(getattr(deployment.engine_options, "model", ""))
     if model.startswith(("/", "~")):
@@ -102,6 +122,20 @@ def _host(
         yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
 
 
+def gid_checks(name: str, told: Mapping[str, Any]) -> Iterator[Check]:
+    """The address by which each port of an RDMA device is reached."""
+    for device in told.get("rdma") or ():
+        for port in device.get("ports") or ():
+            gid = best_gid(port) if port.get("gids") else None
+            label = f"{name} {device['name']}:{port['port']}"
+            if gid is None:
+                fix = "is its link up, and has its interface an address?"
+                yield Check(label, "warn", "it has no GID", fix)
+            else:
+                kind = f", {gid['type']}" if gid.get("type") else ""
+                yield Check(label, "ok", f"GID {gid['index']} is {gid['gid']}{kind}")
+
+
 def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[Check]:
     """The plan's ports at the host's address."""
     deployment = scenario.deployment
@@ -110,7 +144,7 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[
         for each in plan.deployments
         for instance in each.instances
         if deployment.roles.host_of(instance.name) == name
-        for port in (instance.port, *instance.all_side_ports)
+        for port in (instance.port, *instance.all_side_ports, instance.group_port or 0)
     }
     if deployment.roles.host_of("router") == name:
         wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
@@ -145,18 +179,48 @@ def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
 def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
     """For each pair (from, to): round trip and bytes a second, or what went wrong. One pair at a time."""
     hosts = scenario.deployment.hosts
+    return {
+        (one, other): _tried(fleet[one], hosts[one].address, fleet[other], hosts[other].address)
+        for one, other in permutations(fleet, 2)
+    }
 
-    def pair(one: str, other: str) -> dict[str, Any]:
-        own, address = hosts[one].address, hosts[other].address
-        try:
-            port = fleet[other].ask("listen", address=address)["port"]
-            return fleet[one].ask("call", own=own, address=address, port=port)
-        except KvbenchError as error:
-            return {"error": error.message}
 
-    with ThreadPoolExecutor(1) as pool:
-        pairs = list(permutations(fleet, 2))
-        return dict(zip(pairs, pool.map(lambda each: pair(*each), pairs), strict=True))
+def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+    """The same for each NIC with the one of the same place on the other host, where hosts name several."""
+    hosts = scenario.deployment.hosts
+    addresses = {}
+    for name, agent in fleet.items():
+        if len(hosts[name].nics) > 1 and not agent.lost:
+            told = agent.ask("nics", kind="tcp", names=list(hosts[name].nics))
+            addresses[name] = {str(nic["name"]): str(nic["address"]) for nic in told["usable"]}
+    found = {}
+    for one, other in permutations(addresses, 2):
+        for own, there in zip(addresses[one].items(), addresses[other].items(), strict=False):
+            key = (f"{one}/{own[0]}", f"{other}/{there[0]}")
+            found[key] = _tried(fleet[one], own[1], fleet[other], there[1])
+    return found
+
+
+def _tried(one: Agent, own: str, other: Agent, address: str) -> dict[str, Any]:
+    """Round trip and bytes a second from one address to another, or what went wrong."""
+    try:
+        port = other.ask("listen", address=address)["port"]
+        return one.ask("call", own=own, address=address, port=port)
+    except KvbenchError as error:
+        return {"error": error.message}
+
+
+def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
+    """Each NIC's way to the one of the same place on the other hosts."""
+    from rich.table import Table
+
+    table = Table("NIC", "to", "round trip", "one TCP flow", box=None, pad_edge=False)
+    for (one, other), told in pairs.items():
+        cells = ["[red]no[/red]", ""]
+        if "error" not in told:
+            cells = [f"{told['rtt_s'] * 1e3:.2f} ms", f"{told['bytes_per_s'] / 1e9:.2f} GB/s"]
+        table.add_row(escape(one), escape(other), *cells)
+    return table
 
 
 def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:

@@ -327,11 +327,11 @@ class _Worker:
     def idle(self) -> bool:
         """Whether it has taken no CPU time since this was first asked in its present silence.
 
-        Then it does not write many records either. Of one on another host that is not known here.
+        Then it does not write many records either. One on another host is asked for over there.
         """
-        if self.far.host:
+        taken_s = self.far.cpu_s(self.process.pid) if self.far.host else cpu_s([self.process.pid])
+        if taken_s is None:
             return False
-        taken_s = cpu_s([self.process.pid])
         if self._silent_cpu_s is None:
             self._silent_cpu_s = taken_s
         return taken_s - self._silent_cpu_s <= IDLE_S

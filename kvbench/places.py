@@ -7,9 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvbench.apikey import carried
 from kvbench.core.plan import DeploymentPlan
 from kvbench.core.scenario import Scenario
-from kvbench.errors import KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.launchers.allocated import allocated
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.fleet import Fleet, device_env
@@ -36,10 +37,7 @@ class Places:
         """Reach all hosts. Raises LaunchError with all that is in the way."""
         if self.scenario.deployment.launcher == "local" or self._fleet is not None:
             return
-        if self.scenario.deployment.launcher == "ssh":
-            fleet = fleet_of(self.scenario, self.run_tag)
-        else:
-            self.scenario, fleet = allocated(self.scenario, self.run_tag, self._tell)
+        self.scenario, fleet = fleet_with(self.scenario, self.run_tag, self._tell)
         try:
             fleet.require()
         except BaseException:
@@ -53,7 +51,9 @@ class Places:
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
         names = [] if self._external else [each.name for each in planned.instances]
-        return self._fleet.launcher(log_dir, device_env(self.scenario.deployment, names))
+        key = carried(getattr(self.scenario.deployment.engine_options, "api_key_env", ""))
+        launcher = self._fleet.launcher(log_dir, device_env(self.scenario.deployment, names))
+        return launcher.with_secrets("loadgen", key)
 
     def environments(self) -> dict[str, Any]:
         """What each other host is, by its name; empty for this machine alone."""
@@ -69,16 +69,16 @@ class Places:
         except KvbenchError:
             return None  # its start will tell
         for each in planned.instances:
-            host = deployment.roles.host_of(each.name)
-            told = self._fleet[host].ask(
-                "unusable",
-                120.0,
-                engine=deployment.engine,
-                connector=planned.connector,
-                options=deployment.engine_options.model_dump_json(),
-            )
-            if told:
-                return Problem(f"{host}: {told['reason']}", str(told.get("fix", "")))
+            for host in deployment.roles.nodes(each.name):
+                told = self._fleet[host].ask(
+                    "unusable",
+                    120.0,
+                    engine=deployment.engine,
+                    connector=planned.connector,
+                    options=deployment.engine_options.model_dump_json(),
+                )
+                if told:
+                    return Problem(f"{host}: {told['reason']}", str(told.get("fix", "")))
         return None
 
     def close(self) -> None:
@@ -122,6 +122,23 @@ class Places:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def fleet_with(
+    scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
+) -> tuple[Scenario, Fleet]:
+    """The scenario with all its hosts known, and these, none of them reached yet.
+
+    A scheduler's nodes are waited for, and given back when the fleet is closed. Raises InputError for a
+    scenario of this machine alone, LaunchError.
+    """
+    if scenario.deployment.launcher == "local":
+        raise InputError(
+            "the scenario names no hosts", hint="deployment.launcher: ssh with deployment.hosts (docs/ssh.md)"
+        )
+    if scenario.deployment.launcher == "ssh":
+        return scenario, fleet_of(scenario, run_tag)
+    return allocated(scenario, run_tag, tell)
 
 
 def fleet_of(scenario: Scenario, run_tag: str) -> Fleet:

@@ -14,6 +14,7 @@ from rich.table import Table
 from kvbench import connectors, engines
 from kvbench.core.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.scenario import Scenario
+from kvbench.core.scenario_hosts import NODE
 from kvbench.errors import InputError
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, profile_of
@@ -86,7 +87,12 @@ def _deployments_table(plan: Plan) -> Table:
     for each in plan.deployments:
         label = f"{each.label} (reference outputs only)" if each.reference_only else each.label
         for instance in each.instances:
-            table.add_row(label, instance.name, _port(instance.port), _ports(instance))
+            nodes = plan.scenario.deployment.nodes_of(instance.name)
+            where = f" on {nodes[0]}" if nodes else ""
+            table.add_row(label, f"{instance.name}{where}", _port(instance.port), _ports(instance))
+            for number, host in enumerate(nodes[1:], 1):
+                meeting = f"meets at {_port(instance.group_port)}"
+                table.add_row("", f"{instance.name}{NODE}{number} on {host}", meeting, "")
             label = ""
         if each.service_ports:
             table.add_row("", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "")

@@ -14,6 +14,7 @@ from kvbench.core.models import ModelShape
 from kvbench.core.plan import DeploymentPlan
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.scenario import Scenario
+from kvbench.core.scenario_hosts import NODE
 from kvbench.engines.base import Instance, Setting
 from kvbench.errors import InputError
 from kvbench.observing import observed
@@ -105,6 +106,10 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
             tensor_parallel_size=scenario.deployment.tensor_parallel_size,
             max_tokens_per_request=longest,
             neighbours=neighbours,
+            nodes=tuple(
+                scenario.deployment.hosts[name].address for name in scenario.deployment.nodes_of(process.name)
+            ),
+            group_port=process.group_port,
         )
         for process in plan.instances
     ]
@@ -122,11 +127,15 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
     members = instances(scenario, plan)
     services_at = scenario.deployment.address_of("router")
     specs = connector.services(options, services_at, plan.service_ports)
-    specs += [engine.process(member, connector, options, engine_options) for member in members]
+    for member in members:
+        specs += engine.processes(member, connector, options, engine_options)
     if plan.router_port is not None:
         specs.append(_router_spec(scenario, plan))
     roles = {member.name: member.role for member in members}
-    return [observed(spec, roles.get(spec.name, ""), scenario.deployment, log_dir) for spec in specs]
+    return [
+        observed(spec, roles.get(spec.name.partition(NODE)[0], ""), scenario.deployment, log_dir)
+        for spec in specs
+    ]
 
 
 def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Final
 from kvbench.core.findings import Kind, Statement
 from kvbench.core.sizes import KIB, MIB, size_text
 from kvbench.core.transfermodel import fit_all
-from kvbench.core.transfers import Case, TransferRecord
+from kvbench.core.transfers import Case, TransferRecord, pairs_of
 from kvbench.core.transferstats import LEAST_CALLS, Change, apart, call_times, compare
 from kvbench.tables import number
 from kvbench.transfer_tables import blocks_text, case_text, nics_text, time_text, way_text
@@ -27,7 +27,12 @@ def answers(records: Sequence[TransferRecord]) -> list[str]:
 
 
 def told(records: Sequence[TransferRecord]) -> list[Statement]:
-    """The same as findings: who is ahead, what cannot be told, what is suspicious, what the rows show."""
+    """The same as findings: who is ahead, what cannot be told, what is suspicious, what the rows show.
+
+    Of rows between several pairs of hosts only what is suspicious: who reaches whom how fast is a matrix.
+    """
+    if len(pairs_of(records)) > 1:
+        return list(_trouble(records))
     good = [record for record in records if record.status == "ok" and record.gb_per_s]
     besides = [*_smallest(good), *_scaling(good), *_descriptors(good)]
     shown = [Statement("measured", "transfers", text) for text in besides]
@@ -176,4 +181,8 @@ def changes_text(
     before: Sequence[TransferRecord], after: Sequence[TransferRecord]
 ) -> list[tuple[Change, str]]:
     """Each case of two runs with what came of it in words."""
-    return [(change, f"{case_text(change.case)}: {change.text()}") for change in compare(before, after)]
+    found = []
+    for change in compare(before, after):
+        where = f"{change.pair}: " if change.pair else ""
+        found.append((change, f"{where}{case_text(change.case)}: {change.text()}"))
+    return found

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvbench import transfer_comparison
 from kvbench.core.transfermodel import fit_all, models_json
-from kvbench.core.transfers import TransferRecord
+from kvbench.core.transfers import TransferRecord, pairs_of
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
 from kvbench.plots.transfer import write_transfer_plots
 from kvbench.provenance import caption, differences
@@ -20,6 +20,7 @@ from kvbench.runs import Run
 from kvbench.statements import by_kind, statements
 from kvbench.tables import MISSING, number
 from kvbench.transfer_answers import answers, changes_text, models_text
+from kvbench.transfer_pairs import CAPTION, PairMatrix, pair_matrices
 from kvbench.transfer_tables import HEADER, LEGEND, Line, Tabled, flat_row, tabled
 
 MODEL_FILE: Final = "transfer_model.json"
@@ -46,7 +47,8 @@ def render_all(runs: Sequence[Run], console: Console) -> None:
 def write(run: Run, formats: Sequence[str] = ("md", "csv", "json", "png", "svg")) -> list[Path]:
     """Writes what is derived into the run folder; returns the files written."""
     records = run.transfer_records()
-    figures = [kind for kind in formats if kind in ("png", "svg")]
+    # The pictures are of one pair of hosts; of several the matrix tells.
+    figures = [kind for kind in formats if kind in ("png", "svg")] if len(pairs_of(records)) < 2 else []
     tables = run.path / "tables"
     written: list[Path] = []
     with said_clearly(run.path):
@@ -104,6 +106,11 @@ def markdown(run: Run, records: Sequence[TransferRecord]) -> str:
     for name, title in _PICTURES.items():
         if (run.path / "figures" / f"{name}.png").is_file():
             parts.append(f"## {title}\n\n![{title}](figures/{name}.png)")
+    matrices = pair_matrices(records)
+    if matrices:
+        parts += ["## From host to host", f"{CAPTION}."]
+    for matrix in matrices:
+        parts += [f"**{_escaped(matrix.title)}**", _markdown_matrix(matrix)]
     parts.append("## Every case")
     for group in table.groups:
         parts += [f"**{_escaped(group.title)}**", _markdown_table(group.lines)]
@@ -132,6 +139,11 @@ def _markdown_table(lines: Sequence[Line]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def _markdown_matrix(matrix: PairMatrix) -> str:
+    rows = [matrix.header, ["---", *["--:"] * len(matrix.hosts)], *matrix.lines]
+    return "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in rows)
+
+
 def _escaped(text: str) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
@@ -152,6 +164,7 @@ def render(run: Run, console: Console, before: Run | None = None) -> None:
         _print_table(table, console)
     else:
         _say(console, "no case was measured")
+    _print_matrices(pair_matrices(records), console)
     for heading, lines in _sections(run, records, table):
         if lines:
             _say(console, heading, "bold")
@@ -190,6 +203,19 @@ def _print_table(table: Tabled, console: Console) -> None:
             text.append(f" {marks}" if marks else "", style="yellow")
             console.print(text, soft_wrap=True)
     _list(console, [LEGEND], bullet="")
+
+
+def _print_matrices(matrices: Sequence[PairMatrix], console: Console) -> None:
+    for matrix in matrices:
+        rows = [matrix.header, *matrix.lines]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(matrix.header))]
+        _say(console, f"from host to host · {matrix.title}", "bold")
+        for row in rows:
+            first, *others = row
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            _say(console, "  " + "  ".join([first.ljust(widths[0]), *cells]))
+    if matrices:
+        _list(console, [CAPTION], bullet="")
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

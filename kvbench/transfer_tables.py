@@ -67,7 +67,7 @@ def tabled(records: Sequence[TransferRecord]) -> Tabled:
     shared = _shared([record for record in measured if record.status == "ok"], said)
     notes: dict[str, int] = {}
     groups = []
-    for _, members in groupby(measured, key=lambda record: _way(record.case)):
+    for _, members in groupby(measured, key=lambda record: (record.pair, *_way(record.case))):
         own = list(members)
         lines = tuple(_line(record, records, notes, _said(record, said, shared)) for record in own)
         groups.append(Group(_title(own), lines))
@@ -79,15 +79,16 @@ def tabled(records: Sequence[TransferRecord]) -> Tabled:
 
 def _errors(records: Sequence[TransferRecord]) -> list[str]:
     """Each cause once for each way, with the library's last line."""
-    found: dict[tuple[str, str], list[TransferRecord]] = {}
+    found: dict[tuple[str, str, str], list[TransferRecord]] = {}
     for record in records:
         if record.status == "error":
-            found.setdefault((way_text(record.case), record.error), []).append(record)
+            found.setdefault((record.pair, way_text(record.case), record.error), []).append(record)
     lines = []
-    for (_, error), members in found.items():
+    for (pair, _, error), members in found.items():
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
         last = f" (library: {members[0].log[-1].strip()})" if members[0].log else ""
-        lines.append(f"{case_text(members[0].case)}{more}: {error}{last}")
+        where = f"{pair}: " if pair else ""
+        lines.append(f"{where}{case_text(members[0].case)}{more}: {error}{last}")
     return lines
 
 
@@ -149,7 +150,8 @@ def blocks_text(case: Case) -> str:
 
 def _title(records: Sequence[TransferRecord]) -> str:
     case = records[0].case
-    parts = [way_text(case)]
+    parts = [records[0].pair] if records[0].pair else []
+    parts += [way_text(case)]
     parts += [nics_text(case.nics)] if case.nics else []
     parts += [f"{case.initiators} to {case.targets}"] if case.initiators + case.targets > 2 else []
     parts += [f"{case.memory} memory"] if case.memory != "host" else []
@@ -223,6 +225,8 @@ def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str,
         "scattered": case.scattered,
         "merged": case.merged,
         "shape": case.shape,
+        "initiator_host": record.initiator_host,
+        "target_host": record.target_host,
         "status": record.status,
         "error": record.error,
         "gb_per_s": told.gb_per_s,

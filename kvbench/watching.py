@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import signal
@@ -16,8 +17,9 @@ from urllib.parse import urljoin
 from kvbench.connectors.base import Connector
 from kvbench.core.processes import ProcessSpec
 from kvbench.diagnose import Diagnosis, LogWatch, Source
-from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError
+from kvbench.errors import KvbenchError, LaunchError, ProcessDiedError, ProcessHungError
 from kvbench.launchers.base import Process
+from kvbench.launchers.farprocess import RemoteProcess
 from kvbench.launchers.local import LocalProcess
 from kvbench.procstate import cpu_s, family, is_stopped
 from kvbench.pulse import Pulse
@@ -131,8 +133,8 @@ class ProcessWatch:
 class Liveness:
     """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
 
-    What it costs them is one small request in two seconds (``pulse.py``). Processes on other hosts are not
-    looked at: their state is not seen from here, nor can their servers be asked from here in every case.
+    What it costs them is one small request in two seconds (``pulse.py``). Processes on other hosts are looked
+    at by the agents there, which tell what they see (``far/lifewatch.py``).
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
@@ -140,6 +142,10 @@ class Liveness:
         # a token, a router's asks everybody behind it.
         asked = [each.spec for each in processes if isinstance(each, LocalProcess) and each.spec.ready_url]
         self._pulse = Pulse({each.name: urljoin(each.ready_url, "/version") for each in asked})
+        self._far: dict[str, list[RemoteProcess]] = {}
+        for each in processes:
+            if isinstance(each, RemoteProcess):
+                self._far.setdefault(each.host, []).append(each)
         self._families: dict[str, list[int]] = {}
         self._families_at = -math.inf
         self._looked_at = -math.inf
@@ -148,9 +154,17 @@ class Liveness:
 
     def start(self) -> None:
         self._pulse.start()
+        self._tell_agents("watch")
 
     def close(self) -> None:
         self._pulse.close()
+        self._tell_agents("unwatch")
+
+    def _tell_agents(self, what: str) -> None:
+        for processes in self._far.values():
+            keys = [each.key for each in processes]
+            with contextlib.suppress(KvbenchError):  # a host that is lost is told by others
+                processes[0].agent.say(what, watch=keys[0], keys=keys)
 
     def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
         """Which process does nothing any more, why, and what to do; None while all is well, and at most
@@ -166,7 +180,14 @@ class Liveness:
             self._families_at = now
             here = [each for each in processes if isinstance(each, LocalProcess)]
             self._families = {each.name: family(each.pid) for each in here}
-        return self._stopped(processes, now) or self._silent(processes, now)
+        return self._told() or self._stopped(processes, now) or self._silent(processes, now)
+
+    def _told(self) -> tuple[Process, str, str] | None:
+        for process in (each for processes in self._far.values() for each in processes):
+            if process.hung is not None and process.poll() is None:
+                what, mend = process.hung
+                return process, f"on the host {process.host}: {what}", f"on {process.host}: {mend}"
+        return None
 
     def _stopped(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
         for process in processes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from kvbench.launchers.place import FarWeb
 from kvbench.launchers.remote import RemoteLauncher
 from kvbench.launchers.wire import PROTOCOL, HostLostError, decode, encode
 from kvbench.load import LoadGenerator, Spare
+from kvbench.watching import Liveness
 
 AGENT = (sys.executable, "-m", "kvbench.far", "--tag")
 TAG = f"far-test-{os.getpid()}"
@@ -195,6 +199,98 @@ def test_a_load_generator_runs_over_there(site: Site, tmp_path: Path) -> None:
     assert [record.error for record in result.records] == ["connect"] * 5
     assert not records.exists()
     assert list(Path(site.agent.files).iterdir()) == []
+
+
+def test_a_frozen_process_is_seen_over_there(site: Site) -> None:
+    sleep = "import time; time.sleep(600)"
+    processes = [site.launcher.start(python(sleep, name=name)) for name in ("well", "engine")]
+    liveness = Liveness(processes)
+    liveness.start()
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    found: list[Any] = []
+
+    def seen() -> bool:
+        found.append(liveness.problem(processes))
+        return found[-1] is not None
+
+    wait_until(seen, GONE_S)
+    process, what, mend = found[-1]
+    assert process is processes[1]
+    assert f"on the host far-away: engine {process.pid} is frozen" in what
+    assert mend == f"on far-away: find out who stops it; `kill -CONT {process.pid}` lets it go on"
+    liveness.close()
+    site.launcher.stop(processes)
+    assert [each.poll() for each in processes] == [-signal.SIGTERM] * 2
+
+
+def test_cpu_time_is_told_of_its_own_processes_only(site: Site) -> None:
+    busy = site.launcher.start(python("n = 0\nwhile n < 3e6: n += 1\nprint('done', flush=True); input()"))
+    wait_until(lambda: bool(busy.tail()))
+    far = site.launcher.far("p")
+    wait_until(lambda: busy.poll() is not None or (far.cpu_s(busy.pid) or 0) > 0)
+    assert far.cpu_s(os.getpid()) is None
+
+
+CANARY = "sk-canary-5d1f0c77"
+
+
+def test_a_key_goes_to_the_generator_and_nowhere_else(site: Site, tmp_path: Path) -> None:
+    """Over the connection into one process's environment; the server repeats it, and nobody keeps it."""
+    heard: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            heard.append(str(self.headers["authorization"]))
+            body = f"no such key: {heard[-1]}".encode()
+            self.send_response(401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    site.launcher.with_secrets("loadgen", {"FAR_TEST_KEY": CANARY})
+    other = site.launcher.start(python("import os; print(os.environ.get('FAR_TEST_KEY'))", name="router"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spec = {
+            "base_url": f"http://127.0.0.1:{server.server_port}",
+            "model": "m",
+            "request_rate": 50.0,
+            "num_requests": 5,
+            "input_len": 4,
+            "output_len": 2,
+            "records_path": str(tmp_path / "records.jsonl"),
+            "seed": 1,
+            "vocab_size": 1000,
+            "api_key_env": "FAR_TEST_KEY",
+        }
+        seen: list[bytes] = []
+
+        def look() -> None:
+            for pid in tagged(TAG):
+                with contextlib.suppress(OSError):
+                    seen.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+            seen.extend(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+        spare = Spare(site.launcher)
+        spare.prepare()
+        result = LoadGenerator(site.launcher, spec, "loadgen-1", spare=spare).run(
+            lambda progress: False, look, 20.0
+        )
+        spare.close()
+        server.shutdown()
+    assert heard == [f"Bearer {CANARY}"] * 5
+    assert len(result.records) == 5
+    wait_until(lambda: other.poll() is not None)
+    assert other.log_path.read_text() == "None\n"
+    look()
+    seen.append(Path(f"/proc/{site.channel.pid}/environ").read_bytes())
+    seen.append(repr(result).encode())
+    assert len(seen) > 10
+    assert not [each for each in seen if CANARY.encode() in each]
 
 
 def test_the_end_of_stdin_ends_everything(tmp_path: Path) -> None:

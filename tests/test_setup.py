@@ -29,6 +29,8 @@ import setup_native  # noqa: E402
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+BY_THE_CLUSTER = "ray"
+"""The extra whose version is that of the cluster that is joined: nothing that set-up installs."""
 NATIVE_WHEELS = {*setup_native.MOONCAKE_WHEELS.values(), setup_native.NIXL_WHEEL}
 
 
@@ -41,7 +43,8 @@ def pins() -> dict[str, str]:
 
 def declared() -> list[Requirement]:
     project = PYPROJECT["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != BY_THE_CLUSTER}
+    groups = [project["dependencies"], *extras.values()]
     return [Requirement(line) for group in [*groups, PYPROJECT["dependency-groups"]["dev"]] for line in group]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,16 +18,21 @@ import yaml
 from commands import Running, kvbench, tagged, tagged_processes, the_run, wait_until
 from sshhosts import PORT, Hosts, no_hosts_reason, standing
 
+from kvbench import resume
+from kvbench.conditions import ELSEWHERE
 from kvbench.core.scenario import parse_scenario
 from kvbench.core.scenario_hosts import Ssh
-from kvbench.errors import LaunchError, ScenarioError
+from kvbench.errors import InputError, LaunchError, ScenarioError, StoreError
+from kvbench.hostscheck import gid_checks, nics_reached, require_nodes
 from kvbench.launchers.fleet import Fleet, agent_command, device_env, environment_of, in_shell
 from kvbench.launchers.ssh import SshConnections, connector
 from kvbench.planning import plan_of
 from kvbench.progress import Silent
 from kvbench.request import Wish, resolve
+from kvbench.runfolder import create_store
+from kvbench.runs import Run
 from kvbench.scenario_files import registry
-from kvbench.sweep import Sweep, create_store
+from kvbench.sweep import Sweep
 
 REASON = no_hosts_reason()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -236,6 +242,52 @@ class TestReaching:
             connections.close()
 
 
+@needs_hosts
+def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
+    """Both nets are named as NICs for KV; the third host names one only."""
+    sections = {name: hosts.section(name, nics=["data0", "ssh0"]) for name in "ab"}
+    sections["c"] = hosts.section("c", nics=["data0"])
+    text = scenario_text(sections, {"prefill": "a", "decode": "b", "loadgen": "c"})
+    scenario = parse_scenario(text, "far.yaml", registry())
+    connections = SshConnections()
+    reach = connector(lambda each: scenario.deployment.hosts[each].ssh, connections)
+    with Fleet(scenario.deployment, f"nics-{os.getpid()}", reach, connections.close) as fleet:
+        fleet.require()
+        told = nics_reached(scenario, fleet)
+    assert list(told) == [
+        ("a/data0", "b/data0"),
+        ("a/ssh0", "b/ssh0"),
+        ("b/data0", "a/data0"),
+        ("b/ssh0", "a/ssh0"),
+    ]
+    assert all(each["bytes_per_s"] > 0 and each["rtt_s"] > 0 for each in told.values()), told
+
+
+def test_gids_are_shown_and_a_port_without_one_is_warned_of() -> None:
+    mapped = "0000:0000:0000:0000:0000:ffff:0a00:0001"
+    gids = [
+        {"index": 0, "gid": "fe80:0000:0000:0000:0000:0000:0000:0001", "type": "RoCE v2", "nic": "eth0"},
+        {"index": 3, "gid": mapped, "type": "RoCE v2", "nic": "eth0"},
+    ]
+    ports = [
+        {"port": 1, "link_layer": "Ethernet", "gids": gids},
+        {"port": 2, "link_layer": "Ethernet", "gids": []},
+    ]
+    good, bad = gid_checks("a", {"rdma": [{"name": "mlx5_0", "ports": ports}]})
+    assert (good.name, good.status, good.detail) == ("a mlx5_0:1", "ok", f"GID 3 is {mapped}, RoCE v2")
+    assert (bad.name, bad.status) == ("a mlx5_0:2", "warn")
+    assert list(gid_checks("a", {"rdma": None})) == []
+
+
+def test_doctor_waits_in_no_queue() -> None:
+    text = scenario_text({}, {}, slurm={})
+    scenario = parse_scenario(text.replace("launcher: ssh", "launcher: slurm"), "far.yaml", registry())
+    with pytest.raises(InputError, match="nodes of a Slurm job that runs") as caught:
+        require_nodes(scenario, {})
+    assert "salloc" in caught.value.hint
+    require_nodes(scenario, {"SLURM_JOB_ID": "7"})
+
+
 def written(hosts: Hosts, folder: Path, connectors: list[Any], trial_s: int = 1) -> Path:
     """A scenario with P on a, D on b, router and generator on c."""
     sections = {name: hosts.section(name) for name in hosts.names}
@@ -269,7 +321,7 @@ def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     scenario, source = resolve(Wish(str(path)))
     plan = plan_of(scenario)
     notes = Notes()
-    with create_store(tmp_path / "results", scenario, source, plan, "sweep") as store:
+    with create_store(tmp_path / "results", scenario, source, plan, "sweep", {}) as store:
         Sweep(scenario, plan, store, notes).run()
     run = the_run(tmp_path / "results")
     (cell,) = run.other_cells
@@ -287,6 +339,20 @@ def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert str(hosts.key.read_text()) not in (run.path / "scenario.yaml").read_text()
     assert tagged_processes(run) == []
     assert [list((hosts.folder / "work" / name).iterdir()) for name in "abc"] == [[], [], []]
+    another_host_is_not_gone_on_with(run)
+
+
+def another_host_is_not_gone_on_with(run: Run) -> None:
+    machine = json.loads((run.path / "environment.json").read_text())
+    machine["hosts"]["b"]["hostname"] = "elsewhere"
+    (run.path / "environment.json").write_text(json.dumps(machine))
+    (run.path / "manifest.json").write_text(json.dumps({**run.manifest, "status": "interrupted"}))
+    with pytest.raises(StoreError, match=r"begun on other hosts:\n  host b, hostname: elsewhere then, "):
+        resume.resume(run.path)
+    assert tagged_processes(run) == []
+    gone_on = the_run(resume.resume(run.path, force=True).parent)
+    assert ELSEWHERE in gone_on.labels
+    assert gone_on.manifest["sessions"][-1]["differs"][0].startswith("host b, hostname: elsewhere then")
 
 
 @asked
@@ -316,6 +382,23 @@ def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: 
     assert took_s < 15.0
     assert done.status == 1
     assert tagged_processes(run) == []
+
+
+@asked
+@needs_hosts
+def test_a_frozen_process_on_a_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    running = Running("launch", str(written(hosts, tmp_path, ["tcp"])))
+    try:
+        told = running.wait_for("decode-0")
+        running.wait_for("Ctrl-C")
+        pid = int(told.rpartition("pid ")[2].rstrip(")\n"))
+        os.kill(pid, signal.SIGSTOP)
+        done = running.finish()
+    finally:
+        running.kill()
+    assert done.status == 1
+    assert f"on the host b: decode-0 {pid} is frozen" in done.out
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), GONE_S)
 
 
 @asked

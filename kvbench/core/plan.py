@@ -51,6 +51,8 @@ class InstancePlan:
     side_port: int | None
     side_ports: int = 1
     """How many ports from ``side_port`` on it takes, if it takes any."""
+    group_port: int | None = None
+    """Where the processes of an instance over several hosts meet, on the first; None for one host."""
 
     @property
     def all_side_ports(self) -> tuple[int, ...]:
@@ -79,6 +81,7 @@ class DeploymentPlan:
         found = [] if self.router_port is None else [self.router_port]
         for instance in self.instances:
             found += [instance.port, *instance.all_side_ports]
+            found += [] if instance.group_port is None else [instance.group_port]
         return (*found, *self.service_ports)
 
 
@@ -217,7 +220,9 @@ def _deployment(
         side = 0 if info is None else info.side_ports(role, wanted.tensor_parallel_size)
         for rank in range(count):
             port, side_port = ports.take(), ports.take(side) if side else None
-            instances.append(InstancePlan(f"{role}-{rank}", role, rank, port, side_port, max(side, 1)))
+            name = f"{role}-{rank}"
+            group = ports.take() if len(wanted.nodes_of(name)) > 1 else None
+            instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group))
     services = 0 if info is None else info.service_ports
     return DeploymentPlan(
         *label_and_name,

@@ -30,6 +30,35 @@ HostNames = Annotated[
 ]
 
 
+def _groups(raw: Any) -> Any:
+    """Each entry as a tuple of hosts: of one, or of those that an instance spans."""
+    entries = _one_or_more(raw)
+    return tuple((each,) if isinstance(each, str) else as_tuple(each) for each in entries)
+
+
+_GROUPS_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string", "pattern": NAME_PATTERN},
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {"type": "string", "pattern": NAME_PATTERN},
+                    {"type": "array", "items": {"type": "string", "pattern": NAME_PATTERN}, "maxItems": 64},
+                ]
+            },
+            "maxItems": 64,
+        },
+    ]
+}
+HostGroup = Annotated[tuple[HostName, ...], Field(min_length=1, max_length=64)]
+HostGroups = Annotated[
+    tuple[HostGroup, ...], BeforeValidator(_groups), WithJsonSchema(_GROUPS_SCHEMA), Field(max_length=64)
+]
+NODE: Final = "-node"
+"""Stands before the number of a process that is not the first of an instance over several hosts."""
+
+
 class Ssh(Section):
     """How a host is reached by ssh; what is not said is as for the ssh command, ~/.ssh/config included."""
 
@@ -82,29 +111,43 @@ class FarHost(Section):
 
 
 class Roles(Section):
-    """On which hosts a role runs: a name, or a list that its instances are dealt out to in turn."""
+    """On which hosts a role runs: a name, or a list that its instances are dealt out to in turn.
 
-    prefill: HostNames = Field((), description="hosts of the prefill instances")
-    decode: HostNames = Field((), description="hosts of the decode instances")
-    aggregated: HostNames = Field((), description="host of a server without P/D; by default prefill's first")
+    An instance of prefill, decode or aggregated may span hosts: then a list of names stands for one name.
+    """
+
+    prefill: HostGroups = Field((), description="hosts of the prefill instances; a list in the list: of one")
+    decode: HostGroups = Field((), description="hosts of the decode instances")
+    aggregated: HostGroups = Field((), description="host of a server without P/D; by default prefill's first")
     router: HostNames = Field((), description="host of the router and of helpers; by default prefill's first")
     loadgen: HostNames = Field((), description="host of the load generator; by default the router's")
 
-    def of(self, role: str) -> tuple[str, ...]:
-        """The hosts of a role, with what stands in where nothing was said."""
-        own: tuple[str, ...] = getattr(self, role, ())
+    def groups(self, role: str) -> tuple[tuple[str, ...], ...]:
+        """The hosts of a role's instances, with what stands in where nothing was said."""
+        own: tuple[Any, ...] = getattr(self, role, ())
         if own:
-            return own
+            return tuple((each,) if isinstance(each, str) else tuple(each) for each in own)
         if role == "loadgen":
-            return self.of("router")
+            return self.groups("router")
         if role in ("prefill", "decode"):
             return ()
-        return (self.prefill or self.decode or self.loadgen)[:1]
+        first = (self.prefill or self.decode or tuple((each,) for each in self.loadgen))[:1]
+        return first if role == "aggregated" else tuple(each[:1] for each in first)
 
-    def host_of(self, process: str) -> str:
-        """The host of a process by its name, such as ``decode-1``; helpers are with the router."""
+    def of(self, role: str) -> tuple[str, ...]:
+        """All hosts of a role, in their order."""
+        return tuple(name for group in self.groups(role) for name in group)
+
+    def nodes(self, process: str) -> tuple[str, ...]:
+        """The hosts that an instance spans, by its name; helpers are with the router."""
         role, _, end = process.partition("-")
-        hosts = self.of(role) or self.of("router")
+        groups = self.groups(role) or self.groups("router")
         if role == "loadgen":  # its name ends in the worker's number, if there are several
             end = process.rpartition("-w")[2]
-        return hosts[int(end) % len(hosts)] if end.isdecimal() else hosts[0]
+        end = end.partition(NODE)[0]
+        return groups[int(end) % len(groups)] if end.isdecimal() else groups[0]
+
+    def host_of(self, process: str) -> str:
+        """The host of a process by its name, such as ``decode-1``, or ``decode-1-node1`` of several."""
+        number = process.rpartition(NODE)[2] if NODE in process else "0"
+        return self.nodes(process)[int(number)]

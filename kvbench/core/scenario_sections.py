@@ -181,6 +181,10 @@ class Deployment(Section):
         role = process.partition("-")[0]
         return {"prefill": self.prefill_host, "decode": self.decode_host}.get(role) or self.host
 
+    def nodes_of(self, instance: str) -> tuple[str, ...]:
+        """The hosts that an instance spans, by their names; none where no hosts are named."""
+        return self.roles.nodes(instance) if self.hosts else ()
+
     @property
     def used_hosts(self) -> dict[str, FarHost]:
         """The hosts that some role runs on, by name."""

@@ -12,9 +12,7 @@ generator's, so that everything after it is the same as for a measured trial. Wh
 - **Client**: never late. A request without its last token ``timeout_s`` after its scheduled send has failed,
   and its work is dropped wherever it is.
 
-- **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, whose first P/D connectors ran inside the model
-  runner. P gives a request's KV away between two of its steps, and D takes one after the other in place of
-  a step; only then come their first tokens.
+- **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D: ``core.simhandoff``.
 
 What is not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
 """
@@ -22,7 +20,6 @@ What is not modelled: contention for CPUs, failures, leases, the time that HTTP 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -30,6 +27,7 @@ from typing import Any, Final, Literal
 from kvbench.core.enginemodel import EngineConfig
 from kvbench.core.enginestep import Request, Status
 from kvbench.core.records import RequestRecord
+from kvbench.core.simhandoff import BlockingHandOff
 from kvbench.core.simroles import Flow, Moved, Role
 from kvbench.core.simulated import Load, Outcome, System, Tick
 from kvbench.core.virtual import StepEngine, use_of
@@ -77,9 +75,8 @@ class SimulatedTrial:
         self._free_at: dict[StepEngine, float] = {}
         self._link_busy: dict[StepEngine, float] = {}
         self._moved = Moved()
-        self._taking: dict[StepEngine, deque[Flow]] = {}
-        self._after_step: dict[StepEngine, list[Flow]] = {}
-        self._filled: set[StepEngine] = set()
+        blocks = system.hand_off == "blocking"
+        self._blocking = BlockingHandOff(self._flow_of, self._give, self._poke) if blocks else None
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -237,30 +234,16 @@ class SimulatedTrial:
         flow.last.scheduler.kv_arrived(flow.whole)
         self._poke(flow.last)
 
-    def _take_next(self, engine: StepEngine) -> None:
-        """Of a blocking hand-off: D waits until P is between two steps, and takes one request's KV."""
-        queue = self._taking[engine]
-        if not queue:
-            del self._taking[engine]
-            self._filled.add(engine)
-            self._poke(engine)
-            return
-        flow = queue.popleft()
-        assert flow.first is not None
-        flow.asked = True
-        if flow.first.busy:
-            self._after_step.setdefault(flow.first, []).append(flow)
-        else:
-            self._give(flow)
-
     def _give(self, flow: Flow) -> None:
-        self._at(self._move(flow), self._take_next, flow.last)
+        """Of a blocking hand-off: P gives this one now; when D has it, D takes the next."""
+        assert self._blocking is not None
+        self._at(self._move(flow), self._blocking.take_next, flow.last)
 
     # -- steps ------------------------------------------------------------------------------------
 
     def _poke(self, engine: StepEngine) -> None:
         """Something has changed for an engine: it looks at it as soon as no step is under way."""
-        if engine in self._taking:
+        if self._blocking is not None and self._blocking.takes(engine):
             return
         if not engine.busy:
             if engine not in self._starting:
@@ -274,19 +257,10 @@ class SimulatedTrial:
 
     def _start(self, engine: StepEngine) -> None:
         self._starting.discard(engine)
-        blocking = self.system.hand_off == "blocking"
-        # What was just filled makes its first tokens before more is taken.
-        end = engine.begin(self.now, loads_first=blocking and engine not in self._filled)
-        if blocking:
-            self._filled.discard(engine)
-            if end is not None and engine.loads:
-                end = engine.cut(self.now) or end
-            if end is None and engine.loads:
-                self._taking[engine] = deque(self._flow_of[request] for request in engine.loads)
-                engine.loads = []
-                self._take_next(engine)
-                return
-        elif engine.loads:
+        if self._blocking is not None:
+            end = self._blocking.begin(engine, self.now)
+        else:
+            end = engine.begin(self.now)
             loads, engine.loads = engine.loads, []
             for request in loads:
                 self._load_kv(self._flow_of[request])
@@ -298,8 +272,8 @@ class SimulatedTrial:
         if run != engine.run:
             return
         sampled, ends = engine.end()
-        for flow in self._after_step.pop(engine, ()):
-            self._give(flow)
+        if self._blocking is not None:
+            self._blocking.stepped(engine)
         for request in sampled:
             flow = self._flow_of[request]
             if request is flow.part:

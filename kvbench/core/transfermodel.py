@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.transfers import TransferRecord
+from kvbench.core.transfers import TransferRecord, pairs_of
 from kvbench.errors import InputError
 
 MODEL_SCHEMA: Final = 1
@@ -107,7 +107,13 @@ def _time(seconds: float) -> str:
 
 
 def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
-    """A model for each way of moving bytes that has points enough; in the order of the records."""
+    """A model for each way of moving bytes that has points enough; in the order of the records.
+
+    None of rows between several pairs of hosts: each pair has a way of its own.
+    """
+    records = list(records)
+    if len(pairs_of(records)) > 1:
+        return []
     ways: dict[tuple[str, str, str, int, str], list[tuple[float, float, float]]] = {}
     for record in records:
         case = record.case

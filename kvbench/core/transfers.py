@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -134,7 +135,15 @@ class TransferRecord:
     load_average: float | None = None
     lab: str = ""
     """The lab it ran in, such as ``8 × 1gbit``; empty on real hosts."""
+    initiator_host: str = ""
+    target_host: str = ""
+    """The scenario's names of the hosts that the two sides stood on; empty where none were named."""
     warnings: list[TransferWarning] = field(default_factory=list)
+
+    @property
+    def pair(self) -> str:
+        """``initiator's host → target's``; empty where none were named."""
+        return f"{self.initiator_host} → {self.target_host}" if self.initiator_host else ""
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": TRANSFER_SCHEMA, **asdict(self)}
@@ -145,3 +154,8 @@ class TransferRecord:
         data["case"] = Case(**data["case"])
         data["warnings"] = [TransferWarning(**warning) for warning in data.get("warnings", [])]
         return cls(**data)
+
+
+def pairs_of(records: Iterable[TransferRecord]) -> list[str]:
+    """The pairs of hosts of these rows, in their order; none where no hosts were named."""
+    return list(dict.fromkeys(record.pair for record in records if record.pair))

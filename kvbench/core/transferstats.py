@@ -74,13 +74,13 @@ class Figures:
 
 
 def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figures:
-    """The figures of a row beside the limits that were measured in the same ``run``."""
+    """The figures of a row beside the limits that were measured in the same ``run``, between its hosts."""
     if record.status != "ok":
         return Figures(CallTimes())
     limits: dict[str, float] = {}
     if record.line_rate_gb_per_s:
         limits["line"] = record.line_rate_gb_per_s
-    found = _twins(record.case, run)
+    found = _twins(record.case, (other for other in run if other.pair == record.pair))
     limits |= {column: found[name] for column, name in LIMIT_BACKENDS.items() if name in found}
     rate = record.gb_per_s
 
@@ -147,6 +147,8 @@ class Change:
     after_p50_s: float | None = None
     why: str = ""
     """Why there is no ratio."""
+    pair: str = ""
+    """Between which hosts, where they were named."""
 
     def text(self) -> str:
         if self.ratio is None:
@@ -157,12 +159,14 @@ class Change:
 
 def compare(before: Iterable[TransferRecord], after: Iterable[TransferRecord]) -> list[Change]:
     """Each case of the second run beside the same one of the first; those of the first only come last."""
-    old = {record.case.key: record for record in before if record.status != "skipped"}
+    old = {(record.pair, record.case.key): record for record in before if record.status != "skipped"}
     changes = []
     for record in after:
         if record.status != "skipped":
-            changes.append(_change(record.case, old.pop(record.case.key, None), record))
-    return [*changes, *(_change(record.case, record, None) for record in old.values())]
+            earlier = old.pop((record.pair, record.case.key), None)
+            changes.append(replace(_change(record.case, earlier, record), pair=record.pair))
+    left = [replace(_change(record.case, record, None), pair=record.pair) for record in old.values()]
+    return [*changes, *left]
 
 
 def _change(case: Case, before: TransferRecord | None, after: TransferRecord | None) -> Change:

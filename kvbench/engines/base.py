@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
 from kvbench.core.models import ModelShape
 from kvbench.core.processes import ProcessSpec
+from kvbench.errors import InputError
 from kvbench.transfer.base import Problem
 
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -41,6 +42,10 @@ class Instance:
     max_tokens_per_request: int
     """The longest input plus output of the workload."""
     neighbours: Neighbours = field(default_factory=Neighbours)
+    nodes: tuple[str, ...] = ()
+    """The addresses of the hosts that it spans, its own first; none or one for one host."""
+    group_port: int | None = None
+    """Where its processes meet, on the first of them."""
 
     @property
     def side_address(self) -> str:
@@ -112,6 +117,23 @@ class Engine(ABC):
         options: EngineOptions,
     ) -> ProcessSpec:
         """The process to start for one instance."""
+
+    def processes(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> list[ProcessSpec]:
+        """The processes of one instance: one, or one on each host that it spans; the first answers HTTP.
+
+        Raises InputError where an instance cannot span hosts.
+        """
+        if len(instance.nodes) > 1:
+            raise InputError(
+                f"an instance of the {self.name} engine runs on one host, unlike {instance.name}"
+            )
+        return [self.process(instance, connector, connector_options, options)]
 
     def kv_pool_bytes(self, instance: Instance, options: EngineOptions) -> int:
         """Memory of one instance's KV pool, as far as kvbench decides it; 0 if it does not."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
-from kvbench.connectors.versions import NEWEST_KNOWN, dotted, is_newer_than_known, release
+from kvbench.connectors.versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
 from kvbench.core.processes import ProcessSpec
+from kvbench.core.scenario_hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
 from kvbench.engines.commands import argv_of, asked_version, found_command, owned_flags
 from kvbench.errors import InputError, KvbenchError
 from kvbench.transfer.base import Problem
 
+SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
+"""The first release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
 _OURS: Final = (
     "host",
     "port",
@@ -137,6 +141,30 @@ class Vllm(Engine):
             return Problem(f"{profile.kv_connector} needs a GPU, and this vLLM ({version}) is built for CPUs")
         return None
 
+    def processes(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> list[ProcessSpec]:
+        """One server; over several hosts one on each: the first answers, the others are headless.
+
+        vLLM's own processes find each other at ``--master-addr`` (its multiprocessing executor, since 0.12).
+        """
+        assert isinstance(options, VllmOptions)
+        first = self.process(instance, connector, connector_options, options)
+        if len(instance.nodes) < 2:
+            return [first]
+        if release(self.version(options)) < SPANS_HOSTS_SINCE:
+            raise InputError(
+                f"vLLM {self.version(options)} spans hosts with Ray only, and {instance.name} is to run "
+                f"on {', '.join(instance.nodes)}",
+                hint=f"vLLM {dotted(SPANS_HOSTS_SINCE)} and newer need no Ray for it; or start Ray and vLLM"
+                " on them by hand, and measure with --base-url",
+            )
+        return [_on_node(first, instance, number) for number in range(len(instance.nodes))]
+
     def process(
         self,
         instance: Instance,
@@ -210,6 +238,25 @@ class Vllm(Engine):
     def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
         assert isinstance(options, VllmOptions)
         return list(dict.fromkeys(_warnings(options, setting or Setting(), _version_of(options))))
+
+
+def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
+    """The server's process as it is on one of the hosts that it spans."""
+    meet = {
+        "distributed-executor-backend": "mp",
+        "nnodes": len(instance.nodes),
+        "node-rank": number,
+        "master-addr": instance.nodes[0],
+        "master-port": instance.group_port,
+        "headless": True if number else None,
+    }
+    # Else vLLM takes the address of its default route, which need not be on the data network.
+    env = {"VLLM_HOST_IP": instance.nodes[number], **spec.env}
+    spec = replace(spec, argv=(*spec.argv, *argv_of(meet)), env=env)
+    if not number:
+        return spec
+    name = f"{spec.name}{NODE}{number}"
+    return replace(spec, name=name, ready_url="", port=0, host=instance.nodes[number])
 
 
 def _version_of(options: VllmOptions) -> str:

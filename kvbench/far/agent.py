@@ -51,6 +51,7 @@ class Agent:
         self._jobs: dict[str, Job] = {}
         self._launchers: dict[str, LocalLauncher] = {}
         self._samples: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
         self._folder: Path | None = None
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="answer")
         self._why_ending = ""
@@ -64,9 +65,12 @@ class Agent:
             "close_stdin": lambda asked: self._job(asked).close_stdin(),
             "write": lambda asked: self._job(asked).write(str(asked["data"])),
             "beat": lambda asked: None,
+            "unwatch": self._unwatch,
         }
         self._beside: dict[str, Callable[[Frame], Any]] = {
             "kill": lambda asked: self._job(asked).kill(),
+            "watch": self._watch,
+            "cpu_s": self._cpu_s,
             "sample": self._sample,
             "sampled": lambda asked: self._samples.pop(str(asked["trial_id"])).taken(),
             "list": lambda asked: {"names": self._extra_files(asked)},
@@ -199,9 +203,10 @@ class Agent:
         spec = ProcessSpec(
             name=str(told["name"]),
             argv=tuple(told["argv"]),
-            env=told["env"],
+            env={**told["env"], **asked.get("secrets", {})},
             spec=told["spec"],
             files=told.get("files", {}),
+            ready_url=str(told.get("ready_url", "")),
             one_thread=bool(asked.get("one_thread", True)),
         )
         piped, key = bool(asked.get("piped")), str(asked["key"])
@@ -227,6 +232,25 @@ class Agent:
         sample = Samples(str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"]))
         self._samples[str(asked["trial_id"])] = sample
         return {}
+
+    def _watch(self, asked: Frame) -> None:
+        """From now on it is told if one of these processes does nothing any more."""
+        from kvbench.far.lifewatch import LifeWatch
+
+        jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
+        self._watches[str(asked["watch"])] = LifeWatch(jobs, self._outbox)
+
+    def _unwatch(self, asked: Frame) -> None:
+        watch = self._watches.pop(str(asked["watch"]), None)
+        if watch is not None:
+            watch.close()
+
+    def _cpu_s(self, asked: Frame) -> dict[str, Any]:
+        """CPU seconds that a process of this agent has taken, with its children."""
+        from kvbench.procstate import cpu_s, family
+
+        pids = [job.process.pid for job in self._jobs.values() if not job.told_end]
+        return {"cpu_s": cpu_s(family(int(asked["pid"]))) if int(asked["pid"]) in pids else None}
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -164,6 +164,20 @@ def _exists(root: Path, asked: Frame) -> dict[str, Any]:
     return {"exists": Path(str(asked["path"])).expanduser().exists()}
 
 
+def _nics(root: Path, asked: Frame) -> dict[str, Any]:
+    """The NICs of this host for a kind of transfer, as ``nics.listing`` has them."""
+    from kvbench.nics.listing import listing
+
+    return listing("rdma" if asked["kind"] == "rdma" else "tcp", list(asked.get("names", ())))
+
+
+def _lacking(root: Path, asked: Frame) -> dict[str, Any]:
+    """Which transfer backends cannot run here, and why."""
+    from kvbench.movable import lacking
+
+    return lacking()
+
+
 def _gpus(root: Path, asked: Frame) -> dict[str, Any]:
     """Memory of each GPU that is in use, in bytes, by what nvidia-smi tells; empty without GPUs."""
     from kvbench.devices import output_of
@@ -189,6 +203,8 @@ ANSWERS: Final[Mapping[str, Callable[[Path, Frame], Any]]] = {
     "call": _call,
     "exists": _exists,
     "gpus": _gpus,
+    "nics": _nics,
+    "lacking": _lacking,
     "unusable": _unusable,
     "engine_version": _engine_version,
 }

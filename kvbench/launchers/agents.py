@@ -232,6 +232,8 @@ class Agent:
             process.logged(str(frame["text"]))
         elif event == "out":
             process.said(str(frame["data"]).encode(ENCODING))
+        elif event == "hung":
+            process.hung = (str(frame["what"]), str(frame["mend"]))
         elif event == "exit":
             self.forget(process)
             process.ended(LOST if frame["status"] is None else int(frame["status"]))

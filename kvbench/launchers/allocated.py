@@ -76,7 +76,7 @@ def placed_on(deployment: Deployment, nodes: Nodes) -> Deployment:
         name: FarHost(address=nodes.address(name), **_told(options, roles))
         for name, roles in roles_of.items()
     }
-    return deployment.model_copy(update={"hosts": hosts, "roles": Roles(**nodes.hosts)})
+    return deployment.model_copy(update={"hosts": hosts, "roles": Roles.model_validate(dict(nodes.hosts))})
 
 
 def _told(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[str, Any]:

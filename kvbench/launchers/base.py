@@ -123,6 +123,9 @@ class Far(Protocol):
     def cores(self) -> int:
         """CPU cores that a process may use there."""
 
+    def cpu_s(self, pid: int) -> float | None:
+        """CPU seconds that a process has taken there; None where that is not told: here, or when it ended."""
+
     def path_of(self, path: Path) -> str:
         """Where a process there finds or leaves the file that is ``path`` here."""
 

@@ -80,6 +80,8 @@ class RemoteProcess:
         self.agent = agent
         self.key = f"{next(_numbers)}-{spec.name}"
         self.pid = 0
+        self.hung: tuple[str, str] | None = None
+        """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
         self._status: int | None = None
         self._log = log_path.open("ab")
         self._logging = threading.Lock()

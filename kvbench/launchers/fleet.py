@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvbench.core.processes import RUN_TAG_ENV
 from kvbench.core.scenario import Deployment
-from kvbench.core.scenario_hosts import FarHost
+from kvbench.core.scenario_hosts import NODE, FarHost
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents import Agent
 from kvbench.launchers.channel import Channel
@@ -151,13 +151,16 @@ def environment_of(host: FarHost) -> dict[str, str]:
 
 
 def device_env(deployment: Deployment, instances: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Which GPUs each instance gets: a host's ``devices`` in turn, as many as an instance has ranks."""
+    """Which GPUs each process gets: a host's ``devices`` in turn, as many as an instance has ranks there."""
     taken: dict[str, int] = {}
     found: dict[str, dict[str, str]] = {}
     for name in instances:
-        host = deployment.roles.host_of(name)
-        devices, size = deployment.hosts[host].devices, deployment.tensor_parallel_size
-        if devices:
+        nodes = deployment.roles.nodes(name)
+        size = deployment.tensor_parallel_size // len(nodes)
+        for number, host in enumerate(nodes):
+            devices = deployment.hosts[host].devices
+            if not devices:
+                continue
             first = taken.get(host, 0)
             mine = devices[first : first + size]
             if len(mine) < size:
@@ -167,5 +170,6 @@ def device_env(deployment: Deployment, instances: Sequence[str]) -> dict[str, di
                     hint=f"see deployment.hosts.{host}.devices, or place fewer instances there",
                 )
             taken[host] = first + size
-            found[name] = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
+            process = f"{name}{NODE}{number}" if number else name
+            found[process] = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
     return found

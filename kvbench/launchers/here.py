@@ -20,6 +20,9 @@ class Here:
     def cores(self) -> int:
         return len(os.sched_getaffinity(0))
 
+    def cpu_s(self, pid: int) -> float | None:
+        return None
+
     def path_of(self, path: Path) -> str:
         return str(path)
 

@@ -32,6 +32,10 @@ class FarPlace:
     def cores(self) -> int:
         return self._agent.cores
 
+    def cpu_s(self, pid: int) -> float | None:
+        told = self._agent.ask("cpu_s", pid=pid)["cpu_s"]
+        return None if told is None else float(told)
+
     def path_of(self, path: Path) -> str:
         return f"{self._agent.files}/{path.name}"
 

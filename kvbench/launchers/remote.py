@@ -51,10 +51,18 @@ class RemoteLauncher:
         self._host_of = host_of
         self._folder = log_dir.name
         self._env: dict[str, Mapping[str, str]] = {}
+        self._secrets: dict[str, Mapping[str, str]] = {}
 
     def with_env(self, env: Mapping[str, Mapping[str, str]]) -> RemoteLauncher:
         """Environment of single processes by name: what the place gives them, such as its GPUs."""
         self._env = dict(env)
+        return self
+
+    def with_secrets(self, role: str, env: Mapping[str, str]) -> RemoteLauncher:
+        """Environment of a role's processes that nobody else is to see. It goes with the order to start one,
+        over the connection, and stands in no spec, file or log.
+        """
+        self._secrets[role] = dict(env)
         return self
 
     def start(self, spec: ProcessSpec, *, piped: bool = False) -> RemoteProcess:
@@ -71,6 +79,7 @@ class RemoteLauncher:
                 piped=piped,
                 one_thread=spec.one_thread,
                 spec=self._translated(spec, agent).to_json(),
+                secrets=dict(self._secrets.get(spec.name.partition("-")[0], {})),
             )
         except KvbenchError:
             agent.forget(process)

@@ -38,6 +38,9 @@ KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
 """So many unanswered end the connection. The agents' own beats (``wire.py``) notice no later."""
 DEFAULT_PORT: Final = 22
+PUT_S: Final = 60.0
+SLOWEST_BYTES_PER_S: Final = 1e6
+"""A file that goes slower than this is taken for stuck."""
 
 
 class SshChannel:
@@ -175,7 +178,7 @@ class SshConnections:
                 return f"{where}/{source.name}"
 
         try:
-            return self._run(copy(), 120.0)
+            return self._run(copy(), PUT_S + source.stat().st_size / SLOWEST_BYTES_PER_S)
         except Exception as error:
             raise LaunchError(f"cannot copy {source.name} to {name}: {error}") from error
         finally:

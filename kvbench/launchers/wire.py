@@ -23,7 +23,7 @@ from kvbench.errors import (
     ServerError,
 )
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 BEAT_S: Final = 1.0
 """Both sides say so often that they are there."""
 LOST_S: Final = 6.0

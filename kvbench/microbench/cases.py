@@ -90,7 +90,7 @@ class Microbench:
         self._failures: dict[Key, int] = {}
         self._generation = 0
         self._memcpy: float | None = None
-        self._load = os.getloadavg()[0]
+        self._load = None if initiator.launcher else os.getloadavg()[0]
 
     def run(self, cases: Sequence[Case], told: Told) -> Iterator[TransferRecord]:
         """A row for each case, in order. Leaves no process, also when it is closed or interrupted."""
@@ -109,8 +109,11 @@ class Microbench:
         now = datetime.datetime.now(datetime.timezone.utc)
         record = TransferRecord(case, started_at=now.isoformat(timespec="seconds"), lab=self._settings.lab)
         record.nbytes = case.nbytes
+        record.initiator_host, record.target_host = (side.name for side in self._sides.values())
+        far = all(side.launcher for side in self._sides.values())
         try:
-            if reason := skipped_because(case):
+            # What other hosts lack they have told before.
+            if reason := "" if far else skipped_because(case):
                 record.status, record.error = "skipped", reason
                 return record
             if reason := self._too_large(case, room) or self._too_few_nics(case):

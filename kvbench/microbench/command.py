@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 
-from kvbench import environment, report, transfer, transfer_report
+from kvbench import environment, report, transfer_report
 from kvbench.core import matrix as matrices
 from kvbench.core.kvshape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
 from kvbench.core.matrix import Axes, Matrix, Mover
@@ -21,12 +21,12 @@ from kvbench.core.sizes import duration_text, parse_counts, parse_sizes, size_te
 from kvbench.core.transfers import Case, Memory, TransferOp, TransferRecord
 from kvbench.devices import gpus
 from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
+from kvbench.microbench.between import BetweenHosts
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.places import Place, Places
 from kvbench.microbench.progress import CaseProgress
 from kvbench.mover.memory import available_bytes
-from kvbench.nics import choice as nics
 from kvbench.runs import Run, load_run
 from kvbench.store import RunInfo, RunStore
 
@@ -46,18 +46,24 @@ class Asked:
 def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
     """Measures the matrix. 0: all measured · 1: a case failed, or none could run · 130: interrupted."""
     before = _earlier(options.compare)
-    places = Places.of(options)
-    asked = ask(options, movers, places)
-    _announce(asked, console)
-    if options.dry_run:
-        _print_matrix(asked.matrix, console)
-        return EXIT_OK
-    store = _create(output, asked, places, options)
-    _measure(asked, places, store, console)
+    with _places(options, console) as places:
+        asked = ask(options, places.movers, places)
+        _announce(asked, places, console)
+        if options.dry_run:
+            _print_matrix(asked.matrix, console)
+            return EXIT_OK
+        store = _create(output, asked, places, options)
+        _measure(asked, places, store, console)
     run = load_run(store.path)
     report.write_report(run.path)
     transfer_report.render(run, console, before)
     return exit_code(run)
+
+
+def _places(options: MicrobenchOptions, console: Console) -> Places | BetweenHosts:
+    if options.scenario is None:
+        return Places.of(options)
+    return BetweenHosts(options, partial(console.print, markup=False))
 
 
 def exit_code(run: Run) -> int:
@@ -80,38 +86,9 @@ def _earlier(path: Path | None) -> Run | None:
 # --- what is asked for -----------------------------------------------------------------------------
 
 
-def movers() -> list[Mover]:
-    """Every backend, with what keeps it, or one of its protocols, from running here."""
-    names = transfer.names()
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        problems = dict(zip(names, pool.map(transfer.check, names), strict=True))
-    absent = {"rdma": "no RDMA device", "gpu": "no GPU"}
-    here = {"rdma": bool(nics.find("rdma").usable), "gpu": bool(gpus())}
-    found = []
-    for name in names:
-        backend, problem = transfer.get(name), problems[name]
-        lacking = {
-            p: absent.get(need, need) for p, need in backend.needs.items() if not here.get(need, False)
-        }
-        mend = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
-        found.append(
-            Mover(
-                name,
-                backend.protocols,
-                backend.ops,
-                nics=backend.nics,
-                loopback_only=backend.loopback_only,
-                memories=backend.memories,
-                optional=backend.optional,
-                problem="" if problem is None else problem.reason + mend,
-                one_nic=backend.one_nic,
-                lacking=lacking,
-            )
-        )
-    return found
-
-
-def ask(options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: Places) -> Asked:
+def ask(
+    options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: Places | BetweenHosts
+) -> Asked:
     """The matrix of the options; mistakes in them are said before ``known`` looks for libraries.
 
     Raises InputError for what cannot be.
@@ -127,7 +104,7 @@ def ask(options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places
     places.check(matrix.cases)
     usual = matrices.FULL_SECONDS if options.full else matrices.DEFAULT_SECONDS
     seconds = options.seconds or (matrices.LAB_SECONDS if places.in_lab else usual)
-    estimate_s = matrix.estimate_s(seconds, places.nic_gb_per_s)
+    estimate_s = matrix.estimate_s(seconds, places.nic_gb_per_s) * places.repeats
     words = (*(work.words() if work is not None else ()), *places.words())
     return Asked(axes, matrix, seconds, estimate_s, words, work)
 
@@ -143,7 +120,7 @@ def _work(options: MicrobenchOptions) -> KvWork | None:
     )
 
 
-def _axes(options: MicrobenchOptions, work: KvWork | None, places: Places) -> Axes:
+def _axes(options: MicrobenchOptions, work: KvWork | None, places: Places | BetweenHosts) -> Axes:
     given: dict[str, Any] = {
         "backends": _names(options.backend),
         "protocols": _names(options.protocol),
@@ -205,11 +182,12 @@ def _memory(text: str) -> Memory:
 # --- telling ---------------------------------------------------------------------------------------
 
 
-def _announce(asked: Asked, console: Console) -> None:
+def _announce(asked: Asked, places: Places | BetweenHosts, console: Console) -> None:
     matrix = asked.matrix
+    each = f" for each of {places.repeats} pairs of hosts" if places.repeats > 1 else ""
     console.print(
-        f"{len(matrix.cases)} cases, {matrix.groups()} pairs of workers, {asked.seconds:g} s each: about "
-        f"{duration_text(asked.estimate_s)}",
+        f"{len(matrix.cases)} cases{each}, {matrix.groups()} pairs of workers, {asked.seconds:g} s each: "
+        f"about {duration_text(asked.estimate_s)}",
         markup=False,
     )
     for word in asked.words:
@@ -234,13 +212,17 @@ def _print_matrix(matrix: Matrix, console: Console) -> None:
 # --- measuring -------------------------------------------------------------------------------------
 
 
-def _create(output: Path, asked: Asked, places: Places, options: MicrobenchOptions) -> RunStore:
+def _create(
+    output: Path, asked: Asked, places: Places | BetweenHosts, options: MicrobenchOptions
+) -> RunStore:
     machine = environment.describe()
+    hosts = places.environments()
+    machine |= {"hosts": hosts} if hosts else {}
     info = RunInfo(
         kind="microbench",
         argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
         git=machine.get("git"),
-        hosts=[str(machine.get("hostname")), *([places.peer] if places.peer else [])],
+        hosts=[str(machine.get("hostname")), *places.hosts],
         labels=["lab"] if places.in_lab else [],
     )
     plan = {
@@ -250,18 +232,20 @@ def _create(output: Path, asked: Asked, places: Places, options: MicrobenchOptio
         "words": list(asked.words),
         "compared_with": str(options.compare.resolve()) if options.compare else None,
     }
-    return RunStore.create(output, "microbench", b"", plan, machine, info)
+    return RunStore.create(output, "microbench", places.source, plan, machine, info)
 
 
-def _measure(asked: Asked, places: Places, store: RunStore, console: Console) -> None:
+def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, console: Console) -> None:
     """Stores a row for each case; Ctrl-C ends it, keeps the rows, and says so."""
     cases = asked.matrix.cases
+    count = len(cases) * places.repeats
+    places.log_dir = store.logs
     with store:
         for left in asked.matrix.left:
             if left.absent:
                 store.add_transfer(TransferRecord(left.case, "skipped", left.reason))
         try:
-            with ExitStack() as stack, CaseProgress(console, len(cases), asked.estimate_s) as progress:
+            with ExitStack() as stack, CaseProgress(console, count, asked.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
                 for place, members in places.legs(cases, stack):
@@ -270,14 +254,21 @@ def _measure(asked: Asked, places: Places, store: RunStore, console: Console) ->
                     store.update(lab=places.record())
         except KeyboardInterrupt:
             kept = sum(record.status != "skipped" for record in load_run(store.path).transfer_records())
-            store.finish("interrupted", f"interrupted after {kept} of {len(cases)} cases")
-            console.print(f"interrupted: the rows of {kept} of {len(cases)} cases are kept", style="yellow")
+            store.finish("interrupted", f"interrupted after {kept} of {count} cases")
+            console.print(f"interrupted: the rows of {kept} of {count} cases are kept", style="yellow")
 
 
 def _leg(
     asked: Asked, place: Place, members: Sequence[Case], store: RunStore, progress: CaseProgress
 ) -> None:
     settings = place.settings(asked.seconds, members)
+    if place.trouble:
+        for case in members:
+            record = TransferRecord(case, "error", place.trouble, nbytes=case.nbytes)
+            record.initiator_host, record.target_host = place.initiator.name, place.target.name
+            store.add_transfer(record)
+            progress.finished(record)
+        return
     rows = run_cases(members, place.initiator, place.target, settings, progress.told, store.logs)
     # Closed at once when interrupted: the workers end with it.
     with closing(cast("Generator[TransferRecord, None, None]", rows)):

@@ -166,6 +166,42 @@ class MicrobenchOptions:
             rich_help_panel=_WHERE,
         ),
     ] = None
+    scenario: Annotated[
+        str | None,
+        typer.Option(
+            "--scenario",
+            metavar="FILE",
+            help="Between the hosts of this scenario, by its launcher (docs/ssh.md).",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    from_host: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="HOST",
+            help="The scenario's host of the initiators; by default prefill's first.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    to_host: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="HOST",
+            help="The scenario's host of the targets; by default decode's first.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    pairs: Annotated[
+        str | None,
+        typer.Option(
+            "--pairs",
+            metavar="all",
+            help="Each host of the scenario with each other, both ways: a matrix of who sends to whom.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
     seconds: Annotated[
         float | None,
         typer.Option(

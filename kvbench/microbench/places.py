@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.labplan import LabPlan
-from kvbench.core.matrix import LEAST_CALLS, MOST_SECONDS
+from kvbench.core.matrix import LEAST_CALLS, MOST_SECONDS, Mover
 from kvbench.core.sizes import parse_counts
 from kvbench.core.transfers import Case
 from kvbench.errors import InputError
@@ -19,6 +20,7 @@ from kvbench.lab.lab import Lab
 from kvbench.microbench.measuring import Settings
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.sides import Side
+from kvbench.movable import movers
 from kvbench.nics import choice as nics
 from kvbench.nics.listing import there
 
@@ -37,6 +39,8 @@ class Place:
     lab: str = ""
     burst_bytes: int | None = None
     nic_gb_per_s: float | None = None
+    trouble: str = ""
+    """Why nothing can be measured there; empty if it can."""
 
     def settings(self, seconds: float, cases: Sequence[Case]) -> Settings:
         """How to measure here: a call's deadline grows with what it moves."""
@@ -80,6 +84,8 @@ class Places:
     @classmethod
     def of(cls, options: MicrobenchOptions) -> Places:
         """Raises InputError for options that contradict each other."""
+        if options.pairs or options.from_host or options.to_host:
+            raise InputError("--from, --to and --pairs speak of a scenario's hosts", hint="add --scenario")
         lab = options.lab or options.lab_name is not None
         if lab and options.peer_prefix is not None:
             raise InputError("--lab makes two hosts on this machine, and --peer-prefix names another one")
@@ -96,6 +102,32 @@ class Places:
                 "--peer-host and --peer-python speak of another machine", hint="add --peer-prefix"
             )
         return cls(options)
+
+    repeats = 1
+    """How often the matrix is measured."""
+    source = b""
+    """The scenario that the place is from."""
+    log_dir: Path
+    """Where the workers' logs go; to be set before ``legs``."""
+
+    def __enter__(self) -> Places:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """What is made for the cases ends with ``legs``."""
+
+    def movers(self) -> list[Mover]:
+        """Every backend, with what this machine lacks for it."""
+        return movers()
+
+    def environments(self) -> dict[str, Any]:
+        """There are no hosts with agents."""
+        return {}
+
+    @property
+    def hosts(self) -> list[str]:
+        """The other machines."""
+        return [self.peer] if self.peer else []
 
     @property
     def nic_gb_per_s(self) -> float | None:
@@ -158,9 +190,7 @@ class Places:
             yield self._place(kind, members, stack), members
 
     def _kind(self, case: Case) -> str:
-        if not case.nics:
-            return "without NICs"
-        return "lab" if self.in_lab else "rdma" if "rdma" in case.protocol else "tcp"
+        return "lab" if case.nics and self.in_lab else kind_of(case)
 
     def _place(self, kind: str, cases: list[Case], stack: ExitStack) -> Place:
         if kind == "lab":
@@ -186,6 +216,13 @@ class Places:
         lab = self._lab
         nic_rate = lab.line_rate_gb_per_s
         return Place(_lab_side(lab, "A"), _lab_side(lab, "B"), lab.describe(), lab.burst_bytes, nic_rate)
+
+
+def kind_of(case: Case) -> str:
+    """The kind of NICs that a case needs."""
+    if not case.nics:
+        return "without NICs"
+    return "rdma" if "rdma" in case.protocol else "tcp"
 
 
 def _lab_side(lab: Lab, name: str) -> Side:

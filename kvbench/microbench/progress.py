@@ -48,9 +48,9 @@ class CaseProgress:
         """A case has its row: failures are told at once, others only where no bar shows them."""
         self._done += 1
         if record.status == "error":
-            self._say(f"{case_text(record.case)}: {record.error}", "red")
+            self._say(f"{_where(record)}{case_text(record.case)}: {record.error}", "red")
         elif not self._bar.shown:
-            self._say(f"{case_text(record.case)}: {_figures(record)}", "")
+            self._say(f"{_where(record)}{case_text(record.case)}: {_figures(record)}", "")
         self._bar.count(self._done, self._left())
 
     def _say(self, text: str, style: str) -> None:
@@ -64,6 +64,10 @@ class CaseProgress:
         # The estimate counts less the more cases have shown how long one takes.
         whole = self._estimate_s if not self._done else (1 - share) * self._estimate_s + gone
         return f"about {duration_text(max(0.0, whole - gone))} left"
+
+
+def _where(record: TransferRecord) -> str:
+    return f"{record.pair}: " if record.pair else ""
 
 
 def _figures(record: TransferRecord) -> str:

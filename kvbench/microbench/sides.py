@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbench.core.processes import ProcessSpec
-from kvbench.errors import TransferError
-from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.errors import KvbenchError, TransferError
+from kvbench.launchers.base import Launcher, Process
+from kvbench.launchers.local import LocalLauncher
 
 QUIT_S: Final = 2.0
 """A library has so long to close in order; it may own shared memory that only it can remove."""
@@ -40,6 +41,10 @@ class Side:
     python: str = sys.executable
     elsewhere: bool = False
     """Whether it is another machine, with memory and cores of its own."""
+    name: str = ""
+    """The scenario's name of its host; empty where none is named."""
+    launcher: Launcher | None = None
+    """What starts its workers on that host; None starts them here, behind the prefix."""
 
 
 class WorkerError(TransferError):
@@ -55,7 +60,8 @@ class Worker:
     """One started worker. ``name`` is ``initiator`` or ``target``, with a number where there are several."""
 
     name: str
-    process: LocalProcess
+    process: Process
+    launcher: Launcher
     hello: dict[str, Any] = field(default_factory=dict)
     _next: int = 0
     _rest: bytes = b""
@@ -107,7 +113,11 @@ class Worker:
         return dict(message.get("ok", message.get("ready", {})))
 
     def gone(self) -> WorkerError:
-        """The error that says how this worker ended."""
+        """The error that says how this worker ended, or that its host is lost."""
+        try:
+            self.launcher.check()
+        except KvbenchError as error:
+            return WorkerError(error.message, self.tail())
         deadline = time.monotonic() + 1.0
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -138,7 +148,8 @@ class Workers:
         # The last word is for those who read a process list.
         argv = (*side.prefix, side.python, "-m", "kvbench.mover.worker", name)
         command = ProcessSpec(f"{spec['backend']}-{name}-{self._started}", argv)
-        worker = Worker(name, self._launcher.start(command, piped=True))
+        launcher = side.launcher or self._launcher
+        worker = Worker(name, launcher.start(command, piped=True), launcher)
         self.all.append(worker)
         worker.introduce(spec)
         return worker
@@ -198,3 +209,6 @@ class Workers:
         finally:
             for worker in workers:
                 worker.process.kill()
+            for launcher in dict.fromkeys(worker.launcher for worker in workers):
+                if launcher is not self._launcher:  # what another host still holds of them
+                    launcher.stop([each.process for each in workers if each.launcher is launcher], 0.0)

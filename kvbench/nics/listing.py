@@ -17,11 +17,30 @@ from kvbench.nics import choice as nics
 DEADLINE_S: Final = 20.0
 
 
-def listing(kind: nics.Kind) -> dict[str, Any]:
-    """``{"usable": [NIC…], "left_out": {name: reason}}``, the first to be taken first."""
+def listing(kind: nics.Kind, names: Sequence[str] = ()) -> dict[str, Any]:
+    """``{"usable": [NIC…], "left_out": {name: reason}}``, the first to be taken first.
+
+    Only those of ``names`` where some are given, in their order: virtual ones too, and for TCP the interface
+    of an RDMA device that is named.
+    """
+    if names:
+        return _named(kind, names)
     found = nics.find(kind)
     ordered = nics.in_order(found.usable)
     return {"usable": [nic.to_json() for nic in ordered], "left_out": dict(found.left_out)}
+
+
+def _named(kind: nics.Kind, names: Sequence[str]) -> dict[str, Any]:
+    found = nics.find(kind, in_lab=True)
+    devices = {nic.name: nic.interface for nic in nics.find("rdma").usable} if kind == "tcp" else {}
+    usable = {nic.name: nic for nic in found.usable}
+    wanted = [name if name in usable else devices.get(name, name) for name in names]
+    return {
+        "usable": [usable[name].to_json() for name in wanted if name in usable],
+        "left_out": {
+            name: found.left_out.get(name, "there is no such NIC") for name in wanted if name not in usable
+        },
+    }
 
 
 def there(prefix: Sequence[str], python: str, kind: nics.Kind) -> nics.Found:
