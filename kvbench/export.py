@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import said_clearly, spreadsheet_cell, write_bytes
 from kvbench.loadrows import load_rows
 from kvbench.provenance import mark_of, model_of, scenario_of
 from kvbench.runs import Run, load_run
-from kvbench.tableformats import spreadsheet_cell
 from kvbench.tables import summary_table
 
 PREFIX: Final = "kvbench"

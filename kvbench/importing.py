@@ -43,6 +43,7 @@ _TRACES: Final = re.compile(
     re.IGNORECASE,
 )
 _SHOWN: Final = 12
+_LOOKED_AT: Final = 4096
 """So many of the left-out lines are printed; the manifest has all of them."""
 
 
@@ -93,7 +94,9 @@ def read(path: Path, name: str | None = None) -> Source:
     Raises InputError for a file that no format takes, and for one without a single whole result.
     """
     if not path.exists():
-        raise InputError(f"there is no file {str(path)!r}")
+        raise InputError(
+            f"there is no file {str(path)!r}", hint="give the path of a result file, or of a folder with some"
+        )
     found = name or importers.recognised(path)
     if found is None:
         raise InputError(f"{path.name}: {_unlike(path)}", hint=f"formats: {', '.join(importers.names())}")
@@ -121,6 +124,8 @@ def _unlike(path: Path) -> str:
     if path.is_dir():
         return "the folder holds no results of a tool that is known"
     lines = read_lines(path)
+    if _binary("\n".join(lines)[:_LOOKED_AT]):
+        return "this is no text; results are read from text, JSON and CSV, and from folders with them"
     traces = [line for line, text in enumerate(lines, start=1) if _TRACES.search(text)]
     if traces:
         places = ", ".join(str(line) for line in traces[:5]) + (", …" if len(traces) > 5 else "")
@@ -129,6 +134,12 @@ def _unlike(path: Path) -> str:
             f"words of one stand at line {places}"
         )
     return f"no result of a tool that is known in its {len(lines)} lines; line 1 is {lines[0].strip()[:60]!r}"
+
+
+def _binary(text: str) -> bool:
+    """Whether it was no text before it was decoded: more than one in ten is no character, or a control."""
+    odd = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    return "\0" in text or odd > len(text) / 10
 
 
 # --- the run folder --------------------------------------------------------------------------------

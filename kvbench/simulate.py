@@ -27,9 +27,10 @@ from kvbench.progress import Silent, Watcher
 from kvbench.replay import load_trace
 from kvbench.request import Wish, resolve
 from kvbench.roster import profile_of
+from kvbench.runfolder import create_store
 from kvbench.runs import Run
 from kvbench.store import RunStore
-from kvbench.sweep import Sweep, carry_out, create_store
+from kvbench.sweep import Sweep, carry_out
 from kvbench.virtualtrial import VirtualDeployment, VirtualTrials, timing_of
 
 

@@ -31,10 +31,11 @@ from kvbench.planning import plan_of
 from kvbench.progress import Display, Silent, Watcher
 from kvbench.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.request import Wish
+from kvbench.runfolder import create_store
 from kvbench.runs import Run, load_run
 from kvbench.simulate import VirtualSweep, simulable
 from kvbench.store import RunStore
-from kvbench.sweep import create_store, exit_code
+from kvbench.sweep import exit_code
 from kvbench.tables import MISSING, Row, number, percent, summary_table
 
 _SPLIT: Final = re.compile(r"(\d{1,2}):(\d{1,2})")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.celltables import table as markdown_table
+from kvbench.files import spreadsheet_cell
 from kvbench.tables import MISSING, number
 
 FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
@@ -29,7 +29,6 @@ _LATEX: Final = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$",
     "–": "--", "…": r"\ldots{}", "→": r"$\to$", "−": "$-$",
 }  # fmt: skip
-_DANGEROUS: Final = re.compile(r"^[=+@\t\r]|^-(?![\d.])")
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,6 @@ def as_csv(sheets: Sequence[Sheet]) -> str:
     for sheet in sheets:
         writer.writerows([spreadsheet_cell(row.get(key)) for key in columns] for row in sheet.rows)
     return text.getvalue()
-
-
-def spreadsheet_cell(value: Any) -> Any:
-    """A value for CSV, on one line; what a spreadsheet would take for a formula gets an apostrophe."""
-    if isinstance(value, str):
-        line = re.sub(r"[\r\n\0]+", " ", value)
-        return f"'{line}" if _DANGEROUS.match(line) else line
-    return "" if value is None else value
 
 
 def as_json(sheets: Sequence[Sheet], more: Mapping[str, Any]) -> str:

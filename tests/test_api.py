@@ -353,6 +353,15 @@ def test_a_function_keeps_its_name_beside_the_module(name: str) -> None:
     assert python(code) == "True"
 
 
+def test_an_import_statement_of_a_module_takes_no_function_away() -> None:
+    code = (
+        "import kvbench, kvbench.load, kvbench.runs, kvbench.simulate\n"
+        f"print(len(kvbench.runs({str(ROOT / 'results/reference')!r})) > 3, callable(kvbench.simulate),"
+        f" kvbench.load({str(QUICKSTART)!r}).kind)"
+    )
+    assert python(code) == "True True sweep"
+
+
 def test_what_is_offered_is_said_in_three_places_alike() -> None:
     from kvbench import api
 

@@ -18,9 +18,10 @@ from kvbench.comparing import Asked, compare_runs, sheets
 from kvbench.core.metrics import Slo, summarise
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
+from kvbench.files import spreadsheet_cell
 from kvbench.runs import Run, load_run
 from kvbench.store import CellResult, RunInfo, RunStore
-from kvbench.tableformats import Column, Sheet, as_csv, as_latex, as_markdown, latex, spreadsheet_cell
+from kvbench.tableformats import Column, Sheet, as_csv, as_latex, as_markdown, latex
 from tests.sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 RECORDED = Path(__file__).parent / "recorded" / "seeds"

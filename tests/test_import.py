@@ -468,7 +468,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     [
         (b"", "no result of a tool that is known in its 1 lines"),
         (b"hello\nworld\n", "line 1 is 'hello'"),
-        (b"\x00\x01\x02\xff" * 100, "no result of a tool that is known"),
+        (b"\x00\x01\x02\xff" * 100, "this is no text"),
         (b"nothing\nvllm bench serve --model x\nTraceback\n", "words of one stand at line 2"),
         (
             "你好\n============ Serving Benchmark Result ============\n成功".encode(),
@@ -533,3 +533,14 @@ def test_the_command(tmp_path: Path) -> None:
     absent = runner.invoke(app, ["import", str(tmp_path / "absent.log")])
     assert absent.exit_code == 2
     assert "there is no file" in absent.output
+    assert "give the path of a result file" in absent.output
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)) * 8, b"\x7fELF\x02\x01\0\0", b"\x89PNG\r\n\x1a\n\0"])
+def test_bytes_that_are_no_text_are_not_printed(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "results.bin"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        importing.read(path)
+    assert "this is no text" in caught.value.message
+    assert caught.value.message.isprintable()

@@ -14,6 +14,8 @@ import matplotlib
 import matplotlib.image
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from sample_run import make_run
@@ -38,7 +40,7 @@ from kvbench.plots import (
 from kvbench.plots.nicshare import nic_bytes
 from kvbench.plots.panels import light_records, series_of, supporting
 from kvbench.plots.pareto import Point, front, gpus_by_connector, points
-from kvbench.plots.style import PALETTES, looks, nice_log_ticks
+from kvbench.plots.style import PALETTES, axis_spans, looks, nice_log_ticks
 from kvbench.runs import Run, load_run
 from kvbench.store import RunInfo, RunStore
 
@@ -401,3 +403,13 @@ def test_only_lengths_of_several_rates_are_drawn_over_the_rate() -> None:
 
 def test_a_search_is_not_drawn_by_load(quickstart: Run) -> None:
     assert loads_figure(quickstart) is None
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1e5), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_axes_hold_all_values_and_begin_at_zero_together(panels: list[list[float]]) -> None:
+    spans = axis_spans(panels)
+    assert len({low == 0.0 for low, _ in spans}) == 1
+    for values, (low, high) in zip(panels, spans, strict=True):
+        assert low < min(values) <= max(values) < high
+        if low:
+            assert high - low >= 0.2 * max(values) * (1 - 1e-9)

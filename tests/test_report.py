@@ -455,3 +455,21 @@ def test_the_report_shows_the_load_generator(full: Run) -> None:
     assert "## The load generator itself" in text
     assert "| nixl | 512 |" in text.split("## The load generator itself")[1]
     assert "0.0500 / 0.310" in text
+
+
+def test_no_table_has_a_formula_of_others(tmp_path: Path) -> None:
+    cell = Cell("nixl", 512, OUTPUT_LEN)
+    with RunStore.create(tmp_path, "quickstart", SCENARIO.encode(), PLAN, ENVIRONMENT, RunInfo()) as store:
+        requests = make_requests(cell, 10.0, 1)
+        reason = '=HYPERLINK("http://example.org";"open")\nsecond line'
+        trial = replace(make_trial(cell, 10.0, 1, requests), reason=reason, labels=["@SUM(1)"])
+        store.add_trial(trial, requests)
+    write_report(store.path, ["csv"])
+    with open(store.path / "tables/trials.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["reason"] == "'" + reason.replace("\n", " ")
+    assert row["labels"] == "'@SUM(1)"
+    assert float(row["request_rate"]) == 10.0
+    for path in store.path.glob("tables/*.csv"):
+        lines = csv.reader(io.StringIO(path.read_text("utf-8")))
+        assert not [cell for line in lines for cell in line if cell.startswith(("=", "@", "+"))]

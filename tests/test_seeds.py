@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 from commands import kvbench
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvbench.against import (
+from kvbench.against import held, systems_of
+from kvbench.core.loadrow import LoadRow
+from kvbench.core.records import Cell
+from kvbench.core.suspicions import not_kept_up
+from kvbench.errors import InputError
+from kvbench.held import (
     FIGURES,
     Held,
     arrivals,
-    held,
+    held_by,
     label_of,
     lines_of,
     off,
     place_of,
     rows_of,
-    systems_of,
 )
-from kvbench.core.suspicions import not_kept_up
-from kvbench.errors import InputError
 from kvbench.loadrows import load_rows
 from kvbench.runs import load_run
 from kvbench.scenario_files import load_scenario
@@ -132,3 +136,80 @@ def test_the_command_leaves_a_comparison_in_the_run(tmp_path: Path) -> None:
     run = load_run(folder)
     assert [trial.method for trial in run.other_trials] == ["fixed"]
     assert run.labels == ["simulated"]
+
+
+# --- offered for real --------------------------------------------------------------------------------
+
+LOAD = ("workload.input_len=[256]", "search.trial_s=4", "search.min_requests=20")
+SLOWER = (*LOAD, "deployment.base_port=0", "deployment.engine_options.time_scale=2")
+
+
+def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path: Path) -> None:
+    """Listed rates on virtual time are the run; a real server that is half as fast gets them, too."""
+    server, told, made = ("--connector", "aggregated"), tmp_path / "told", tmp_path / "made"
+    listed = (*LOAD, "search.method=fixed", "search.rates=[8]")
+    done = kvbench("simulate", "quickstart", *server, "--output", str(told), sets=listed)
+    assert done.status == 0, done.text
+    (measured,) = told.iterdir()
+    words = (*server, "--against", str(measured), "--output", str(made))
+    done = kvbench("bench", "quickstart", *words, sets=SLOWER)
+    (folder,) = made.iterdir()
+    run = load_run(folder)
+    (trial,) = run.other_trials
+    if trial.verdict == "invalid":
+        pytest.skip(f"the machine was too busy to measure: {trial.reason}")
+    assert done.status == 0, done.text
+    scenario, _ = load_scenario("quickstart", [*SLOWER, "connectors=[aggregated]"])
+    (row,) = rows_of(load_run(measured), scenario)
+    records = run.request_records(trial.trial_id)
+    sent = [record.scheduled_s for record in records]
+    assert sent == pytest.approx([2 * each for each in arrivals(row, scenario.seed)], abs=1e-6)
+    assert {record.requested_output_len for record in records} == {row.cell.output_len}
+    assert f"EMULATED · quickstart against {measured.name}: emulated / told" in done.out
+    with open(folder / "tables/against.csv", newline="") as file:
+        lines = {line["figure"]: line for line in csv.DictReader(file)}
+    whole = trial.summary["whole_run"]
+    assert float(lines["duration_s"]["emulated"]) == pytest.approx(whole["duration_s"] / 2)
+    assert float(lines["request_throughput"]["emulated"]) == pytest.approx(2 * whole["request_throughput"])
+    assert float(lines["mean_tpot_ms"]["emulated"]) == pytest.approx(whole["tpot_ms"]["mean"] / 2)
+    assert float(lines["mean_tpot_ms"]["told"]) == row.get("mean_tpot_ms")
+    text = (folder / "against.md").read_text("utf-8")
+    assert "ran 2 times slower" in text
+    assert "emulated / told" in text
+
+
+def test_a_load_of_another_run_has_its_own_rate() -> None:
+    done = kvbench("bench", "quickstart", "--against", str(NOTES), "--rate", "3")
+    assert done.status == 2
+    assert "takes no --rate" in done.err
+
+
+@given(
+    st.floats(0.01, 1e4),
+    st.dictionaries(st.sampled_from(FIGURES), st.floats(1e-3, 1e6), min_size=1),
+)
+def test_a_slower_system_is_brought_back(scale: float, figures: dict[str, float]) -> None:
+    cell = Cell("tcp", 64, 4)
+    row = LoadRow("row", "run", cell, 2.0, 10, dict(figures))
+    slow = {
+        name: value / scale if name == "request_throughput" else value * scale
+        for name, value in figures.items()
+    }
+    found = held_by(row, [slow], scale)
+    assert [each.figure for each in found] == [name for name in FIGURES if name in figures]
+    assert all(each.ratio == pytest.approx(1) and not each.outside for each in found)
+    assert not held_by(row, [], scale)
+
+
+def test_the_reference_run_on_the_emulated_engine_agrees_with_virtual_time() -> None:
+    """The same load eight times slower with real processes has the figures of the model at full speed."""
+    folder = ROOT / "results/reference/seed-h200-emulated"
+    with open(folder / "tables/against.csv", newline="") as file:
+        measured = {row["figure"]: float(row["emulated"]) for row in csv.DictReader(file)}
+    simulated = held_against_notes("mooncake", (1024,))
+    assert set(measured) == set(FIGURES)
+    for figure, value in measured.items():
+        assert value == pytest.approx(simulated[1024, figure].made, rel=0.05), figure
+    (trial,) = load_run(folder).other_trials
+    scale = load_run(folder).manifest["against"]["time_scale"]
+    assert trial.summary["whole_run"]["duration_s"] / scale == pytest.approx(measured["duration_s"])

@@ -46,6 +46,10 @@ COLOURS: Final[Mapping[Theme, Mapping[str, str]]] = MappingProxyType(
 )
 
 
+_LEAST_BARS: Final = 4
+"""A panel has room for so many bars at least where it has a figure's whole width, so none is too wide."""
+
+
 def breakdown_figure(run: Run, theme: Theme = "light") -> Figure | None:
     """Stacked bars of TTFT's parts; None where no trial has them."""
     rows = [row for row in summary_table(run) if any(_parts(row).values())]
@@ -59,7 +63,8 @@ def breakdown_figure(run: Run, theme: Theme = "light") -> Figure | None:
     with style(palette):
         words = Words.of(run, "Where the time to the first token goes (means)")
         size = (1.1 + columns * (0.7 + 0.62 * bars), lines * 2.9)
-        figure = new_figure(size, words, palette, legend_lines=2, titled=True)
+        keys = _legend(rows, COLOURS[theme], palette)
+        figure = new_figure(size, words, palette, legend_lines=len(keys), titled=True)
         axes = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"wspace": 0.3, "hspace": 0.5})
         for index, axis in enumerate(axes.flat):
             if index >= len(panels):
@@ -69,7 +74,10 @@ def breakdown_figure(run: Run, theme: Theme = "light") -> Figure | None:
             _draw(axis, mine, COLOURS[theme], palette)
             axis.set_title(f"{panels[index][0]:,} tokens in" + _out(panels[index], panels))
             axis.set_ylabel("TTFT (ms)" if index % columns == 0 else "")
-        add_legend(figure, _legend(rows, COLOURS[theme], palette))
+        if len(panels) == 1:
+            spare = max(0.0, (_LEAST_BARS - bars) / 2)
+            axes[0, 0].set_xlim(-0.6 - spare, bars - 0.4 + spare)
+        add_legend(figure, keys)
     return figure
 
 
@@ -140,4 +148,4 @@ def _legend(rows: Sequence[Row], colours: Mapping[str, str], palette: Palette) -
             Patch(facecolor=colours["hand_off"], edgecolor=palette.paper, hatch=HATCH, label=label)
         )
     half = math.ceil(len(handles) / 2) + 1
-    return [handles[:half], handles[half:]]
+    return [line for line in (handles[:half], handles[half:]) if line]

@@ -31,6 +31,7 @@ from kvbench.plots.style import (
     Theme,
     Words,
     add_legend,
+    axis_spans,
     handle,
     looks,
     new_figure,
@@ -101,6 +102,9 @@ def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
         size = (1.2 + 2.75 * columns, bands * (0.6 + 1.75 * len(metrics)))
         figure = new_figure(size, words, palette, legend_lines=2, right_in=0.8, titled=True)
         grid = figure.add_gridspec(bands, columns, wspace=0.1, hspace=0.3)
+        spans = axis_spans(
+            [[trial.request_rate for trial in trials if lengths_of(trial) == panel] for panel in panels]
+        )
         for index, panel in enumerate(panels):
             lines = grid[index // columns, index % columns].subgridspec(len(metrics), 1, hspace=0.12)
             axes = [figure.add_subplot(lines[line]) for line in range(len(metrics))]
@@ -111,7 +115,7 @@ def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
                     _draw_trials(axis, metric, own, item, palette, max(4.5, 7.5 - place))
                 _scale(axis, metric)
                 _draw_limit(axis, metric, palette, labelled=_ends_line(index, columns, panels))
-                axis.set_xlim(0, max(trial.request_rate for trial in mine) * 1.08)
+                axis.set_xlim(*spans[index])
                 axis.tick_params(labelleft=index % columns == 0, labelbottom=axis is axes[-1])
                 axis.set_ylabel(f"{metric.name.upper()} (ms)" if index % columns == 0 else "")
             found_rates(axes, [row for row in rows if lengths_of(row) == panel], look)

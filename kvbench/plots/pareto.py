@@ -20,6 +20,7 @@ from kvbench.plots.style import (
     Theme,
     Words,
     add_legend,
+    axis_spans,
     handle,
     looks,
     new_figure,
@@ -63,11 +64,14 @@ def pareto_figure(run: Run, theme: Theme = "light") -> Figure | None:
         words = Words.of(run, "Throughput against interactivity")
         figure = new_figure((1.2 + 2.75 * columns, 2.7 * lines), words, palette, legend_lines=2, titled=True)
         grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.5})
+        across = axis_spans([[point.interactivity for point in found[panel]] for panel in panels])
+        up = axis_spans([[point.throughput for point in found[panel]] for panel in panels])
         for index, axes in enumerate(grid.flat):
             if index >= len(panels):
                 axes.set_axis_off()
                 continue
             _draw(axes, found[panels[index]], look, palette)
+            axes.set(xlim=across[index], ylim=up[index])
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel(f"output tokens/s per {unit}" if index % columns == 0 else "")
             axes.set_xlabel("tokens/s per user (1 / median TPOT)")
@@ -120,25 +124,24 @@ def front(found: Sequence[Point]) -> list[Point]:
 
 
 def _draw(axes: Axes, found: Sequence[Point], look: Mapping[str, Look], palette: Palette) -> None:
-    for name, item in look.items():
+    for place, (name, item) in enumerate(look.items()):
+        size = max(4.5, 7.5 - place)  # a larger mark is seen behind a smaller one
         mine = [point for point in found if point.connector == name]
         best = front(mine)
         x, y = [point.interactivity for point in best], [point.throughput for point in best]
         axes.plot(x, y, color=item.colour, linewidth=1.5, alpha=0.8, zorder=2.5)
         for point in mine:
-            face = item.colour if point.met else palette.paper
+            face = item.colour if point.met else "none"
             axes.plot(
                 [point.interactivity],
                 [point.throughput],
                 item.marker,
-                markersize=5.5,
+                markersize=size,
                 markerfacecolor=face,
                 markeredgecolor=palette.paper if point.met else item.colour,
                 markeredgewidth=0.6 if point.met else 1.2,
                 zorder=3,
             )
-    axes.set_xlim(0, max(point.interactivity for point in found) * 1.1)
-    axes.set_ylim(0, max(point.throughput for point in found) * 1.12)
 
 
 def _legend(connectors: Sequence[str], look: Mapping[str, Look], palette: Palette) -> list[list[Line2D]]:

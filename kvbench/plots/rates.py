@@ -139,6 +139,8 @@ def _rate_legend(rows: Sequence[Row], look: Mapping[str, Look], palette: Palette
         handles.append(
             handle("not reached: at least", marker=r"$\uparrow$", color=palette.faint, markersize=10)
         )
+    if any(row.answer.max_request_rate and not row.answer.sure for row in rows):
+        handles.append(handle("the search did not converge", marker="$?$", color=palette.faint, markersize=8))
     if "none" in outcomes:
         handles.append(handle("no tested rate met it", **_NONE, color=palette.faint))
     if "refused" in outcomes:

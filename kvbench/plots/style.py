@@ -219,7 +219,7 @@ def new_figure(
     from matplotlib.figure import Figure
 
     width = max(size[0], MIN_WIDTH_IN)
-    caption = textwrap.wrap(_plain(words.caption), int(width / 0.066))
+    caption = _wrapped(_plain(words.caption), int(width / 0.066))
     top_in = HEAD_IN + legend_lines * LEGEND_LINE_IN + (PANEL_TITLE_IN if titled else 0.12)
     bottom_in = FOOT_IN + CAPTION_LINE_IN * len(caption)
     height = size[1] + top_in + bottom_in
@@ -251,6 +251,12 @@ def new_figure(
     return figure
 
 
+def _wrapped(text: str, most: int) -> list[str]:
+    """Lines of at most ``most`` characters that end between two entries, where one entry is no longer."""
+    whole = [entry.replace(" ", "\xa0") if len(entry) <= most else entry for entry in text.split(" · ")]
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(" · ".join(whole), most)]
+
+
 def _plain(text: str) -> str:
     """Words of others are no formulas: matplotlib would take what stands between two dollar signs for one."""
     return text.replace("$", r"\$")
@@ -279,6 +285,21 @@ def plain_ticks(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
     target.set_major_locator(FixedLocator(list(values)))
     target.set_minor_locator(NullLocator())
     target.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def axis_spans(panels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """The ends of each panel's axis: from 0, unless that leaves more than half of every panel empty.
+
+    A panel that does not begin at 0 spans a fifth of its values at least.
+    """
+    if any(min(values) < 0.5 * max(values) for values in panels):
+        return [(0.0, max(values) * 1.1) for values in panels]
+    spans = []
+    for values in panels:
+        low, high = min(values), max(values)
+        room = max(0.15 * (high - low), (0.2 * high - (high - low)) / 2)
+        spans.append((low - room, high + room))
+    return spans
 
 
 def at_bottom(axes: Axes) -> Transform:
