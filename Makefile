@@ -38,7 +38,7 @@ help:
 	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
 	@echo "make test-slurm  test on a Slurm of this machine, two nodes; needs root and Debian's slurmctld slurmd munge"
 	@echo "make test-ray    set up .venv-ray (240 MB), then test on a Ray cluster of this machine, two nodes"
-	@echo "make test-ssh    set up, then test hosts over ssh, namespaces with a real sshd each (some three minutes)"
+	@echo "make test-ssh    set up, then test hosts over ssh, namespaces with a real sshd each (some six minutes)"
 	@echo "make clean   remove .venv, .venv-vllm, .venv-peers, .venv-ray and caches; results/ stays"
 
 setup:
@@ -135,7 +135,8 @@ vllm-cpu: setup
 
 .PHONY: test-ssh
 test-ssh: setup
-	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py tests/test_ssh_microbench.py \
+	  tests/test_ssh_install.py $(PYTEST_ARGS)
 
 test-vllm: vllm-cpu
-	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/test_vllm_lab.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/test_vllm_lab.py tests/test_vllm_nodes.py $(PYTEST_ARGS)

@@ -39,6 +39,15 @@ def bearer(variable: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+def carried(variable: str) -> dict[str, str]:
+    """The variable with its key, for a process elsewhere that is to send it; empty where there is none.
+
+    To be handed over a connection, into that process's environment and nowhere else.
+    """
+    key = os.environ.get(variable, "") if variable else ""
+    return {variable: key} if key else {}
+
+
 def hidden(text: str, variable: str) -> str:
     """The text without the key of this environment variable, nor the beginning of it where a text was cut."""
     key = os.environ.get(variable, "") if variable else ""

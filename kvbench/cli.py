@@ -157,6 +157,16 @@ def bench(
             "--router-cost", help="Offer the same load through the router and directly, in turns; compare."
         ),
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="RUN",
+            help="Offer the loads of this run (imported, or of listed rates) instead, and compare.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -165,6 +175,11 @@ def bench(
     from kvbench import sweep as sweeping
 
     replay = options.trace is not None
+    if against is not None:
+        from kvbench import offering
+
+        wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+        return offering.command(wish, against, output, _console())
     if resume is not None:
         wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
         return _resumed(resume, "bench", wish, output, force)
@@ -515,11 +530,29 @@ def hosts_install(
         Path | None,
         typer.Option("--wheel", help="The wheel to install; else one is built of what runs here."),
     ] = None,
+    wheelhouse: Annotated[
+        Path | None,
+        typer.Option(
+            "--wheelhouse",
+            metavar="DIR",
+            help="Wheels of all that it needs, brought along: for hosts that reach no registry.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    bring: Annotated[
+        bool, typer.Option("--bring", help="Fetch these wheels here, in the versions that are here.")
+    ] = False,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option("--extra", metavar="NAME", help="An extra of kvbench to install too, such as mooncake."),
+    ] = None,
 ) -> int:
     """Copy this kvbench to each host of a scenario and install it there, in an environment of its own."""
     from kvbench import hostsetup
 
-    return hostsetup.command(scenario, tuple(set_ or ()), wheel, _console())
+    wanted = hostsetup.Install(wheel, wheelhouse, bring, tuple(extra or ()))
+    return hostsetup.command(scenario, tuple(set_ or ()), wanted, _console())
 
 
 @command

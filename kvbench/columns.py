@@ -179,6 +179,8 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "scattered": "whether no two blocks touch each other",
         "merged": "whether neighbouring blocks went as one",
         "shape": "the KV cache that the blocks stand for",
+        "initiator_host": "the scenario's host of the initiators; empty where none was named",
+        "target_host": "the scenario's host of the targets; empty where none was named",
         "status": "ok, error or skipped",
         "error": "why it failed or was skipped",
         "gb_per_s": "bandwidth over all initiators (10⁹ bytes/s)",

@@ -214,7 +214,8 @@ class Deployment:
         return hidden(response.text[:300], self.api_key_env)
 
     def _wait_ready(self, deadline: float) -> None:
-        waiting = [process.spec for process in self.processes]
+        # What has neither URL nor port serves another process, whose own answer tells of both.
+        waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
         last_answer = ""
         while waiting:
             self.check_alive()

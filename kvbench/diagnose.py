@@ -104,7 +104,7 @@ def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnos
         if pattern is None:
             continue
         known = found.get(pattern.key)
-        count = known.count + 1 if known else 1
+        count = _counted(pattern.key, known.count, 1) if known else 1
         fatal = pattern.level == "fatal" or (pattern.fatal_after and count >= pattern.fatal_after)
         level: Level = "fatal" if fatal else pattern.level
         if known is not None:
@@ -168,10 +168,16 @@ class LogWatch:
         for new in found:
             known = self._found.get((new.process, new.key))
             if known is not None:
-                count = known.count + new.count
+                count = _counted(new.key, known.count, new.count)
                 fatal = known.fatal or new.fatal or (new.key in limits and count >= limits[new.key])
                 new = replace(known, count=count, level="fatal" if fatal else known.level)
             self._found[new.process, new.key] = new
 
 
+def _counted(key: str, before: int, more: int) -> int:
+    """How often something has happened; what happens once has not happened again if it is said again."""
+    return max(before, more) if key in _ONCE else before + more
+
+
+_ONCE: Final = frozenset(each.key for each in PATTERNS if each.once)
 _FATAL_AFTER: Final = {each.key: each.fatal_after for each in PATTERNS if each.fatal_after}

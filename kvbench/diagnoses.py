@@ -22,6 +22,7 @@ class Pattern:
 
     ``asked``: only if that transport was asked for. ``fatal_after``: so many within one trial are fatal.
     ``of_cancelled``: requests that kvbench cancelled may be all there is to it, so then it weighs less.
+    ``once``: it happens once in a process's life, however many lines speak of it.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Pattern:
     asked: str = ""
     fatal_after: int = 0
     of_cancelled: bool = False
+    once: bool = False
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -420,6 +422,7 @@ _GENERIC: Final = (
         "the engine's core could not start",
         "the traceback above that line in its log names the cause",
         engine="vllm",
+        once=True,
     ),
     Pattern(
         "engine_dead",
@@ -427,6 +430,7 @@ _GENERIC: Final = (
         r"EngineDeadError|EngineCore encountered a(?:n issue| fatal error)|the engine's loop ended",
         "the engine's core has died",
         "the first traceback in its log names the cause",
+        once=True,
     ),
     Pattern(
         "transfer_process",
@@ -436,6 +440,17 @@ _GENERIC: Final = (
         "the library's last lines before it, in the same log, name the cause; try it alone with "
         "`kvbench microbench`",
         engine="emulated",
+        once=True,
+    ),
+    Pattern(
+        "transfer_hangs",
+        "fatal",
+        r"the transfer process gave no answer to",
+        "the process of its transfer library hangs: it does not even answer that a transfer is late",
+        "look at its stacks with `py-spy dump --native` or gdb while it hangs; try the library alone with "
+        "`kvbench microbench`",
+        engine="emulated",
+        once=True,
     ),
 )
 

@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -23,6 +24,8 @@ from kvbench.errors import StoreError
 
 MOST_BYTES: Final = 2 << 30
 """A larger file of JSON in a run folder is not read: a hundred thousand trials have a tenth of that."""
+_FORMULA: Final = re.compile(r"^[=+@\t\r]|^-(?![\d.])")
+"""Beginnings that a spreadsheet computes (OWASP, CSV injection); a negative number is none."""
 
 
 def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
@@ -68,13 +71,21 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of plain values; the first row names the columns."""
+    """Rows of plain values, each cell safe to open in a spreadsheet; the first row names the columns."""
     text = io.StringIO()
     if rows:
         writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: spreadsheet_cell(value) for key, value in row.items()} for row in rows)
     write_bytes(path, text.getvalue().encode("utf-8", "replace"))
+
+
+def spreadsheet_cell(value: Any) -> Any:
+    """A value for CSV, on one line; what a spreadsheet would take for a formula gets an apostrophe."""
+    if isinstance(value, str):
+        line = re.sub(r"[\r\n\0]+", " ", value)
+        return f"'{line}" if _FORMULA.match(line) else line
+    return "" if value is None else value
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -185,7 +196,8 @@ def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         data, problem = {}, f"{path.name} cannot be read: {error}"
     if problem and warnings is None:
-        raise StoreError(f"{path.parent}: {problem}")
+        hint = "the file was cut off or changed: take it from a copy of the run"
+        raise StoreError(f"{path.parent}: {problem}", hint=hint)
     if problem and warnings is not None:
         warnings.append(problem)
     return data if isinstance(data, dict) else {}

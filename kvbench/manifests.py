@@ -163,7 +163,7 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
     deployment = scenario.deployment.model_copy(
         update={
             "hosts": hosts,
-            "roles": Roles(**roles),
+            "roles": Roles.model_validate(roles),
             "engine_options": engine.model_copy(update=free) if free else engine,
         }
     )

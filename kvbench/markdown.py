@@ -158,6 +158,9 @@ def _again(run: Run) -> str:
 def _bullets(items: Iterable[Note]) -> str:
     lines = []
     for note in items:
-        text = " ".join(note.text.split())
-        lines.append(f"- {text}" + (f" → {' '.join(note.advice.split())}" if note.advice else ""))
+        first, *more = note.text.strip().splitlines() or [""]
+        advice = f" → {' '.join(note.advice.split())}" if note.advice else ""
+        lines.append(f"- {' '.join(first.split())}{advice}")
+        quoted = (" ".join(line.split()).replace("`", "'") for line in more)
+        lines += [f"  - `{line}`" for line in quoted if line]  # lines of a log
     return "\n".join(lines)

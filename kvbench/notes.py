@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvbench.comparison import Comparison, compare
+from kvbench.conditions import ELSEWHERE
 from kvbench.core.binding import LIMIT_WORDS
 from kvbench.core.findings import KIND_WORDS
 from kvbench.loadrows import row_conclusions
+from kvbench.past import changed_outputs
 from kvbench.provenance import mark_of
 from kvbench.runs import Run
 from kvbench.tables import Row, number
+
+MOST_DIFFERENCES: Final = 5
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,37 @@ def _state(run: Run) -> Iterable[Note]:
     mark = mark_of(run)
     if mark is not None:
         yield Note(f"{mark.word}: {mark.why}")
+    yield from _sessions(run)
     for label, figures in (run.manifest.get("simulated_with") or {}).items():
         yield Note(f"{label} was simulated with {figures}")
     for warning in run.warnings:
         yield Note(warning)
+
+
+def _sessions(run: Run) -> Iterable[Note]:
+    """What is not as it was in sessions that went on with the run: conditions, and the true outputs."""
+    for place, session in enumerate(run.manifest.get("sessions") or (), 1):
+        differs = session.get("differs") or ()
+        if differs:
+            more = f", and {len(differs) - MOST_DIFFERENCES} more" if len(differs) > MOST_DIFFERENCES else ""
+            yield Note(
+                f"{ELSEWHERE}: session {place} of {len(run.manifest['sessions'])} went on under other "
+                f"conditions: {'; '.join(differs[:MOST_DIFFERENCES])}{more}",
+                "compare what it measured with the rest only where that makes no difference; "
+                "manifest.json has the sessions' times",
+            )
+    for label, length, then, now in changed_outputs(run.outputs):
+        yield Note(
+            f"{label} at {length:,}: its greedy outputs were others when they were asked for again in a "
+            f"later session ({_quoted(then)} then, {_quoted(now)} now); what was measured since is compared "
+            "with the later ones",
+            "a server that does not repeat its outputs cannot tell whether KV arrives whole: look whether "
+            "model, weights or engine have changed",
+        )
+
+
+def _quoted(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}…")
 
 
 def _skipped(run: Run) -> Iterable[Note]:

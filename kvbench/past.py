@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.core.records import Cell, Method, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.runs import CellResult, Run
+from kvbench.runs import CELLS, CellResult, Run
 
 if TYPE_CHECKING:
     from kvbench.equality import Outputs
@@ -25,8 +26,13 @@ class Past:
     """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
     """By deployment and input length: greedy outputs, and the latency that its search began with."""
+    hosts: Mapping[str, Any] = field(default_factory=dict)
+    """What the hosts that a launcher reached were like, by name; empty where there were none."""
     forced: bool = False
     """Go on even if the trials are not those that this kvbench would have asked for."""
+    had_failures: bool = False
+    """A cell has failed, and is or was measured again: later cells then learn from it what they did not
+    know when they began. Their searches may ask otherwise today, and take the trials as they are."""
 
     def tried(self, cell: Cell, method: Method) -> list[TrialRecord]:
         return list(self.trials.get((cell, method), ()))
@@ -37,7 +43,8 @@ class Past:
     def check(self, record: TrialRecord, trial_id: str, rate: float, purpose: str) -> None:
         """Raise StoreError for a trial that is not the one that the search asks for at its place."""
         same_rate = math.isclose(record.request_rate, rate, rel_tol=1e-9)
-        if self.forced or (record.trial_id == trial_id and same_rate and record.purpose == purpose):
+        as_asked = self.had_failures or (same_rate and record.purpose == purpose)
+        if self.forced or (record.trial_id == trial_id and as_asked):
             return
         raise StoreError(
             f"the folder's trial {record.trial_id} at {record.request_rate:g} req/s ({record.purpose}) is "
@@ -60,8 +67,32 @@ def past_of(run: Run, own_method: Method, *, forced: bool = False) -> Past:
             cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
         },
         outputs=dict(_outputs(run.outputs)),
+        hosts=run.environment.get("hosts") or {},
         forced=forced,
+        had_failures=_had_failures(run),
     )
+
+
+def _had_failures(run: Run) -> bool:
+    """Whether any line of cells.jsonl tells of a failure, even if a later line replaces it."""
+    with suppress(OSError):
+        return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None
+    return False
+
+
+def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
+    """Outputs that a later session has asked for again and got otherwise: label, input length, then, now.
+
+    ``rows``: the lines of outputs.jsonl. Of each label and length the first text that differs is given.
+    """
+    first: dict[tuple[str, int], Outputs] = {}
+    changed: dict[tuple[str, int], tuple[str, str]] = {}
+    for key, outputs in _outputs(rows):
+        texts = first.setdefault(key, outputs).texts
+        found = [pair for pair in zip(texts, outputs.texts, strict=False) if pair[0] != pair[1]]
+        if found:
+            changed[key] = found[0]
+    return [(*key, *pair) for key, pair in changed.items()]
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:

@@ -49,6 +49,7 @@ def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: L
     wanted["router"] += [(f"{plan.label}'s helpers", port) for port in plan.service_ports]
     for each in plan.instances:
         ports = [(each.name, each.port), *((f"{each.name}'s side channel", p) for p in each.all_side_ports)]
+        ports += [(f"{each.name}'s ranks", each.group_port)] if each.group_port else []
         wanted[each.name] = ports
     for name, needed in wanted.items():
         if needed:
@@ -66,6 +67,8 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
             open_.append((each.name, "port", 1))
         if each.side_port == 0:
             open_.append((each.name, "side_port", each.side_ports))
+        if each.group_port == 0:
+            open_.append((each.name, "group_port", 1))
     chosen: dict[tuple[str, str], int] = {}
     by_place: dict[str, list[tuple[str, str, int]]] = {}
     for name, what, count in open_:
@@ -80,6 +83,7 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
                 each,
                 port=chosen.get((each.name, "port"), each.port),
                 side_port=chosen.get((each.name, "side_port"), each.side_port),
+                group_port=chosen.get((each.name, "group_port"), each.group_port),
             )
             for each in plan.instances
         ),

@@ -7,7 +7,7 @@ byte for byte.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -320,10 +320,22 @@ def _section(console: Console, heading: str, items: Sequence[Note]) -> None:
 def _list(console: Console, items: Iterable[Note]) -> None:
     width = min(console.width, WIDTH)
     for note in items:
-        lines = textwrap.wrap(note.text, width - 4, break_on_hyphens=False, break_long_words=False)
-        _line(console, "  • " + "\n    ".join(lines))
+        _line(console, "  • " + "\n    ".join(_wrapped(note.text, width - 4)))
         if note.advice:
             _line(console, f"    → {note.advice}", style="cyan")
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """The lines of a text, none of them joined: an error may quote lines of a log."""
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield from textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=f"{indent}  " if indent else "",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from rich.console import Console
 from kvbench import environment
 from kvbench.calibration import measured_run
 from kvbench.cell import Fixed
+from kvbench.conditions import ELSEWHERE, differences
 from kvbench.core.plan import Plan
 from kvbench.core.processes import RUN_TAG_ENV
 from kvbench.core.records import Method
@@ -41,21 +42,6 @@ from kvbench.sweep import Sweep, carry_out, resume_words, scratch_prefix
 GONE_DEADLINE_S: Final = 10.0
 """What a killed run started dies with it; the kernel may need a moment."""
 MOST_SAID: Final = 5
-ELSEWHERE: Final = "resumed elsewhere"
-"""Label of a run whose later part was measured on another machine or by other software."""
-
-_OF_THE_MACHINE: Final = (
-    ("kvbench", ""),
-    ("hostname", ""),
-    ("kernel", ""),
-    ("cpu", "model"),
-    ("cpu", "cores"),
-    ("cpu", "usable_cores"),
-    ("cpu", "cgroup_limit"),
-    ("memory", "total_bytes"),
-    ("python", "version"),
-)
-_DEVICES: Final = {"gpus": ("name", "driver_version"), "nics": ("name", "speed_mbit"), "rdma": ("name",)}
 
 
 @dataclass(frozen=True)
@@ -145,10 +131,10 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
     like = (run.manifest.get("asked") or {}).get("like")
     measured = measured_run(Path(like)) if like else None
     _clear_away(run)
-    store = RunStore.reopen(path, differs)
+    store = RunStore.reopen(path)
     try:
         if differs:
-            store.update(labels=list(dict.fromkeys([*store.manifest["labels"], ELSEWHERE])))
+            store.resumed_elsewhere(differs, ELSEWHERE)
         take_over(store, scenario, fixed, forced=force)
     except BaseException:
         store.close()
@@ -185,42 +171,6 @@ def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
         )
     fixed = Fixed(asked["rate"], asked.get("both_modes", False)) if asked.get("rate") else None
     return scenario, plan, fixed
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as it was, in words: kvbench's version, machine, devices, libraries, settings."""
-    for name, before, after in _facts(then, now):
-        if before != after:
-            yield f"{name}: {_shown(before)} then, {_shown(after)} now"
-
-
-def _facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(what, as it was, as it is)."""
-    for part, key in _OF_THE_MACHINE:
-        yield f"{part} {key}".strip(), _fact(then, part, key), _fact(now, part, key)
-    for part, shown in _DEVICES.items():
-        yield part, _devices(then, part, shown), _devices(now, part, shown)
-    for part in ("libraries", "env"):
-        before, after = then.get(part) or {}, now.get(part) or {}
-        for name in sorted({*before, *after}):
-            yield name, before.get(name), after.get(name)
-
-
-def _fact(machine: Mapping[str, Any], part: str, key: str) -> Any:
-    told = machine.get(part)
-    return (told or {}).get(key) if key else told
-
-
-def _devices(machine: Mapping[str, Any], part: str, keys: tuple[str, ...]) -> list[str]:
-    """Physical devices in words; virtual network interfaces come and go."""
-    found = [each for each in machine.get(part) or () if part != "nics" or each.get("pci_address")]
-    return sorted(" ".join(str(each.get(key)) for key in keys if each.get(key)) for each in found)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(value) or "none"
-    return "none" if value is None else str(value)
 
 
 def _require_kind(run: Run, kind: str) -> None:

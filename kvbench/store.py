@@ -155,11 +155,10 @@ class RunStore:
         return cls(results / name, manifest)
 
     @classmethod
-    def reopen(cls, path: Path, differs: Sequence[str] = ()) -> RunStore:
+    def reopen(cls, path: Path) -> RunStore:
         """A run folder that is gone on with: a new session in its manifest, half-written ends cut off.
 
-        ``differs``: what is not as it was when the run began; it is kept with the session. Raises StoreError
-        if another process works on the folder.
+        Raises StoreError if another process works on the folder.
         """
         lock = locked(path)
         try:
@@ -177,10 +176,7 @@ class RunStore:
         except BaseException:
             os.close(lock)
             raise
-        session = {
-            **new_session(str(manifest["run_id"]), datetime.now(timezone.utc)),
-            "differs": list(differs),
-        }
+        session = {**new_session(str(manifest["run_id"]), datetime.now(timezone.utc)), "differs": []}
         sessions = [ended_session(each) for each in manifest.get("sessions", [])]
         try:
             store.update(status="running", error="", ended_at=None, sessions=[*sessions, session])
@@ -213,6 +209,13 @@ class RunStore:
         self._manifest.update(fields)
         with said_clearly(self.path):
             write_json(self.path / MANIFEST, self._manifest)
+
+    def resumed_elsewhere(self, differs: Sequence[str], label: str) -> None:
+        """Keeps with this session what is not as it was when the run began, and labels the run."""
+        *earlier, session = self._manifest["sessions"]
+        session = {**session, "differs": [*session.get("differs", []), *differs]}
+        labels = dict.fromkeys([*self._manifest["labels"], label])
+        self.update(sessions=[*earlier, session], labels=list(labels))
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Replaces plan.json, for example when the processes' real ports and argv are known."""

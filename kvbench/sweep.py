@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,8 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench import connectors, engines, environment
+from kvbench import connectors, environment
 from kvbench.cell import CellRunner, Fixed, Knowledge
+from kvbench.conditions import ELSEWHERE, host_differences
 from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell
 from kvbench.core.scenario import Scenario
@@ -29,12 +29,12 @@ from kvbench.places import Places
 from kvbench.planning import plan_of
 from kvbench.ports import with_ports_at
 from kvbench.progress import Display, Watcher
-from kvbench.provenance import SIMULATED
 from kvbench.replay import load_trace, trace_summary
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, unusable
+from kvbench.runfolder import create_store
 from kvbench.runs import CellResult
-from kvbench.store import RunInfo, RunStore
+from kvbench.store import RunStore
 from kvbench.strategies import common_rates
 from kvbench.trial import TrialRunner
 
@@ -104,40 +104,6 @@ def exit_code(results: Sequence[CellResult]) -> int:
     return EXIT_OK
 
 
-def create_store(
-    output: Path,
-    scenario: Scenario,
-    source: bytes,
-    plan: Plan,
-    kind: str,
-    asked: Mapping[str, Any] | None = None,
-) -> RunStore:
-    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate.
-
-    ``asked``: what else of the load is needed to go on with it (``Fixed``'s fields, or nothing); None if a
-    sweep of that plan is not all of the run, so that nobody can.
-    """
-    machine = environment.describe()
-    engine = engines.get(scenario.deployment.engine)
-    simulated = kind == "simulate"
-    return RunStore.create(
-        output,
-        scenario.name,
-        source,
-        plan.to_json(),
-        machine,
-        RunInfo(
-            kind=kind,
-            argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
-            seed=scenario.seed,
-            git=machine.get("git"),
-            hosts=[str(machine.get("hostname"))],
-            labels=(SIMULATED,) if simulated else engine.labels_of(scenario.deployment.engine_options),
-            asked=asked,
-        ),
-    )
-
-
 def scratch_prefix(path: Path) -> str:
     """How a run's temporary folders begin: short, for the sockets in them; known, for a kill leaves them."""
     return f"kvbench-{path.name[-6:]}-"
@@ -185,10 +151,26 @@ class Sweep:
         self._places.open()
         self._scenario = self._places.scenario
         hosts = self._places.environments()
+        if self._past.hosts:
+            self._compare_hosts(hosts)
+            return
         here = environment.describe()
         self._store.write_environment({**here, "hosts": hosts})
         names = [here.get("hostname"), *(each.get("hostname") for each in hosts.values())]
         self._store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
+
+    def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
+        """Raises StoreError if hosts are not what they were when the run began, unless that was forced."""
+        differs = host_differences(self._past.hosts, hosts)
+        if differs and not self._past.forced:
+            raise StoreError(
+                f"{self._store.path} was begun on other hosts:\n  " + "\n  ".join(differs),
+                hint="go on where it began, or go on all the same with --force, which marks the run",
+            )
+        if differs:
+            self._store.resumed_elsewhere(differs, ELSEWHERE)
+            for each in differs:
+                self._watcher.note(f"not as it was: {each}")
 
     def _run(self) -> list[CellResult]:
         for note in engine_warnings(self._scenario):

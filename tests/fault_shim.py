@@ -12,6 +12,8 @@ import socket
 import sys
 from pathlib import Path
 
+HANGING = "library_hangs_in_pair"
+
 
 def main() -> None:
     fault, name, command = Path(sys.argv[1]).name, sys.argv[2], sys.argv[3:]
@@ -23,10 +25,27 @@ def main() -> None:
         elif fault == "out_of_files":
             resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))
         elif fault == "out_of_memory":
-            path = Path(command[-1])  # a KV pool of 32 GB
-            path.write_text(json.dumps({**json.loads(path.read_text()), "num_blocks": 10**6}))
+            _changed(Path(command[-1]), num_blocks=10**6)  # a KV pool of 32 GB
             resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+        elif fault == HANGING:
+            _with_hanging_library(Path(sys.argv[1]))
+            _changed(Path(command[-1]), transfer_timeout_s=3.0)
     os.execvp(command[0], command)
+
+
+def _changed(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _with_hanging_library(logs: Path) -> None:
+    """An outside package takes the place of the backend ``tcp``, and hangs when it is told to."""
+    import outside_backends
+
+    folder = logs / "outside"
+    folder.mkdir()
+    outside_backends.install(folder, {"tcp": "HANGING_TCP"})
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{Path(__file__).parent}"
+    os.environ[outside_backends.HANG_FILE] = str(logs / "hang")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import httpx
 import psutil
 import pytest
 from commands import argv
+from sshhosts import Hosts
 
 from kvbench.core.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
@@ -48,6 +49,10 @@ class Fault:
 _CELL = "the cell fails; the next deployment is started and measured"
 _ROW = "the case becomes an error row; the next case is measured by fresh workers"
 _REFUSED = "the trial is refused and counts neither way; the next one is measured"
+_KV_LOST = (
+    "the trial is refused where KV was lost, else its failed requests are misses; the next pair is measured"
+)
+_NOT_ARRIVED = r"\d+ KV transfers failed|\d+ × \w+"
 _CALL = "the transfer has failed; its process stays usable"
 
 FAULTS = {
@@ -89,6 +94,12 @@ FAULTS = {
             r"decode-0's child process \d+ is frozen",
             _CELL,
         ),
+        Fault(
+            "library_hangs_in_pair",
+            "an engine's transfer library never returns, though nobody has stopped it",
+            r"decode-0.*the process of its transfer library hangs",
+            _CELL,
+        ),
         # What a deployment needs of its machine.
         Fault(
             "port_taken",
@@ -127,6 +138,12 @@ FAULTS = {
             "`kvbench doctor` warns before a run; kvbench's own KV pools are not there",
         ),
         Fault(
+            "shm_fills_up",
+            "/dev/shm fills up while a pair is measured",
+            r"60 of 60 requests",
+            "all goes on: nothing of kvbench's own is there",
+        ),
+        Fault(
             "log_flood",
             "a process writes its log without end",
             r"\d+ bytes of this log were not kept",
@@ -141,7 +158,7 @@ FAULTS = {
         # What a server may answer.
         Fault("server_silent", "requests are taken, not answered", r"\d+ × (no_answer|timeout)", _REFUSED),
         Fault("endless_headers", "a server sends headers without end", r"\d+ × bad_stream", _REFUSED),
-        Fault("giant_event", "a server sends one gigantic event", r"\d+ × (bad_stream|timeout)", _REFUSED),
+        Fault("giant_event", "a server sends one gigantic event", r"\d+ × bad_stream", _REFUSED),
         Fault("bad_utf8", "a server sends what is no UTF-8", r"\d+ × bad_stream", _REFUSED),
         Fault("wrong_length", "a server sends too few tokens", r"answers had a wrong length", _REFUSED),
         # Transfers by themselves.
@@ -159,12 +176,65 @@ FAULTS = {
             r"RPC_FAIL|did not end within|connect again",
             _CALL,
         ),
+        Fault(
+            "metadata_absent",
+            "there is no Mooncake metadata server (http)",
+            r"no metadata server answers at",
+            _CALL,
+        ),
+        Fault(
+            "metadata_killed",
+            "the Mooncake metadata server (http) is killed",
+            r"no metadata server answers at",
+            "who is connected goes on; who comes later is told",
+        ),
         # NICs, in the lab.
         Fault("nic_pulled", "a NIC's cable is pulled", r"did not end within|gave no answer", _ROW),
         Fault("nic_partitioned", "a NIC's packets vanish", r"did not end within|gave no answer", _ROW),
         Fault("nic_reset", "a NIC's connections are reset", r"reset|closed|lost|refused", _ROW),
         Fault("nic_slowed", "a NIC carries less", r"GB/s", "the row shows the lower rate"),
+        # NICs of a pair whose P and D are on hosts of their own.
+        Fault("pair_nic_pulled", "the NIC of D's host is pulled in a trial", _NOT_ARRIVED, _KV_LOST),
+        Fault("pair_nic_partitioned", "packets to D's host vanish in a trial", _NOT_ARRIVED, _KV_LOST),
+        Fault("pair_nic_slowed", "the NIC of P's host carries too little", _NOT_ARRIVED, _KV_LOST),
     )
+}
+
+# Class of faults, in a word or two → its rows. README.md has a row for each, with the longest time of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "a process is killed": ("decode_killed", "prefill_killed", "router_killed", "loadgen_killed"),
+    "a process is frozen (SIGSTOP)": (
+        "decode_frozen",
+        "prefill_frozen",
+        "router_frozen",
+        "loadgen_frozen",
+        "child_hangs",
+    ),
+    "a process stands still again and again": ("prefill_slow", "decode_slow"),
+    "a server answers nothing any more": ("server_hangs", "server_silent"),
+    "a server answers rubbish": ("bad_utf8", "endless_headers", "giant_event", "wrong_length"),
+    "a transfer library crashes": ("child_aborts", "library_aborts", "library_rubbish", "side_killed"),
+    "a transfer library hangs": ("library_hangs_in_pair", "library_hangs", "side_frozen"),
+    "the peer of a transfer is gone": ("peer_frozen", "peer_killed"),
+    "Mooncake's master or metadata server is gone": (
+        "master_absent",
+        "master_killed",
+        "metadata_absent",
+        "metadata_killed",
+    ),
+    "a NIC is pulled, partitioned, reset, slowed": (
+        "nic_pulled",
+        "nic_partitioned",
+        "nic_reset",
+        "nic_slowed",
+        "pair_nic_pulled",
+        "pair_nic_partitioned",
+        "pair_nic_slowed",
+    ),
+    "a port is taken": ("port_taken",),
+    "no more files, sockets or memory": ("out_of_files", "out_of_files_client", "out_of_memory"),
+    "a disk or /dev/shm is full": ("disk_full", "shm_full", "shm_fills_up"),
+    "a log without end, a clock that is set": ("log_flood", "clock_stepped"),
 }
 
 
@@ -232,6 +302,8 @@ def fault(request: pytest.FixtureRequest, record_property: Callable[[str, object
 
 # -- the siege -----------------------------------------------------------------------------------------
 
+HANG = "hang"
+"""Once this file lies beside the logs, the outside package's library of that pair never returns."""
 SHIM = str(Path(__file__).with_name("fault_shim.py"))
 EASY = (
     "workload.input_len=[64]",
@@ -272,10 +344,11 @@ class Siege:
         self._strikes = list(strikes)
         self.results = folder / "results"
         path = folder / "siege.yaml"
-        path.write_text(_scenario([key for key, _ in strikes]))
+        self.labels = [key for key, _ in strikes]
+        path.write_text(self.scenario(self.labels))
         words = ("bench", str(path), "--rate", str(RATE), "--output", str(self.results))
         self._process = subprocess.Popen(
-            argv(*words, sets=EASY),
+            argv(*words, sets=self.sets()),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -285,6 +358,12 @@ class Siege:
         self._lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def scenario(self, labels: Sequence[str]) -> str:
+        return _scenario(labels)
+
+    def sets(self) -> Sequence[str]:
+        return EASY
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -371,6 +450,10 @@ class Siege:
                     found.append(process)
         return found
 
+    def logs(self, key: str) -> Path:
+        """Where the processes of that pair write."""
+        return self.the_run().path / "logs" / key
+
     def named(self, name: str) -> psutil.Process:
         """The process of that name, such as decode-0 or router: its last argument is its spec."""
         found = [each for each in self.processes() if each.cmdline()[-1].endswith(f"/{name}.json")]
@@ -416,6 +499,52 @@ class Siege:
         )
 
 
+class FarSiege(Siege):
+    """The siege of pairs whose P, D and router are on hosts of their own, reached by ssh."""
+
+    def __init__(
+        self,
+        folder: Path,
+        strikes: Sequence[tuple[str, Callable[[Siege], None] | None]],
+        hosts: Hosts,
+        heal: Callable[[], None],
+    ) -> None:
+        self._hosts = hosts
+        self._heal = heal
+        super().__init__(folder, strikes)
+
+    def _strike(self, key: str, strike: Callable[[Siege], None] | None) -> Struck:
+        try:
+            return super()._strike(key, strike)
+        finally:
+            self._heal()
+
+    def scenario(self, labels: Sequence[str]) -> str:
+        sections = {name: self._hosts.section(name) for name in self._hosts.names}
+        roles = {"prefill": "a", "decode": "b", "router": "c"}
+        deployment = {
+            "engine": "emulated",
+            "base_port": 0,
+            "launcher": "ssh",
+            "hosts": sections,
+            "roles": roles,
+        }
+        pairs = [{"name": "tcp", "label": label} for label in [*labels, "well"]]
+        return json.dumps({"version": 1, "model": "tiny", "deployment": deployment, "connectors": pairs})
+
+    def sets(self) -> Sequence[str]:
+        return (*EASY, "workload.request_timeout_s=3", "deployment.engine_options.transfer_timeout_s=2")
+
+    def _under_load(self) -> bool:
+        """Whether the trial's generator runs and KV is on its way."""
+        key = next(key for key in reversed(self.labels) if self._said(f"{key}: ready"))
+        if not any(self.logs(key).glob("loadgen-*-01.log")):
+            return False
+        before = self._hosts.received("b")
+        time.sleep(0.2)
+        return self._hosts.received("b") - before > 2 * 64 * 2048
+
+
 def _scenario(labels: Sequence[str]) -> str:
     pairs = "".join(f"  - {{name: tcp, label: {label}}}\n" for label in [*labels, "well"])
     prefix = json.dumps([sys.executable, SHIM, "{logs}", "{name}"])
@@ -459,6 +588,7 @@ STRIKES: dict[str, Callable[[Siege], None] | None] = {
     "loadgen_frozen": lambda siege: siege.generator().suspend(),
     "child_aborts": lambda siege: siege.child("decode-0").send_signal(signal.SIGABRT),
     "child_hangs": lambda siege: siege.child("decode-0").suspend(),
+    "library_hangs_in_pair": lambda siege: siege.logs("library_hangs_in_pair").joinpath(HANG).touch(),
     # fault_shim.py does these, by the deployment's label.
     "port_taken": None,
     "out_of_files": None,

@@ -16,6 +16,8 @@ from kvbench.transfer.tcp import TcpEndpoint
 
 LAST_WORDS = "the last words of a library"
 RATION = 2
+HANG_FILE = "KVBENCH_TEST_HANG"
+"""Variable with the path of the file that makes ``HangingTcp`` hang."""
 
 
 class Lazy(TcpEndpoint):
@@ -68,6 +70,15 @@ class Endless(NullEndpoint):
 
     def poll(self, ticket: Ticket) -> bool:
         return False
+
+
+class HangingTcp(TcpEndpoint):
+    """Never comes back from a call, once a file is there."""
+
+    def start(self, ticket: Ticket) -> None:
+        if Path(os.environ[HANG_FILE]).exists():
+            time.sleep(3600)
+        super().start(ticket)
 
 
 class Chatty(NullEndpoint):
@@ -123,10 +134,18 @@ LACKING = _backend("lacking", _lacking)
 ABSENT = _backend("absent", _hang, problem=Problem("not installed", "pip install absent"))
 
 
-def install(folder: Path) -> None:
-    """Make these backends known to whatever has ``folder``, and this file's, on its path."""
-    names = [name for name, value in globals().items() if isinstance(value, Backend)]
-    lines = [f"{name.lower()} = outside_backends:{name}" for name in names]
+HANGING_TCP = _backend("tcp", HangingTcp)
+
+
+def install(folder: Path, names: Mapping[str, str] | None = None) -> None:
+    """Make these backends known to whatever has ``folder``, and this file's, on its path.
+
+    ``names``: name → the one of this file; by default all but those that take another one's name.
+    """
+    if names is None:
+        own = {name: value for name, value in globals().items() if isinstance(value, Backend)}
+        names = {name.lower(): name for name, value in own.items() if value.name == name.lower()}
+    lines = [f"{name} = outside_backends:{own_name}" for name, own_name in names.items()]
     info = folder / "outside_backends-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-backends\nVersion: 1.0\n")

@@ -14,10 +14,10 @@ from kvbench.core.records import TrialRecord
 from kvbench.planning import plan_of
 from kvbench.progress import Silent
 from kvbench.request import Wish, resolve
+from kvbench.runfolder import create_store
 from kvbench.runs import Run, load_run
 from kvbench.simulate import VirtualCells, VirtualSweep
 from kvbench.store import RunStore
-from kvbench.sweep import create_store
 from kvbench.trial import TrialPlan
 from kvbench.virtualtrial import VirtualTrials
 

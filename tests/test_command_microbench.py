@@ -18,9 +18,10 @@ from sample_transfers import MOVERS
 from kvbench import comparing
 from kvbench.core.sizes import parse_counts
 from kvbench.errors import InputError, LaunchError
-from kvbench.microbench.command import ask, movers
+from kvbench.microbench.command import ask
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.places import Places
+from kvbench.movable import movers
 from kvbench.nics import choice as nics
 from kvbench.nics.listing import there
 from kvbench.report import write_report

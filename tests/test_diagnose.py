@@ -83,6 +83,21 @@ def test_some_are_fatal_only_when_they_come_again_and_again() -> None:
     assert often.fatal
 
 
+def test_a_death_is_one_death_however_many_requests_speak_of_it(tmp_path: Path) -> None:
+    line, source = LINES["transfer_process"], Source("decode-0", "emulated")
+    (found,) = diagnose([line] * 7, source)
+    assert (found.count, found.fatal) == (1, True)
+    assert "times" not in found.text()
+    path, watch = tmp_path / "d.log", LogWatch()
+    watch.follow(path, source)
+    for _ in range(2):
+        with path.open("a") as file:
+            file.write(f"{line}\n" * 3)
+        watch.poll()
+    (found,) = watch.take()
+    assert found.count == 1
+
+
 def test_as_findings() -> None:
     def level(key: str, *, excused: bool) -> str:
         return diagnose([LINES[key]])[0].finding(excused=excused).level

@@ -17,15 +17,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commands import EASY, argv, kvbench, the_run
-from faults import FAULTS, STRIKES, Seen, Siege, Struck
+from faults import FAULTS, GROUPS, STRIKES, FarSiege, Seen, Siege, Struck
 from hostile import DONE, GOOD, HEAD, HOST, LAST, TOKEN, USAGE, Step, chunk, follow, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sshhosts import Hosts, no_hosts_reason, standing
 from test_microbench import NIC_FAULTS
 
 from kvbench import connectors
@@ -35,10 +36,10 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.loadgen.clock import SLACK_NS, arrivals
 from kvbench.runs import Run
 from kvbench.watching import ProcessWatch
-from tools.faults import DOC_PATH, JSON_PATH, document
+from tools.faults import DOC_PATH, JSON_PATH, README_PATH, document, summary, with_summary
 
 ROOT = Path(__file__).parent.parent
-QUICK = ("prefill_killed", "decode_frozen", "child_aborts", "port_taken", "out_of_memory")
+QUICK = ("prefill_killed", "decode_frozen", "child_aborts", "port_taken")
 HEAVY = tuple(key for key in STRIKES if key not in QUICK)
 
 pytestmark = pytest.mark.timeout(400)
@@ -365,6 +366,13 @@ SMALL = 'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
 
 def _in_small(folder: str, size: str, *words: str, sets: tuple[str, ...] = ()) -> str:
     """Runs a command of kvbench with a small file system at a folder; what it printed."""
+    return _inside_small(folder, size, [], words, sets)
+
+
+def _inside_small(
+    folder: str, size: str, before: list[str], words: tuple[str, ...], sets: tuple[str, ...]
+) -> str:
+    """The same with a program ``before`` it that runs it."""
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("there is no unshare here")
@@ -373,7 +381,7 @@ def _in_small(folder: str, size: str, *words: str, sets: tuple[str, ...] = ()) -
     if tried.returncode != 0:
         pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
     done = subprocess.run(
-        [*command, *argv(*words, sets=sets)], capture_output=True, text=True, timeout=90, check=False
+        [*command, *before, *argv(*words, sets=sets)], capture_output=True, text=True, timeout=90, check=False
     )
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -395,6 +403,100 @@ def test_full_shared_memory_is_told_by_doctor(tmp_path: Path, fault: Seen) -> No
     (line,) = [each for each in text.splitlines() if "free in /dev/shm" in each]
     assert "warn" in line or "⚠" in line or "!" in line
     fault.told(line)
+
+
+FILLED = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+
+results, command = Path(sys.argv[1]), sys.argv[2:]
+begun = threading.Event()
+
+def fill():
+    while not list(results.glob("*/logs/tcp/loadgen-*-01.log")):
+        time.sleep(0.02)
+    with open("/dev/shm/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(65536))
+        except OSError as error:
+            print("struck:", error.strerror, flush=True)
+
+threading.Thread(target=fill, daemon=True).start()
+sys.exit(subprocess.run(command).returncode)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.fault("shm_fills_up")
+def test_shared_memory_that_fills_up_in_a_trial_harms_nothing(tmp_path: Path, fault: Seen) -> None:
+    results = tmp_path / "r"
+    words = ("bench", "quickstart", "--rate", "20", "--connector", "tcp", "--output", str(results))
+    sets = (*EASY, "search.trial_s=3", "search.min_requests=60")
+    fault.struck()
+    told = _inside_small("/dev/shm", "1m", [sys.executable, "-c", FILLED, str(results)], words, sets)
+    assert "struck: No space left on device" in told
+    (trial,) = the_run(results).trials
+    assert trial.verdict == "met", told
+    fault.told(f"{trial.summary['completed']} of {trial.summary['sent']} requests completed", 0.0)
+
+
+# -- NICs between P and D --------------------------------------------------------------------------------
+
+PAIR_NIC_FAULTS = {"pair_nic_pulled": "pull", "pair_nic_partitioned": "partition", "pair_nic_slowed": "slow"}
+
+
+@pytest.fixture(scope="module")
+def pair_siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    """P, D and the rest on three hosts with a data net of their own; its faults strike D's NIC there."""
+    if reason := no_hosts_reason():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("far")
+    with standing(folder) as hosts:
+
+        def strike(kind: str) -> Callable[[Siege], None]:
+            return lambda siege: spoil(hosts, kind)
+
+        strikes = [(key, strike(kind)) for key, kind in PAIR_NIC_FAULTS.items()]
+        yield FarSiege(folder, strikes, hosts, lambda: spoil(hosts, "")).run()
+
+
+PARTITION = "add table inet cut; add chain inet cut in { type filter hook input priority 0 ; }; "
+PARTITION += "add rule inet cut in iifname data0 drop"
+
+
+def spoil(hosts: Hosts, kind: str) -> None:
+    """Plants a fault on a NIC of the data net, P's host's where it is slow, else D's; none: heals."""
+    hosts.inside("b", "ip", "link", "set", "data0", "down" if kind == "pull" else "up")
+    hosts.inside(
+        "b", "nft", PARTITION if kind == "partition" else "add table inet cut; delete table inet cut"
+    )
+    shape = (
+        ("tbf", "rate", "1mbit", "burst", "8kb", "latency", "1s")
+        if kind == "slow"
+        else ("pfifo", "limit", "999")
+    )
+    hosts.inside("a", "tc", "qdisc", "replace", "dev", "data0", "root", *shape)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.fault(key)) for key in PAIR_NIC_FAULTS])
+def test_a_nic_between_prefill_and_decode_that_fails_in_a_trial(
+    key: str, pair_siege: Outcome, fault: Seen
+) -> None:
+    _, struck = pair_siege
+    one = struck[key]
+    assert one.result is not None
+    (well,) = struck["well"].trials
+    assert well.summary["completed"] >= 50
+    first = next(
+        seconds for seconds, line in one.lines if re.search(rf"{key}( failed|.* (invalid|missed))", line)
+    )
+    (trial,) = one.trials
+    assert trial.verdict in ("invalid", "missed")
+    # A pair that stands still has more than one gate against it; all of them are in the report.
+    findings = sorted(trial.findings, key=lambda each: each.gate != "kv_failures")
+    fault.told("; ".join(dict.fromkeys([*(each.message for each in findings), trial.reason])), first)
 
 
 # -- a load generator without descriptors ----------------------------------------------------------------
@@ -432,6 +534,8 @@ def test_the_table_is_made_of_what_the_tests_saw() -> None:
     rows = json.loads(JSON_PATH.read_text())
     assert [row["key"] for row in rows] == list(FAULTS)
     assert DOC_PATH.read_text() == document(rows)
+    readme = README_PATH.read_text()
+    assert readme == with_summary(readme, summary(rows, GROUPS))
     for row in rows:
         fault = FAULTS[row["key"]]
         assert row["outcome"] in ("seen", "not run"), row
@@ -442,8 +546,12 @@ def test_the_table_is_made_of_what_the_tests_saw() -> None:
             assert row["tests"]
 
 
+def test_every_fault_is_in_one_class() -> None:
+    assert sorted(key for keys in GROUPS.values() for key in keys) == sorted(FAULTS)
+
+
 def test_every_fault_has_a_test() -> None:
-    marked = set(QUICK) | set(HEAVY) | set(BEHAVIOURS) | set(NIC_FAULTS)
+    marked = set(QUICK) | set(HEAVY) | set(BEHAVIOURS) | set(NIC_FAULTS) | set(PAIR_NIC_FAULTS)
     for path in Path(__file__).parent.glob("test_*.py"):
         marked |= set(re.findall(r'mark\.fault\("(\w+)"\)', path.read_text()))
     assert marked - {"well"} == FAULTS.keys()

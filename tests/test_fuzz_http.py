@@ -301,6 +301,9 @@ def test_an_endless_head_is_given_up_early(first: bytes, piece: bytes) -> None:
     assert taken < 16 << 20
 
 
+HEAD_OF_STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
 def test_the_load_generator_gives_up_endless_heads_and_events() -> None:
     import numpy as np
 
@@ -317,9 +320,17 @@ def test_the_load_generator_gives_up_endless_heads_and_events() -> None:
     reader = StreamReader()
     for _ in range(3 * MAX_EVENT_BYTES // 1_000_000):
         reader.feed(b"x" * 1_000_000, 1)
-        assert len(reader._pending) <= MAX_EVENT_BYTES + 1_000_000
+        assert len(reader._pending) + sum(map(len, reader._more)) <= MAX_EVENT_BYTES + 1_000_000
     assert reader.error == "bad_stream"
+    assert reader.endless
     assert "MiB" in reader.detail
+    answer, size = Answer(), 1 << 19
+    answer.take([HEAD_OF_STREAM], np.zeros(1, np.int64))
+    for _ in range(MAX_EVENT_BYTES // size + 1):
+        assert not answer.malformed
+        answer.take([b"%x\r\n" % size + b"x" * size + b"\r\n"], np.zeros(1, np.int64))
+    assert "an event of more than 8 MiB" in answer.malformed
+    answer.release()
 
 
 def test_a_client_that_sends_headers_for_ever_is_refused(echo: tuple[int, list[str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -16,12 +17,16 @@ from rich.console import Console
 import kvbench as api
 from kvbench import resume
 from kvbench.bundle import Asked, bundle
+from kvbench.conditions import ELSEWHERE, host_differences
 from kvbench.errors import InputError, StoreError
 from kvbench.export import prometheus
-from kvbench.report import write_report
+from kvbench.notes import notes
+from kvbench.past import past_of
+from kvbench.report import render_terminal, write_report
 from kvbench.request import Wish
 from kvbench.runs import load_run
 from kvbench.store import RunStore
+from kvbench.tables import summary_table
 from kvbench.watch import run as watching
 
 pytestmark = pytest.mark.timeout(180)
@@ -98,9 +103,9 @@ def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
     (folder / ".trials.jsonl.123.abc.tmp").write_bytes(b"half")
     (folder / "requests").mkdir()
     (folder / "requests" / ".x.parquet.123.abc.tmp").write_bytes(b"half")
-    done = kvbench("sweep", "--resume", str(folder))
-    assert done.status == 0, done.text
-    assert "1 of 2 cells are finished; 4 trials are kept" in done.out
+    console = Console(record=True, file=io.StringIO(), width=200)
+    assert resume.command(folder, Wish(), "sweep", console) == 0
+    assert "1 of 2 cells are finished; 4 trials are kept" in console.export_text()
     assert not list(folder.rglob(".*"))
     run = load_run(folder)
     assert len(run.all_trials) == 6
@@ -140,9 +145,47 @@ def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path
         resume.resume(folder)
     assert "--force" in refused.value.hint
     run = load_run(resume.resume(folder, force=True))
-    assert resume.ELSEWHERE in run.labels
+    assert ELSEWHERE in run.labels
     assert run.manifest["sessions"][-1]["differs"][0].startswith("hostname: elsewhere then")
-    assert resume.ELSEWHERE in run.all_trials[-1].labels
+    assert ELSEWHERE in run.all_trials[-1].labels
+    (note,) = [each for each in notes(run, summary_table(run)) if ELSEWHERE in each.text]
+    assert note.text.startswith(
+        f"{ELSEWHERE}: session 2 of 2 went on under other conditions: hostname: elsewhere"
+    )
+    write_report(folder, ("md",))
+    assert note.text in (folder / "report.md").read_text()
+
+
+def test_hosts_are_compared_by_their_names_in_the_scenario() -> None:
+    a = {"hostname": "one", "cpu": {"model": "x"}, "nics": [{"name": "eth0", "pci_address": "0000:01:00.0"}]}
+    b = {"hostname": "two", "libraries": {"nixl-cu12": "0.7"}}
+    assert host_differences({}, {"a": a}) == []
+    assert host_differences({"a": a, "b": b}, {"b": b, "a": dict(a)}) == []
+    assert host_differences({"a": a, "b": b}, {"a": {**a, "hostname": "three", "nics": []}, "c": b}) == [
+        "host b: not used any more",
+        "host c: not used then",
+        "host a, hostname: one then, three now",
+        "host a, nics: eth0 then, none now",
+    ]
+    newer = {**b, "libraries": {"nixl-cu12": "0.8"}}
+    assert host_differences({"b": b}, {"b": newer}) == ["host b, nixl-cu12: 0.7 then, 0.8 now"]
+
+
+def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+
+    def told(*texts: str) -> list[str]:
+        rows = [
+            {"label": "aggregated", "input_len": 128, "texts": [text], "latency_s": 0.1} for text in texts
+        ]
+        (folder / "outputs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run = load_run(folder)
+        return [each.text for each in notes(run, summary_table(run)) if "greedy outputs" in each.text]
+
+    assert told("a b", "a b") == []
+    (said,) = told("a b", "a c")
+    assert said.startswith("aggregated at 128: its greedy outputs were others when they were asked for again")
+    assert "('a b' then, 'a c' now)" in said
 
 
 def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
@@ -177,6 +220,50 @@ def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) 
     run = load_run(resume.resume(folder))
     assert [result.status for result in [*run.cells, *run.other_cells]] == ["done", "done"]
     assert resume.is_complete(run)
+
+
+def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
+    broken: Path, tmp_path: Path
+) -> None:
+    """It failed, a later cell began without its rate, and it is measured before that one goes on."""
+    folder = copied(broken, tmp_path)
+    record = load_run(folder).all_trials[0]
+    asked = (record.trial_id, record.request_rate * 2, record.purpose)
+    with pytest.raises(StoreError, match="is not what the search asks for"):
+        past_of(load_run(folder), "fixed").check(record, *asked)
+    cell = load_run(folder).plan["cells"][1]
+    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    with RunStore.reopen(folder) as store:
+        store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
+        store.put_cell({"cell": lost, "status": "done"})
+    past_of(load_run(folder), "fixed").check(record, *asked)
+    with pytest.raises(StoreError, match="is not what the search asks for"):
+        past_of(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
+
+
+def test_a_reasons_lines_of_a_log_stay_lines_of_their_own(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    cell = load_run(folder).plan["cells"][1]
+    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    long = " ".join(f"word{number}" for number in range(40))
+    reason = (
+        f"decode-0 was killed by signal 9\nlast lines of the logs:\n  router: INFO up\n  prefill-0: {long}"
+    )
+    with RunStore.reopen(folder) as store:
+        store.put_cell({"cell": lost, "status": "failed", "reason": reason, "hint": "see dmesg"})
+    console = Console(width=100, record=True, quiet=False, file=io.StringIO())
+    render_terminal(load_run(folder), console)
+    printed = console.export_text().splitlines()
+    place = next(place for place, line in enumerate(printed) if line.endswith("killed by signal 9"))
+    assert printed[place + 1 : place + 3] == ["    last lines of the logs:", "      router: INFO up"]
+    assert printed[place + 3].startswith("      prefill-0: word0 word1")
+    assert printed[place + 4].startswith("        word")
+    assert "    → see dmesg" in printed
+    write_report(folder, ("md",))
+    lines = (folder / "report.md").read_text().splitlines()
+    assert any(line.startswith("- ") and line.endswith("killed by signal 9 → see dmesg") for line in lines)
+    assert "  - `router: INFO up`" in lines
+    assert f"  - `prefill-0: {long}`" in lines
 
 
 def test_readers_take_the_folder_of_a_killed_run(broken: Path, tmp_path: Path) -> None:

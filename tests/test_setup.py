@@ -43,8 +43,8 @@ def pins() -> dict[str, str]:
 
 def declared() -> list[Requirement]:
     project = PYPROJECT["project"]
-    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != BY_THE_CLUSTER}
-    groups = [project["dependencies"], *extras.values()]
+    extras = project["optional-dependencies"]
+    groups = [project["dependencies"], *(extras[name] for name in extras if name != BY_THE_CLUSTER)]
     return [Requirement(line) for group in [*groups, PYPROJECT["dependency-groups"]["dev"]] for line in group]
 
 

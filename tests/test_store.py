@@ -159,8 +159,9 @@ def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a run folder"):
         load_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"schema": ')
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(StoreError, match="cannot be read") as cut:
         load_run(tmp_path)
+    assert "take it from a copy of the run" in cut.value.hint
     (tmp_path / "manifest.json").write_text('{"schema": "1"}')
     with pytest.raises(StoreError, match="names no schema"):
         load_run(tmp_path)

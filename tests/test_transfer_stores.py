@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,73 @@ def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
             ) as told:
                 await here.process.connect(lie, 1.0)
             fault.told(told.value.message)
+
+    run(work())
+
+
+def metadata_at(port: int) -> dict[str, str]:
+    return {"mooncake_store_metadata_server": f"http://127.0.0.1:{port}/metadata"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def metadata_server(mooncake: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The wheel's own, and its port."""
+    port = free_port()
+    code = "from mooncake.http_metadata_server import main; main()"
+    words = [sys.executable, "-c", code, "--host", "127.0.0.1", "--port", str(port), "--log-level", "ERROR"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: answers(port), "the metadata server does not come up")
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.fault("metadata_absent")
+def test_absent_metadata_server_is_known_at_once(mooncake: str, fault: Seen) -> None:
+    async def work() -> None:
+        fault.struck()
+        with pytest.raises(TransferError, match="mooncake_http_metadata_server --host") as told:
+            async with side(mooncake, LAYOUT, {"role": "target", **metadata_at(free_port())}):
+                pass
+        fault.told(told.value.message)
+
+    run(work())
+
+
+@pytest.mark.fault("metadata_killed")
+def test_killed_metadata_server_is_told_who_comes_later(
+    mooncake: str, metadata_server: tuple[subprocess.Popen[bytes], int], fault: Seen
+) -> None:
+    process, port = metadata_server
+
+    async def work() -> None:
+        async with Two(mooncake, metadata_at(port)) as (here, there, peer):
+            await move_and_verify(here, there, peer, "write", 8, seed=1)
+            process.kill()
+            process.wait()
+            fault.struck()
+            async with side(mooncake, LAYOUT, {"role": "initiator", **metadata_at(port)}) as late:
+                with pytest.raises(TransferError) as told:
+                    await late.process.connect(there.process.agent, DEADLINE_S)
+            fault.told(told.value.message)
+            # Those who know each other need it no more.
+            await move_and_verify(here, there, peer, "write", 8, seed=2)
+            await move_and_verify(here, there, peer, "read", 8, seed=3)
 
     run(work())
 

@@ -1,7 +1,8 @@
 """The table of faults from the tests' own results: ``python -m tools.faults`` or ``make faults``.
 
 Runs every test with the marker ``fault``, the heavy ones too, and writes what they saw into
-results/reference/faults.json and docs/faults.md. Exit code 1 if a fault was not seen as it should be.
+results/reference/faults.json, docs/faults.md and a table by classes into README.md. Exit code 1 if a fault
+was not seen as it should be. With ``-k`` only some are run, and the others' rows stay.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ import pytest
 ROOT: Final = Path(__file__).parent.parent
 JSON_PATH: Final = ROOT / "results" / "reference" / "faults.json"
 DOC_PATH: Final = ROOT / "docs" / "faults.md"
+README_PATH: Final = ROOT / "README.md"
+MARK: Final = "<!-- faults -->"
+"""Stands in README.md before and after the table."""
 PROPERTY: Final = "fault"
 HEAD: Final = """\
 # Faults
@@ -82,6 +87,12 @@ class Recorder:
         return rows
 
 
+def with_kept(rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """After a part of the tests: what was not run now stays as it was."""
+    by_key = {row["key"]: row for row in kept}
+    return [by_key.get(row["key"], row) if row["outcome"] == "not run" else row for row in rows]
+
+
 def document(rows: Sequence[Mapping[str, Any]]) -> str:
     """docs/faults.md."""
     lines = [HEAD, "| what happens | what is said | after (s) | at most (s) | what goes on |"]
@@ -92,6 +103,30 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
         after = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
         lines.append(f"| {row['done']} | {said} | {after} | {row['within_s']:g} | {_cell(row['then'])} |")
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
+    """The table of README.md: a row a class of faults, with what its first one said and the longest time."""
+    by_key = {row["key"]: row for row in rows}
+    lines = ["| what happens | what is said, for example | after (s), at most |", "|---|---|---:|"]
+    for name, keys in groups.items():
+        seen = [by_key[key] for key in keys if by_key[key]["outcome"] == "seen"]
+        if seen:
+            quoted = _short(seen[0]["said"].replace("`", "'"))
+            longest = max(float(row["seconds"]) for row in seen)
+            lines.append(f"| {name} | `{_cell(quoted)}` | {longest:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_summary(readme: str, table: str) -> str:
+    """README.md with another table between its marks."""
+    before, _, after = readme.split(MARK)
+    return f"{before}{MARK}\n{table}{MARK}{after}"
+
+
+def _short(words: str, most: int = 90) -> str:
+    whole = re.split(r" hint: | \(its log |\]$", words)[0]
+    return whole if len(whole) <= most else f"{whole[:most].rsplit(' ', 1)[0].rstrip(' :;,(…')} …"
 
 
 def _cell(words: str) -> str:
@@ -110,13 +145,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*files, "-m", "fault", "-p", "no:xdist", "-o", "faulthandler_timeout=900"]
     words += [*more, *given.pytest_args]
     status = pytest.main(words, plugins=[recorder])
-    rows = recorder.rows(importlib.import_module("faults").FAULTS)
-    # A part of them, or a run that was broken off, makes no table.
-    whole = status in (0, 1) and not {"-k", "-x"} & {*more, *given.pytest_args}
+    table = importlib.import_module("faults")
+    rows = recorder.rows(table.FAULTS)
+    if "-k" in {*more, *given.pytest_args} and JSON_PATH.is_file():
+        rows = with_kept(rows, json.loads(JSON_PATH.read_text()))
+    # A run that was broken off makes no table.
+    whole = status in (0, 1) and "-x" not in {*more, *given.pytest_args}
     if whole and not given.dry:
         DOC_PATH.parent.mkdir(exist_ok=True)
         JSON_PATH.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
         DOC_PATH.write_text(document(rows))
+        README_PATH.write_text(with_summary(README_PATH.read_text(), summary(rows, table.GROUPS)))
     for row in rows:
         if row["outcome"] != "seen":
             print(f"{row['key']}: {row['outcome']} {row['why_not_run']}")

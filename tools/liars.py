@@ -30,7 +30,8 @@ from kvbench.planning import plan_of
 from kvbench.ports import with_ports
 from kvbench.progress import Silent
 from kvbench.request import Wish, resolve
-from kvbench.sweep import Sweep, create_store
+from kvbench.runfolder import create_store
+from kvbench.sweep import Sweep
 from kvbench.trial import TrialPlan, TrialRunner
 
 # A light load with limits so wide that a busy machine breaks none of them.

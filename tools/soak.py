@@ -36,10 +36,10 @@ from kvbench.errors import ProcessDiedError
 from kvbench.planning import plan_of
 from kvbench.progress import Silent
 from kvbench.request import Wish
+from kvbench.runfolder import create_store
 from kvbench.runs import load_run
 from kvbench.simulate import VirtualCells, VirtualSweep, simulable
 from kvbench.store import RunStore
-from kvbench.sweep import create_store
 from kvbench.trial import TrialPlan
 from kvbench.virtualtrial import VirtualTrials
 

@@ -11,6 +11,7 @@ and why (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
 - An absent master costs 4.4 s a try and 20 tries. The target itself is asked first, and one try is made.
 - The first write of a page of the segment takes several times as long as a later one: all are touched first.
 - The holder's own ``close`` takes 2.4 s and is not called: the process ends, and its memory with it.
+- A metadata server that is not there costs a setup that fails without a word of it: it is asked first.
 - A metadata server ``redis://`` ends the process where that plug-in is not built in. It is refused before.
 """
 
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
@@ -42,6 +44,7 @@ SPARE_BYTES = 64 << 20
 MAX_UNDER_WAY = 256
 TOUCH_BYTES = 4 << 20
 TOUCH_S = 3.0
+METADATA_S = 3.0
 # The library's own buffer, which zero copy leaves unused; with none at all, gets of small objects fail.
 LOCAL_BUFFER_BYTES = 16 << 20
 
@@ -235,6 +238,21 @@ def _all_well(what: str, codes: Sequence[int], wanted: int) -> None:
             raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {said}")
 
 
+def _require_metadata_server(server: str, deadline_s: float) -> None:
+    """Raises TransferError if nobody listens at an http metadata server."""
+    url = urlsplit(server)
+    if url.scheme not in ("http", "https"):
+        return
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=deadline_s).close()
+    except OSError as error:
+        raise TransferError(
+            f"no metadata server answers at {server}: {error}; start it (`mooncake_http_metadata_server "
+            f"--host {url.hostname} --port {port}`), or leave it out: the store does without one"
+        ) from error
+
+
 class MooncakeStoreEndpoint(KeyedEndpoint):
     """One side: the holder of a segment beside its own master, or a pure client, or both."""
 
@@ -264,6 +282,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
                 f"a segment of {room} bytes does not fit into the {available_bytes()} bytes of memory "
                 "that are free; use smaller or fewer blocks, or the option segment_bytes"
             )
+        _require_metadata_server(self._settings["metadata_server"], METADATA_S)
         master = Master(self._host)
         try:
             settings = {**self._settings, "master": master.address}
@@ -281,6 +300,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
             socket.create_connection((host, int(port)), timeout=deadline_s).close()
         except OSError as error:
             raise TransferError(f"no mooncake_master answers at {provided['master']}: {error}") from error
+        _require_metadata_server(self._settings["metadata_server"], deadline_s)
         settings = {**self._settings, "master": str(provided["master"])}
         return MooncakeStore(settings, self._address, self._layout.nbytes, 0)
 

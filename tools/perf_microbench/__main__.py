@@ -49,9 +49,7 @@ MEMCPY_WANTED = 0.95
 READY_DEADLINE_S = 10.0
 REGISTERED_S = 1.0
 BUFFER_BYTES = 64 << 20
-TOUCHED = (
-    "their buffers are written to once before they are sent, as ours are (touched.py beside this)"
-)
+TOUCHED = "their buffers are written to once before they are sent, as ours are (touched.py beside this)"
 UNTOUCHED = "[yellow]their buffers are never written to: they send the kernel's one page of zeros"
 LISTENING = re.compile(r"P2P handshake, listening on ([\d.]+:\d+)")
 COMPLETED = re.compile(r"Test completed: duration ([\d.]+), batch count (\d+)")

@@ -185,13 +185,15 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Keep an initiator's channel until it goes away. It is this side that asks."""
         name = str(hello.get("id"))
-        with self._offering:
-            self._initiators[name] = channel
-            offer = [] if self.fresh_reads else list(self._offers.items())
-            channel.ask({"cmd": "offer", "offer": offer}, ASK_S)
-        channel.wait_for_end()
-        if self._initiators.get(name) is channel:
-            del self._initiators[name]
+        try:
+            with self._offering:
+                self._initiators[name] = channel
+                offer = [] if self.fresh_reads else list(self._offers.items())
+                channel.ask({"cmd": "offer", "offer": offer}, ASK_S)
+            channel.wait_for_end()
+        finally:  # one that gave up in between must not be asked for ever, and spoil it for the others
+            if self._initiators.get(name) is channel:
+                del self._initiators[name]
 
     def _own_store(self) -> Store:
         if self._own is None:
