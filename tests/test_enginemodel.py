@@ -408,20 +408,19 @@ def test_virtual_engine_reproduces_published_bursts(
     assert statistics.mean(ttfts) == pytest.approx(ttft, rel=0.20 if name == "32k" else 0.08)
 
 
-@pytest.mark.parametrize(("tp", "mean_ttft_ms", "itl_ms"), [(1, 1057, 14.1), (2, 315, 15.5), (4, 198, 17.0)])
-def test_a10_matches_the_published_rows(tp: int, mean_ttft_ms: float, itl_ms: float) -> None:
-    profile = timing_profile("a10-qwen2.5-7b", tp)
-    service = profile.step_s(StepLoad([(1010, 0)]))
-    load = 2.0 * service  # two requests per second, as measured: mean wait of an M/D/1 queue
-    ttft = profile.overhead_s() + service * (1 + load / (2 * (1 - load)))
-    assert ttft * 1000 == pytest.approx(mean_ttft_ms, rel=0.03)
+@pytest.mark.parametrize(("tp", "itl_ms"), [(1, 14.1), (2, 15.5), (4, 17.0)])
+def test_a10_decodes_as_published(tp: int, itl_ms: float) -> None:
     assert decode_ms("a10-qwen2.5-7b", 1, 1010, tp) == pytest.approx(itl_ms, rel=0.04)
 
 
-@pytest.mark.parametrize(("tokens", "per_second"), [(1024, 7400), (4096, 7150), (8192, 6600)])
-def test_a10_tp4_saturates_as_published(tokens: int, per_second: float) -> None:
-    seconds = timing_profile("a10-qwen2.5-7b", 4).step_s(StepLoad([(tokens, 0)]))
-    assert tokens / seconds == pytest.approx(per_second, rel=0.03)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a10_computes_no_faster_than_its_share_of_the_peak(tp: int) -> None:
+    """The rows themselves follow with the hand-off of that time: tests/test_seeds.py."""
+    tokens = 8192
+    seconds = timing_profile("a10-qwen2.5-7b", tp).step_s(StepLoad([(tokens, 0)]))
+    share = (2 * 6.53e9 * tokens + 2 * 28 * 3584 * tokens**2) / seconds / (tp * 125e12)
+    assert 0.2 < share < 0.38
+    assert (share > 0.36) == (tp == 1)  # the others wait for their all-reduces, too
 
 
 def saturation(input_len: int) -> float:
