@@ -121,6 +121,7 @@ def standing(folder: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[H
     hosts = Hosts(folder, names)
     ip = tool("ip")
     bridges = [f"kvm{os.getpid() % 1_000_000}", f"kvd{os.getpid() % 1_000_000}"]
+    outers: list[str] = []
     keys(hosts)
     try:
         for bridge in bridges:
@@ -136,6 +137,7 @@ def standing(folder: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[H
                 ("data0", bridges[1], hosts.data_address(name)),
             ):
                 outer = f"{bridge[:3]}{os.getpid() % 100_000}n{index}"
+                outers.append(outer)
                 run(
                     [ip, "link", "add", outer, "type", "veth", "peer", "name", kind, "netns", inside],
                 )
@@ -151,6 +153,10 @@ def standing(folder: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[H
             server.terminate()
         for server in hosts.servers.values():
             server.wait(DEADLINE_S)
+        # A namespace's end is not waited for, and its interfaces with it: the next hosts have the same names.
+        for outer in outers:
+            with contextlib.suppress(LabError):
+                run([ip, "link", "del", outer])
         for name in names:
             with contextlib.suppress(LabError):
                 run([ip, "netns", "del", hosts.namespace(name)])
