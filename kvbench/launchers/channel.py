@@ -74,6 +74,48 @@ class Lines:
         return whole
 
 
+class Inbox:
+    """What has come over a channel and was not received yet, and why no more will come."""
+
+    def __init__(self, host: str) -> None:
+        self.ended = ""
+        self._host = host
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def put(self, line: bytes) -> None:
+        """A line has come."""
+        self._lines.put(line)
+
+    def finish(self, why: str) -> None:
+        """The last line has come; the first reason given for an end is the one that counts."""
+        self.ended = self.ended or why
+        self._lines.put(None)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """As ``Channel.receive``."""
+        try:
+            line = self._lines.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+        if line is None:
+            self._lines.put(None)  # for whoever asks again
+            raise ChannelClosedError(self.ended)
+        return line
+
+    def closed(self) -> ChannelClosedError:
+        """What who sends over a channel that has ended, or is being closed, gets to hear."""
+        return ChannelClosedError(self.ended or f"the connection to {self._host} is closed")
+
+    def stuck(self) -> ChannelClosedError:
+        """The same where nobody took a line for ``SEND_DEADLINE_S``, which ends the channel."""
+        self.ended = self.ended or f"{self._host} has taken nothing for {SEND_DEADLINE_S:g} s"
+        return ChannelClosedError(self.ended)
+
+    def close(self) -> None:
+        """It was closed from here, if it had not ended before."""
+        self.ended = self.closed().message
+
+
 class PipeChannel:
     """A channel over the pipes of a program that is started here, in a session of its own.
 
@@ -100,10 +142,9 @@ class PipeChannel:
             ) from error
         assert self._popen.stdin is not None
         os.set_blocking(self._popen.stdin.fileno(), False)
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox = Inbox(host)
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._sending = threading.Lock()
-        self._ended = ""
         self._closing = False
         self._readers = [
             threading.Thread(target=self._read_out, name=f"channel-{host}", daemon=True),
@@ -119,13 +160,13 @@ class PipeChannel:
 
     @property
     def ended(self) -> str:
-        return self._ended
+        return self._inbox.ended
 
     def send(self, line: bytes) -> None:
         deadline = time.monotonic() + SEND_DEADLINE_S
         with self._sending:
-            if self._ended or self._closing or self._popen.stdin is None:
-                raise ChannelClosedError(self._ended or f"the connection to {self.host} is closed")
+            if self._inbox.ended or self._closing or self._popen.stdin is None:
+                raise self._inbox.closed()
             rest = memoryview(line + b"\n")
             handle = self._popen.stdin.fileno()
             while rest:
@@ -135,22 +176,14 @@ class PipeChannel:
                 except BlockingIOError:
                     pass
                 except OSError as error:
-                    raise ChannelClosedError(self._ended or self._why()) from error
+                    raise ChannelClosedError(self._inbox.ended or self._why()) from error
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    self._ended = f"{self.host} has taken nothing for {SEND_DEADLINE_S:g} s"
-                    raise ChannelClosedError(self._ended)
+                    raise self._inbox.stuck()
                 select.select([], [handle], [], left)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        try:
-            line = self._lines.get(timeout=max(timeout_s, 0.0))
-        except queue.Empty:
-            return None
-        if line is None:
-            self._lines.put(None)  # for whoever asks again
-            raise ChannelClosedError(self._ended)
-        return line
+        return self._inbox.receive(timeout_s)
 
     def close(self) -> None:
         self._closing = True
@@ -165,7 +198,7 @@ class PipeChannel:
             self._popen.wait(CLOSE_GRACE_S)
         for thread in self._readers:
             thread.join(timeout=2.0)
-        self._ended = self._ended or f"the connection to {self.host} is closed"
+        self._inbox.close()
 
     def _read_out(self) -> None:
         assert self._popen.stdout is not None
@@ -173,10 +206,9 @@ class PipeChannel:
         with self._popen.stdout as pipe:
             while data := os.read(pipe.fileno(), READ_BYTES):
                 for line in lines.feed(data):
-                    self._lines.put(line)
+                    self._inbox.put(line)
         self._readers[1].join(timeout=1.0)
-        self._ended = self._ended or self._why()
-        self._lines.put(None)
+        self._inbox.finish(self._inbox.ended or self._why())
 
     def _read_err(self) -> None:
         assert self._popen.stderr is not None

@@ -28,7 +28,7 @@ from kvbench.launchers.channel import (
     CLOSE_GRACE_S,
     SEND_DEADLINE_S,
     TAIL_LINES,
-    ChannelClosedError,
+    Inbox,
     ended_words,
 )
 
@@ -233,8 +233,7 @@ class ActorChannel:
 
         self.host = host
         self._actor = actor
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._ended = ""
+        self._inbox = Inbox(host)
         self._closing = threading.Event()
         self._sending = threading.Lock()
         self._unsent: list[Any] = []
@@ -255,31 +254,23 @@ class ActorChannel:
 
     @property
     def ended(self) -> str:
-        return self._ended
+        return self._inbox.ended
 
     def send(self, line: bytes) -> None:
         import ray
 
         with self._sending:
-            if self._ended or self._closing.is_set():
-                raise ChannelClosedError(self._ended or f"the connection to {self.host} is closed")
+            if self._inbox.ended or self._closing.is_set():
+                raise self._inbox.closed()
             self._unsent.append(self._actor.send.remote(line + b"\n"))
             if len(self._unsent) < UNSENT:
                 return
             done, self._unsent = ray.wait(self._unsent, num_returns=UNSENT // 2, timeout=SEND_DEADLINE_S)
             if not done:
-                self._ended = f"{self.host} has taken nothing for {SEND_DEADLINE_S:g} s"
-                raise ChannelClosedError(self._ended)
+                raise self._inbox.stuck()
 
     def receive(self, timeout_s: float) -> bytes | None:
-        try:
-            line = self._lines.get(timeout=max(timeout_s, 0.0))
-        except queue.Empty:
-            return None
-        if line is None:
-            self._lines.put(None)  # for whoever asks again
-            raise ChannelClosedError(self._ended)
-        return line
+        return self._inbox.receive(timeout_s)
 
     def close(self) -> None:
         import ray
@@ -292,7 +283,7 @@ class ActorChannel:
         with contextlib.suppress(Exception):
             ray.kill(self._actor)
         self._reader.join(timeout=2.0)
-        self._ended = self._ended or f"the connection to {self.host} is closed"
+        self._inbox.close()
 
     def _read(self) -> None:
         import ray
@@ -305,10 +296,9 @@ class ActorChannel:
             else:
                 ended = ended and ended_words(self.host, ended[0], ended[1])
             for line in lines:
-                self._lines.put(line)
+                self._inbox.put(line)
             if ended:
-                self._ended = self._ended or ended
-                self._lines.put(None)
+                self._inbox.finish(ended)
                 return
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import getpass
-import queue
 import shlex
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ from kvbench.launchers.channel import (
     SEND_DEADLINE_S,
     TAIL_LINES,
     ChannelClosedError,
+    Inbox,
     Lines,
     ended_words,
 )
@@ -57,39 +57,30 @@ class SshChannel:
         self._loop = loop
         self._connection = connection
         self._process = process
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox = Inbox(host)
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
-        self._ended = ""
         self._closing = False
         self._reading = asyncio.run_coroutine_threadsafe(self._read(), loop)
 
     @property
     def ended(self) -> str:
-        return self._ended
+        return self._inbox.ended
 
     def send(self, line: bytes) -> None:
-        if self._ended or self._closing:
-            raise ChannelClosedError(self._ended or f"the connection to {self.host} is closed")
+        if self._inbox.ended or self._closing:
+            raise self._inbox.closed()
         sent = asyncio.run_coroutine_threadsafe(self._write(line + b"\n"), self._loop)
         try:
             sent.result(SEND_DEADLINE_S)
         except FutureTimeoutError:
             sent.cancel()
-            self._ended = self._ended or f"{self.host} has taken nothing for {SEND_DEADLINE_S:g} s"
-            raise ChannelClosedError(self._ended) from None
+            raise self._inbox.stuck() from None
         except Exception as error:  # asyncssh's own and the system's: whatever it is, the line did not go
-            why = self._ended or f"the connection to {self.host} was lost: {error}"
+            why = self._inbox.ended or f"the connection to {self.host} was lost: {error}"
             raise ChannelClosedError(why) from error
 
     def receive(self, timeout_s: float) -> bytes | None:
-        try:
-            line = self._lines.get(timeout=max(timeout_s, 0.0))
-        except queue.Empty:
-            return None
-        if line is None:
-            self._lines.put(None)  # for whoever asks again
-            raise ChannelClosedError(self._ended)
-        return line
+        return self._inbox.receive(timeout_s)
 
     def close(self) -> None:
         if self._closing:
@@ -98,7 +89,7 @@ class SshChannel:
         closed = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         with contextlib.suppress(Exception):
             closed.result(CLOSE_GRACE_S + 2.0)
-        self._ended = self._ended or f"the connection to {self.host} is closed"
+        self._inbox.close()
 
     async def _write(self, data: bytes) -> None:
         self._process.stdin.write(data)
@@ -109,7 +100,7 @@ class SshChannel:
         try:
             while data := await self._process.stdout.read(READ_BYTES):
                 for line in lines.feed(data):
-                    self._lines.put(line)
+                    self._inbox.put(line)
             await asyncio.wait_for(self._process.wait_closed(), 2.0)
             await asyncio.wait_for(err, 1.0)
         except Exception as error:  # the connection was lost, in one of asyncssh's many ways
@@ -117,13 +108,12 @@ class SshChannel:
         finally:
             err.cancel()
             status = self._process.exit_status
-            self._ended = self._ended or (
+            self._inbox.finish(
                 f"the connection to {self.host} was lost"
                 + "".join(f": {text}" for text in [*self._said][-1:])
                 if status is None
                 else ended_words(self.host, status, list(self._said))
             )
-            self._lines.put(None)
 
     async def _read_err(self) -> None:
         with contextlib.suppress(Exception):
