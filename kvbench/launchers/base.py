@@ -6,9 +6,10 @@ machine, ``RemoteLauncher`` has agents start them on other hosts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvbench.core.processes import ProcessSpec
 
@@ -146,3 +147,22 @@ class Far(Protocol):
 
     def listens(self, address: str, port: int) -> bool:
         """Whether a connection to ``address:port`` is taken there."""
+
+
+POLL_S: Final = 0.02
+
+
+def stop_in_reverse(processes: Sequence[Process], grace_s: float) -> None:
+    """Ask all to end, the last started first; wait at most ``grace_s`` altogether; kill the rest."""
+    deadline = time.monotonic() + grace_s
+    waiting = list(reversed(processes))
+    for process in waiting:
+        process.terminate()
+    try:
+        while waiting and time.monotonic() < deadline:
+            waiting = [process for process in waiting if process.poll() is None]
+            if waiting:
+                time.sleep(POLL_S)
+    finally:
+        for process in waiting:
+            process.kill()

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import LaunchError
+from kvbench.launchers.base import stop_in_reverse
 from kvbench.launchers.here import Here
 from kvbench.launchers.logbound import LogBound
 
@@ -235,18 +236,7 @@ class LocalLauncher:
 
     def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:
         """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
-        deadline = time.monotonic() + grace_s
-        for process in reversed(processes):
-            process.terminate()
-        waiting = list(reversed(processes))
-        try:
-            while waiting and time.monotonic() < deadline:
-                waiting = [process for process in waiting if process.poll() is None]
-                if waiting:
-                    time.sleep(0.02)
-        finally:
-            for process in waiting:
-                process.kill()
+        stop_in_reverse(processes, grace_s)
 
 
 def child_environment(extra: Mapping[str, str], run_tag: str, *, one_thread: bool = True) -> dict[str, str]:

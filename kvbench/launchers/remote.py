@@ -18,6 +18,7 @@ from typing import Any, Final
 from kvbench.core.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents import Agent
+from kvbench.launchers.base import stop_in_reverse
 from kvbench.launchers.farprocess import LOST, RemoteProcess
 from kvbench.launchers.local import GRACE_S
 from kvbench.launchers.place import FarPlace, FarWeb
@@ -95,19 +96,10 @@ class RemoteLauncher:
 
     def stop(self, processes: Sequence[RemoteProcess], grace_s: float = GRACE_S) -> None:
         """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
-        deadline = time.monotonic() + grace_s
-        for process in reversed(processes):
-            process.terminate()
-        waiting = list(reversed(processes))
         try:
-            while waiting and time.monotonic() < deadline:
-                waiting = [process for process in waiting if process.poll() is None]
-                if waiting:
-                    time.sleep(POLL_S)
+            stop_in_reverse(processes, grace_s)
         finally:
-            for process in waiting:
-                process.kill()
-            self._wait_gone(waiting)
+            self._wait_gone(processes)
             for process in processes:
                 process.release()
         self._bring_extras({process.host for process in processes})
