@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import select
+import socket
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,10 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.loadgen.answer import Answer
-from kvbench.loadgen.clock import arrivals
+from kvbench.loadgen.clock import TIMES, arrivals
 from kvbench.loadgen.compiled import READS
-from kvbench.loadgen.known import usual_in_python
-from kvbench.loadgen.loop import TIMES
+from kvbench.loadgen.known import Known, usual_in_python
+from kvbench.loadgen.loop import NEVER_NS
 from kvbench.loadgen.stream import StreamReader
 from kvbench.loadgen.wire import NO_STAMP
 
@@ -48,14 +51,22 @@ def taken(
     data: bytes, sizes: Sequence[int], batches: Sequence[int] = (), kind: type[Answer] = Answer
 ) -> dict[str, Any]:
     """What an Answer says of these bytes, in reads of these sizes, the reads taken in such batches."""
-    reads = cut(data, sizes)
+    reads: list[bytes | int] = [*cut(data, sizes)]
     answer, start = kind(), 0
     for size in [*batches, len(reads)]:
         batch = reads[start : start + size]
-        answer.take(batch, np.arange(start, start + len(batch), dtype=np.int64))
+        answer.take(batch, stamps_of(range(start, start + len(batch))))
         start += size
         if answer.complete or answer.malformed:
             break
+    return said_by(answer)
+
+
+def stamps_of(times: Iterable[int]) -> memoryview:
+    return memoryview(array("q", times))
+
+
+def said_by(answer: Answer) -> dict[str, Any]:
     stream = answer.stream
     stream.finish(whole=answer.complete)
     return {
@@ -158,6 +169,42 @@ def test_the_fast_way_says_what_the_general_one_says(
     assert taken(data, sizes, batches, PythonAnswer) == wanted
 
 
+def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, Any]:
+    """What an Answer says of what is read in C, which is told what to expect after each batch."""
+    answer, log, streams = Answer(), READS.Log(), READS.Streams()
+    ours, theirs = socket.socketpair()
+    ends = set(accumulate(batches))
+    with ours, theirs, select.epoll() as epoll:
+        ours.setblocking(False)
+        epoll.register(ours.fileno(), select.EPOLLIN)
+        streams.add(ours.fileno(), log, answer)
+        for place, read in enumerate(reads, 1):
+            theirs.sendall(read)
+            assert streams.turn(epoll.fileno(), 1000, 1, NEVER_NS, [], []) == 1
+            if place in ends or place == len(reads):
+                brought, _, _, _ = log.take(1000, 0, 0)
+                answer.take(brought, stamps_of(range(place - len(brought), place)))
+                if answer.complete or answer.malformed:
+                    break
+                if (expected := answer.expected()) is not None:
+                    log.expect(*expected)
+    return said_by(answer)
+
+
+@pytest.mark.skipif(READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused")
+@settings(max_examples=300)
+@given(streams(), st.lists(st.integers(1, 4), max_size=14))
+@example(([chunk(event(f" {n}")) for n in range(9)] + [LAST], [len(chunk(event(" 0")))] * 9), [2])
+@example(([chunk(event(" a"))] * 9 + [LAST], [len(chunk(event(" a")))] * 3 + [40]), [1, 1])
+def test_chunks_that_are_forgotten_at_the_read_count_as_those_that_are_kept(
+    stream: tuple[list[bytes], list[int]], batches: list[int]
+) -> None:
+    data, sizes = HEAD + b"".join(stream[0]), [len(HEAD), *stream[1]]
+    reads = [part for read in cut(data, sizes) for part in cut(read, [4096] * (len(read) // 4096))]
+    sizes = list(map(len, reads))
+    assert read_and_taken(reads, batches) == taken(data, sizes, batches, GeneralAnswer)
+
+
 @settings(max_examples=200)
 @given(streams(), SIZES)
 def test_where_reads_end_changes_nothing_but_the_stamps(
@@ -201,18 +248,23 @@ def test_compiled_or_not_the_same_chunks_are_usual(
     sized = [
         [line % (len(first + text + after) - 2) + first + text + after for text in read] for read in texts
     ]
-    before = {len(chunk): chunk[: chunk.index(b"data: ")] + first for read in sized[::2] for chunk in read}
+    known = Known(StreamReader())
+    known.begin, known.after = first, after
+    known.before = {
+        len(chunk): chunk[: chunk.index(b"data: ")] + first for read in sized[::2] for chunk in read
+    }
     reads, start = [b"".join(read) for read in sized], min(start, len(sized))
     counts: list[int] = []
-    found = READS.usual(reads, start, before, after, counts)
+    found = READS.usual(reads, start, first, after, counts)
     assert counts == [len(read) for read in sized[start : start + found]]
-    chunks = [chunk for read in sized[start : start + found] for chunk in read]
-    assert usual_in_python(chunks, 0, before, after, []) == len(chunks)
+    for one in (one for read in sized[start : start + found] for one in read):
+        # Python knows a length once it has seen it.
+        assert usual_in_python([one], 0, known, []) == (len(one) in known.before)
     if start + found < len(
         sized
     ):  # what it stops at, Python does not find usual either, or not its size line
-        stopped = sized[start + found]
-        assert usual_in_python(stopped, 0, before, after, []) < len(stopped) or line != b"%x\r\n"
+        stopped: list[bytes | int] = [*sized[start + found]]
+        assert usual_in_python(stopped, 0, known, []) < len(stopped) or line != b"%x\r\n"
 
 
 @pytest.mark.parametrize("kind", [Answer, PythonAnswer])
@@ -269,6 +321,6 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
     log = b"".join(map(TIMES.pack, stamps, reads))
     for times in (1, 5):  # few are not counted as many are
         came, lags, useless = arrivals(log * times, sent, offset)
-        assert came.tolist() == wanted * times
-        assert list(lags) == [50_000_000, 0, 0, 0, 0] * times
+        assert list(memoryview(came).cast("q")) == wanted * times
+        assert list(memoryview(lags).cast("i")) == [50_000_000, 0, 0, 0, 0] * times
         assert useless == 4 * times

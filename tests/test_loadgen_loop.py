@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 from hostile import HOST
+from hypothesis import given
+from hypothesis import strategies as st
 from test_loadgen import made_certificate
 
+from kvbench.loadgen.clock import SLACK_NS, measured_offset_ns
 from kvbench.loadgen.compiled import READS
-from kvbench.loadgen.loop import READ_BYTES, READABLE, TIMES, Log, Loop
+from kvbench.loadgen.log import PythonLog, new_log
+from kvbench.loadgen.loop import NEVER_NS, READ_BYTES, READABLE, Loop
 from kvbench.loadgen.wire import Connection
 
 DEADLINE_S = 10.0
@@ -29,7 +33,7 @@ class Owner:
     """Keeps what it is told, and does something about it."""
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        self.log = Log()
+        self.log = new_log()
         self.told: list[bytes | OSError] = []
         self._then = then
 
@@ -39,11 +43,17 @@ class Owner:
 
     @property
     def data(self) -> bytes:
-        return b"".join(self.log.reads)
+        assert not any(isinstance(read, int) for read in self.log.reads)
+        return b"".join(self.log.reads)  # type: ignore[arg-type]
 
-    @property
-    def times(self) -> list[tuple[int, int, int]]:
-        return list(struct.iter_unpack("=qqq", self.log.times))
+    def take(self, since_ns: int = 0) -> tuple[list[int], list[int], int]:
+        """When the bytes of all reads came and when they were read, and how many stamps were of no use."""
+        _, came, lags, useless = self.log.take(10**6, since_ns, measured_offset_ns())
+        came_ns = list(memoryview(came).cast("q"))
+        lags_ns = list(memoryview(lags).cast("i"))
+        assert len(came_ns) == len(lags_ns)
+        assert not self.log
+        return came_ns, [each + lag for each, lag in zip(came_ns, lags_ns, strict=True)], useless
 
 
 class Sockets:
@@ -106,8 +116,9 @@ def test_each_read_is_logged_with_its_times_and_not_told_of(sockets: Sockets) ->
         theirs.sendall(USUAL)
         sockets.turn_until(lambda count=count: len(owner.log.reads) == count)
     assert owner.log.reads == [USUAL] * 3
-    assert len(owner.log.times) == 3 * TIMES.size
-    times = [before, *(each[2] for each in owner.times), time.monotonic_ns()]
+    _, read_ns, _ = owner.take()
+    times = [before, *read_ns, time.monotonic_ns()]
+    assert len(times) == 5
     assert times == sorted(times)
     assert owner.told == []
 
@@ -117,17 +128,17 @@ def test_the_kernels_stamp_is_kept(sockets: Sockets) -> None:
     connection, theirs = sockets.streamed(owner)
     if not connection._stamping:
         pytest.skip("this kernel takes no stamps")
-    before = time.time_ns()
     # It begins to take stamps some time after it was asked to.
-    deadline = time.monotonic() + DEADLINE_S
-    while not (owner.times and owner.times[-1][0]):
+    deadline, useless = time.monotonic() + DEADLINE_S, 1
+    while useless:
         assert time.monotonic() < deadline
-        count = len(owner.log.reads)
+        sent = time.monotonic_ns()
         theirs.sendall(USUAL)
-        sockets.turn_until(lambda count=count: len(owner.log.reads) > count)
-    seconds, nanoseconds, _ = owner.times[-1]
-    assert before <= seconds * 10**9 + nanoseconds <= time.time_ns()
-    assert all(each[:2] == (0, 0) for each in owner.times[:-1])
+        time.sleep(0.002)  # so that the stamp is told from the time of the read
+        read_from = time.monotonic_ns()
+        sockets.turn_until(lambda: len(owner.log) > 0)
+        (came,), (read,), useless = owner.take(sent)
+        assert useless or sent - SLACK_NS <= came < read_from <= read
 
 
 def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
@@ -147,8 +158,8 @@ def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
         theirs.sendall(USUAL)
         sockets.turn_until(lambda: bool(owner.log.reads))
         sockets.loop.unwatch(connection.fd)
-    assert owner.times[0][:2] == (0, 0)
-    assert owner.times[0][2] > 0
+    (came,), (read,), useless = owner.take()
+    assert (came, useless) == (read, 1)
 
 
 @pytest.mark.parametrize("data", [b"x", b"\n\r\n", b"0\r\n\r\n", USUAL + b"0\r\n\r\n", b"\0" * 100])
@@ -210,7 +221,7 @@ def test_more_than_one_buffer_comes_whole(sockets: Sockets) -> None:
     sockets.turn_until(lambda: len(owner.data) == len(data))
     assert owner.data == data
     assert max(map(len, owner.log.reads)) == READ_BYTES
-    assert len(owner.times) == len(owner.log.reads)
+    assert len(owner.log) == len(owner.log.reads)
 
 
 def test_what_lies_there_before_the_stream_is_read_too(sockets: Sockets) -> None:
@@ -344,7 +355,8 @@ def test_tls_is_read_in_python_whichever_way_is_used(sockets: Sockets, tmp_path:
     secured.sendall(data)
     sockets.turn_until(lambda: len(owner.data) == len(data))
     assert owner.data == data
-    assert all(each[:2] == (0, 0) for each in owner.times)
+    reads = len(owner.log)
+    assert owner.take()[2] == reads
     sockets.loop.unwatch(connection.fd)
     connection.close()
 
@@ -364,24 +376,95 @@ def test_the_compiled_way_can_be_refused() -> None:
         assert done.stdout.strip() == wanted, done.stderr
 
 
-@pytest.mark.skipif(READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused")
-def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
-    ours, theirs = socket.socketpair()
-    loop = Loop(READS)
-    with ours, theirs:
-        ours.setblocking(False)
-        loop.watch(ours.fileno(), READABLE, lambda _event: None)
-        theirs.sendall(b"x")
-        epoll_fd = loop._epoll.fileno()
-        for stream in (None, (), ([], [], None), (b"", bytearray(), None)):
-            with pytest.raises(TypeError):
-                READS.turn(epoll_fd, 0, 64, 0, {ours.fileno(): stream}, [], [])
-        with pytest.raises(TypeError):
-            READS.turn(epoll_fd, 0, 64, 0, {}, [])
-        with pytest.raises(OSError, match="Bad file"):
-            READS.turn(-1, 0, 64, 0, {}, [], [])
-        with pytest.raises(TypeError):
-            READS.usual((), 0, {}, b"", [])
-        with pytest.raises(ValueError, match="start"):
-            READS.usual([], -1, {}, b"", [])
+compiled_only = pytest.mark.skipif(
+    READS is None, reason="kvbench.loadgen._reads was not compiled, or is refused"
+)
+BEGIN, AFTER = b'data: {"choices":[{"text":"', b'"}]}\n\n\r\n'
+
+
+def token(text: bytes) -> bytes:
+    event = BEGIN + text + AFTER[:-2]
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+@compiled_only
+def test_chunks_as_expected_are_counted_and_others_kept() -> None:
+    loop = Sockets(READS)
+    owner = Owner()
+    _, theirs = loop.streamed(owner)
+
+    def sent(*reads: bytes) -> list[bytes | int]:
+        owner.log.take(100, 0, 0)
+        for count, read in enumerate(reads, 1):
+            theirs.sendall(read)
+            loop.turn_until(lambda count=count: len(owner.log) == count)
+        return owner.log.reads
+
+    usual, odd = token(b" word"), token(b"a quote \\" + b'" in it')
+    assert sent(usual) == [usual]  # nothing is expected yet
+    owner.log.expect(BEGIN, AFTER)
+    assert sent(usual, token(b""), usual + token(b"~ ~")) == [1, 1, 2]
+    assert owner.log.held < 100
+    assert sent(usual, odd, usual) == [1, odd, usual]  # after another read nothing is expected any more
+    for other in (
+        usual[:-1],
+        usual + b"0\r\n\r\n",
+        usual.upper(),
+        token(b"\x7f"),
+        b"0" + usual[1:],
+        odd + usual,
+    ):
+        owner.log.expect(BEGIN, AFTER)
+        assert sent(other) == [other]
     loop.close()
+
+
+@compiled_only
+@given(
+    st.lists(
+        st.tuples(
+            st.binary(min_size=1, max_size=40),
+            st.sampled_from([0, 10**18, 10**18 + 5 * 10**6, 10**18 - 10**7, 2 * 10**18]),
+            st.integers(0, 10**7),
+        ),
+        max_size=20,
+    ),
+    st.lists(st.integers(0, 9), max_size=5),
+)
+def test_the_two_logs_say_the_same(reads: list[tuple[bytes, int, int]], takes: list[int]) -> None:
+    compiled, python = READS.Log(), PythonLog()
+    for data, real_ns, later_ns in reads:
+        stamp = struct.pack("=6q", *divmod(real_ns, 10**9), 0, 0, 0, 0)
+        for log in (compiled, python):
+            log.add(data, stamp, 10**15 + later_ns)
+    for most in [*takes, 100]:
+        assert compiled.reads == python.reads
+        assert len(compiled) == len(python)
+        assert (compiled.held > 0) == (python.held > 0)
+        sent_ns, offset_ns = 10**15, 10**18 - 10**15
+        assert compiled.take(most, sent_ns, offset_ns) == python.take(most, sent_ns, offset_ns)
+
+
+@compiled_only
+def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
+    streams, log = READS.Streams(), READS.Log()
+    with pytest.raises(TypeError):
+        streams.add(5, PythonLog(), None)
+    with pytest.raises(ValueError, match="descriptor -1"):
+        streams.add(-1, log, None)
+    with pytest.raises(TypeError):
+        streams.turn(-1, 0, 64, 0, [])
+    with pytest.raises(OSError, match="Bad file"):
+        streams.turn(-1, 0, 64, NEVER_NS, [], [])
+    streams.remove(5)  # which is not there
+    with pytest.raises(ValueError, match="a stamp of 3 bytes"):
+        log.add(b"x", b"abc", 0)
+    with pytest.raises(TypeError):
+        log.add("x", bytes(48), 0)
+    with pytest.raises(ValueError, match="two line feeds"):
+        log.expect(b"data: ", b"}")
+    assert log.take(-1, 0, 0) == ([], b"", b"", 0)
+    with pytest.raises(TypeError):
+        READS.usual((), 0, b"", b"", [])
+    with pytest.raises(ValueError, match="start"):
+        READS.usual([], -1, b"", b"", [])

@@ -1,15 +1,29 @@
 from typing import Any
 
-def turn(
-    epoll_fd: int,
-    timeout_ms: int,
-    most: int,
-    until_ns: int,
-    streams: dict[int, tuple[list[bytes], bytearray, Any]],
-    noticed: list[tuple[Any, bytes | OSError]],
-    others: list[tuple[int, int]],
-    /,
-) -> int: ...
-def usual(
-    reads: list[bytes], start: int, before: dict[int, bytes], after: bytes, counts: list[int], /
-) -> int: ...
+from kvbench.loadgen.log import Taken
+
+class Log:
+    @property
+    def reads(self) -> list[bytes | int]: ...
+    @property
+    def held(self) -> int: ...
+    def add(self, data: bytes, stamp: bytes, read_ns: int, /) -> None: ...
+    def expect(self, begin: bytes, after: bytes, /) -> None: ...
+    def take(self, most: int, sent_ns: int, offset_ns: int, /) -> Taken: ...
+    def __len__(self) -> int: ...
+
+class Streams:
+    def add(self, fd: int, log: Log, owner: Any, /) -> None: ...
+    def remove(self, fd: int, /) -> None: ...
+    def turn(
+        self,
+        epoll_fd: int,
+        timeout_ms: int,
+        most: int,
+        until_ns: int,
+        noticed: list[tuple[Any, bytes | OSError]],
+        others: list[tuple[int, int]],
+        /,
+    ) -> int: ...
+
+def usual(reads: list[bytes | int], start: int, begin: bytes, after: bytes, counts: list[int], /) -> int: ...

@@ -10,17 +10,17 @@ Both ways give the same result.
 from __future__ import annotations
 
 from array import array
-from typing import Any, Final
+from itertools import chain, repeat
+from typing import Any, Final, cast
 
 import httptools
-import numpy as np
 
-from kvbench.loadgen.clock import Nanoseconds
 from kvbench.loadgen.known import EVENT_END, Known, UnusualError, usual
 from kvbench.loadgen.stream import StreamReader
 
 MAX_HEAD_BYTES: Final = 1 << 20
 """Of an answer, interim ones included. A read may bring body with it, so it is far above any real head."""
+HEAD_END: Final = b"\r\n\r\n"
 KEPT_BODY_BYTES: Final = 1_000_000
 """Of a body that is no stream, for what it says of an error."""
 
@@ -50,6 +50,7 @@ class Answer:
         "surplus",
         "until_close",
     )
+
     usual = staticmethod(usual)
 
     def __init__(self, body_limit: int = 0) -> None:
@@ -72,15 +73,31 @@ class Answer:
         self.malformed = ""
         self.first_body_ns: int | None = None
 
-    def take(self, reads: list[bytes], stamps: Nanoseconds) -> None:
-        """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``."""
+    def take(self, reads: list[bytes | int], stamps: memoryview) -> None:
+        """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
+
+        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64.
+        """
         position = 0
         while position < len(reads):
             if self._regular():
                 position += self._take_regular(reads[position:], stamps[position:])
             if position < len(reads):
-                self._feed(reads[position], int(stamps[position]))
-                position += 1
+                read, stamp = reads[position], stamps[position]
+                assert isinstance(read, bytes)
+                end = 0 if self.head_seen else read.find(HEAD_END) + len(HEAD_END)
+                if len(HEAD_END) <= end < len(read):
+                    # What comes with the head may be the first of the usual chunks.
+                    self._feed(read[:end], stamp)
+                    reads[position] = read[end:]
+                else:
+                    self._feed(read, stamp)
+                    position += 1
+
+    def expected(self) -> tuple[bytes, bytes] | None:
+        """If the next byte begins a chunk: what stood around the text of those before, once known."""
+        known = self._known
+        return (known.begin, known.after) if known.begin and self._regular() else None
 
     def closed(self) -> None:
         """The connection was closed in order: the end of an answer without a length."""
@@ -97,16 +114,16 @@ class Answer:
         """Whether the next byte begins a chunk of an event stream, and an event."""
         return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
 
-    def _take_regular(self, reads: list[bytes], stamps: Nanoseconds) -> int:
+    def _take_regular(self, reads: list[bytes | int], stamps: memoryview) -> int:
         """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
         known, position = self._known, 0
         tokens: list[int] = []
         try:
             while position < len(reads) and known.end is None:
-                plain = self.usual(reads, position, known.before, known.after, tokens)
+                plain = self.usual(reads, position, known, tokens)
                 position += plain
                 if not plain:
-                    tokens.append(known[reads[position]])
+                    tokens.append(known[reads[position]])  # type: ignore[index]
                     position += 1
         except UnusualError:
             pass
@@ -116,14 +133,15 @@ class Answer:
         if not count:
             return 0
         if self.first_body_ns is None:
-            self.first_body_ns = int(stamps[0])
+            self.first_body_ns = stamps[0]
         when = stamps[:count]
-        if tokens.count(1) < count:
-            when = np.repeat(when, tokens)
         assert isinstance(self.stream.token_stamps, array)
-        self.stream.token_stamps.frombytes(when.tobytes())
-        if not self.stream.token_stamps:
-            chunks = b"".join(reads[:count]).split(EVENT_END)[:-1]
+        if tokens.count(1) == count:
+            self.stream.token_stamps.frombytes(when.tobytes())
+        else:
+            self.stream.token_stamps.extend(chain.from_iterable(map(repeat, when, tokens)))
+        if not self.stream.token_stamps:  # then there was no usual read either
+            chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
             self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
         return count
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import struct
 import time
+from array import array
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-Nanoseconds = NDArray[np.int64]
-
 _TIMESPEC: Final = struct.Struct("=qq")
+TIMES: Final = struct.Struct("=16sq")
+"""Of one read: the kernel's stamp (seconds and nanoseconds of real time, zeros for none), and when it was
+done (``time.monotonic_ns()``)."""
 _TIMES: Final = struct.Struct("=qqq")
-TIMES_BYTES: Final = _TIMES.size
 _NANOSECONDS: Final = np.array([1_000_000_000, 1, 0], np.int64)
 SLACK_NS: Final = 100_000
 """A stamp may be so much before the sending, or after the reading, for the error of comparing two clocks."""
 FEW: Final = 6
+LONGEST_NS: Final = 2**31 - 1
+"""Lags are told in 32 bits."""
 STEP_NS: Final = 100_000
 """Real time that moves so much against monotonic time from one beat to the next has been set."""
 
@@ -57,14 +60,14 @@ def measured_offset_ns() -> int:
     return offset
 
 
-def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[Nanoseconds, Nanoseconds, int]:
+def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[bytes, bytes, int]:
     """When each read's bytes came, how long they lay before they were read, and how many stamps are useless.
 
-    ``times``: three int64 a read, its stamp's seconds and nanoseconds (zeros for none) and when it was read.
-    A stamp that is missing, from before the request was sent, or from after the read, gives way to the
-    read's own time.
+    ``times``: the ``TIMES`` of each read. Told are an int64 (monotonic ns) and an int32 (ns) a read. A stamp
+    that is missing, from before the request was sent, or from after the read, gives way to the read's own
+    time.
     """
-    if len(times) <= FEW * TIMES_BYTES:
+    if len(times) <= FEW * TIMES.size:
         return _few_arrivals(times, sent_ns, offset_ns)
     table = np.frombuffer(times, np.int64).reshape(-1, 3)
     read_ns = table[:, 2]
@@ -73,22 +76,24 @@ def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[Na
     lags_ns = read_ns - came_ns
     # Seldom is any of them wrong, and two minima cost less than the comparisons.
     if np.minimum.reduce(lags_ns) >= 0 and np.minimum.reduce(came_ns) >= sent_ns:
-        return came_ns, lags_ns, 0
+        return came_ns.tobytes(), _lags(lags_ns), 0
     useless = (lags_ns < -SLACK_NS) | (came_ns < sent_ns - SLACK_NS)
     came_ns = np.minimum(np.where(useless, read_ns, came_ns), read_ns)
-    return came_ns, read_ns - came_ns, int(np.count_nonzero(useless))
+    return came_ns.tobytes(), _lags(read_ns - came_ns), int(np.count_nonzero(useless))
 
 
-def _few_arrivals(
-    times: bytes | bytearray, sent_ns: int, offset_ns: int
-) -> tuple[Nanoseconds, Nanoseconds, int]:
+def _lags(lags_ns: NDArray[np.int64]) -> bytes:
+    return np.minimum(lags_ns, LONGEST_NS).astype(np.int32).tobytes()
+
+
+def _few_arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[bytes, bytes, int]:
     """The same without arrays, which cost as much for one read as for fifty."""
-    came, lags, useless = [], [], 0
+    came, lags, useless = array("q"), array("i"), 0
     for seconds, nanoseconds, read_ns in _TIMES.iter_unpack(times):
         came_ns = seconds * 1_000_000_000 + nanoseconds - offset_ns
         if came_ns - read_ns > SLACK_NS or came_ns < sent_ns - SLACK_NS:
             came_ns = read_ns
             useless += 1
         came.append(min(came_ns, read_ns))
-        lags.append(read_ns - came[-1])
-    return np.array(came, np.int64), np.array(lags, np.int64), useless
+        lags.append(min(read_ns - came[-1], LONGEST_NS))
+    return came.tobytes(), lags.tobytes(), useless

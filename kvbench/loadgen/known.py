@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Final
 
 from kvbench.loadgen.compiled import READS
@@ -35,7 +34,7 @@ class Known(dict[bytes, int]):
     def __init__(self, stream: StreamReader) -> None:
         super().__init__()
         self._stream = stream
-        self._begins = b""
+        self.begin = b""
         """An event up to its text, once one was decoded."""
         self.before: dict[int, bytes] = {}
         """The same with the size of its chunk, by the length of a read of nothing else."""
@@ -82,7 +81,7 @@ class Known(dict[bytes, int]):
 
     def _is_known(self, event: bytes) -> bool:
         """Whether it differs from a token event that was decoded in nothing but a plain string."""
-        begins, ends = self._begins, self.after[: -len(EVENT_END)]
+        begins, ends = self.begin, self.after[: -len(EVENT_END)]
         if not begins or len(event) < len(begins) + len(ends):
             return False
         if not event.startswith(begins) or not event.endswith(ends):
@@ -92,7 +91,7 @@ class Known(dict[bytes, int]):
     def _keep_length(self, length: int, size: bytes) -> None:
         """A chunk of this length, whose size line is right, was a known event."""
         if len(self.before) < MAX_LENGTHS:
-            self.before[length + len(EVENT_END)] = size + self._begins
+            self.before[length + len(EVENT_END)] = size + self.begin
 
     def _learn(self, event: bytes) -> None:
         """Keeps what stands around the text of a token event.
@@ -105,22 +104,21 @@ class Known(dict[bytes, int]):
         end = event.find(b'"', start)
         if start < len(_TEXT) or end < 0 or event[start:end].translate(None, _PLAIN):
             return
-        self._begins, self.after = event[:start], event[end:] + EVENT_END
+        self.begin, self.after = event[:start], event[end:] + EVENT_END
         self.before.clear()
 
 
-def usual_in_python(
-    reads: list[bytes], start: int, before: dict[int, bytes], after: bytes, counts: list[int]
-) -> int:
+def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
     """How many reads, from ``start`` on, are chunks whose texts alone are new.
 
     ``counts`` gets how many chunks are in each. A chunk is ``before[len(chunk)]``, then characters that JSON
     does not escape, then ``after``; the two always fit into a chunk of that length. This way takes one chunk
     a read, the compiled one any number.
     """
-    tail = -len(after)
+    before, after, tail = known.before, known.after, -len(known.after)
     for place in range(start, len(reads)):
         read = reads[place]
+        assert isinstance(read, bytes)
         begins = before.get(len(read))
         if (
             begins is None
@@ -133,6 +131,10 @@ def usual_in_python(
     return len(reads) - start
 
 
-usual: Final[Callable[[list[bytes], int, dict[int, bytes], bytes, list[int]], int]] = (
-    usual_in_python if READS is None else READS.usual
-)
+def _usual_compiled(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
+    """The same in C; reads that were found so as they came are numbers already."""
+    count: int = READS.usual(reads, start, known.begin, known.after, counts)
+    return count
+
+
+usual: Final = usual_in_python if READS is None else _usual_compiled

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvbench.core.records import RequestError
 from kvbench.loadgen.answer import Answer
-from kvbench.loadgen.clock import SLACK_NS, TIMES_BYTES, arrivals
-from kvbench.loadgen.loop import TIMES, Log
+from kvbench.loadgen.clock import SLACK_NS
+from kvbench.loadgen.log import Log, new_log
 from kvbench.loadgen.pool import Pool
 from kvbench.loadgen.wire import Connection
 
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
     from kvbench.loadgen.exchange import Exchange
 
 READS_AT_ONCE: Final = 256
-"""Reads taken in one go: about 0.2 ms."""
+"""Reads taken in one go: about 0.2 ms where each has to be looked into."""
 _ID_BITS: Final = 0xFFFFFFFF
-_CHUNKED: Final = re.compile(
-    rb"HTTP/1\.1 200 [^\r\n]*\r\n(?:[^\r\n]+\r\n)*?transfer-encoding: ?chunked\r\n", re.IGNORECASE
-)
 
 
 class Leg:
@@ -54,7 +50,7 @@ class Leg:
         self.pool = pool
         self.answer = Answer(body_limit)
         self.urgent = body_limit > 0
-        self.log = Log()
+        self.log: Log = new_log()
         self.queued = self.ended = self.done = False
         self.sent_s: float | None = None
         self.sent_ns = 0
@@ -119,36 +115,23 @@ class Leg:
             self.exchange.trial.take_soon(self)
 
     def first_token_ns(self) -> int | None:
-        """When the first token came, as far as that shows without taking in; None if it does not show.
-
-        It shows in a stream in chunks, whose end cannot come unnoticed. All else must be taken in first.
-        """
+        """When the first token came; None if none has been taken in."""
         tokens = self.answer.stream.token_stamps
-        if tokens:
-            return tokens[0]
-        reads = self.log.reads
-        if reads and not self.answer.head_seen and _CHUNKED.match(reads[0]):
-            for place, data in enumerate(reads):
-                if b'"choices":[{' in data:
-                    return int(TIMES.unpack_from(self.log.times, place * TIMES_BYTES)[1])
-        return None
+        return tokens[0] if tokens else None
 
     def take(self) -> bool:
         """Takes in some of what was read; returns whether there is more."""
-        if self.ended:
+        log = self.log
+        if self.ended or not log:
             return False
-        reads, times = self.log.reads, self.log.times
-        if not reads:
-            return False
-        part, part_times = reads[:READS_AT_ONCE], times[: READS_AT_ONCE * TIMES_BYTES]
-        del reads[:READS_AT_ONCE], times[: READS_AT_ONCE * TIMES_BYTES]
         trial, answer = self.exchange.trial, self.answer
-        stamps, lags, useless = arrivals(part_times, self.sent_ns, trial.clock.offset_ns)
-        trial.figures.read(lags, useless)
+        reads, came_ns, lags_ns, useless = log.take(READS_AT_ONCE, self.sent_ns, trial.clock.offset_ns)
+        trial.figures.read(lags_ns, useless)
+        stamps = memoryview(came_ns).cast("q")
         self.reads += len(stamps)
-        self.last_ns = int(stamps[-1])
+        self.last_ns = stamps[-1]
         self.fallbacks += useless
-        answer.take(part, stamps)
+        answer.take(reads, stamps)
         if answer.complete:
             self._finish()
         elif answer.malformed:
@@ -157,7 +140,9 @@ class Leg:
             # Its end does not show in its bytes.
             self.urgent = True
             trial.watch_closely(self)
-        return bool(reads) and not self.ended
+        elif not log and (expected := answer.expected()) is not None:
+            log.expect(*expected)
+        return bool(log) and not self.ended
 
     def take_all(self) -> None:
         while self.take():
@@ -182,7 +167,7 @@ class Leg:
         assert connection is not None
         self.done = True
         self._end()
-        if answer.keep_alive and not answer.surplus and not self.log.reads and not connection.unsent:
+        if answer.keep_alive and not answer.surplus and not self.log and not connection.unsent:
             connection.last_used = self.exchange.trial.monotonic()
             self.pool.release(connection)
         else:
@@ -205,7 +190,7 @@ class Leg:
     def release(self) -> None:
         """After the record was made: breaks the circle with the exchange, as nothing collects it."""
         del self.exchange
-        self.log = Log()
+        self.log = new_log()
 
     def _end(self) -> None:
         self.ended = True

@@ -36,9 +36,9 @@ SLICE_S: Final = 0.0002
 """So long are answers taken in between two turns of the loop."""
 SLICES_APART_S: Final = 0.002
 """However much there is to read, some answers are taken in after so long."""
-PENDING_READS: Final = 16_000
-"""With more reads than that lying about (6 MB), streams are taken in before their end."""
-LOOK_BEATS: Final = 10
+PENDING_BYTES: Final = 6_000_000
+"""With more than that lying about, streams are taken in before their end."""
+LOOK_BEATS: Final = 20
 """Beats between two looks at how many there are."""
 
 
@@ -251,24 +251,25 @@ class Trial:
         """First tokens, and ends that the loop's hot path has not noticed."""
         for exchange in list(self._waiting):
             leg = exchange.stream
-            if leg is not None and leg.log.reads and not self._first_token(exchange, leg):
+            if leg is not None and leg.log:
                 self.take_soon(leg)
         for leg in [leg for leg in self._close if leg.ended]:
             self._close.discard(leg)
         for leg in self._close:
-            if leg.log.reads:
+            if leg.log:
                 self.take_soon(leg)
 
     def _take_in_early(self) -> None:
-        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log.reads]
-        excess = sum(len(leg.log.reads) for leg in legs) - PENDING_READS
-        self._behind = excess > PENDING_READS
+        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log]
+        excess = sum(leg.log.held for leg in legs) - PENDING_BYTES
+        self._behind = excess > PENDING_BYTES
         if excess > 0:
-            average = (excess + PENDING_READS) / len(legs)
+            average = (excess + PENDING_BYTES) / len(legs)
             for leg in legs:
-                if len(leg.log.reads) >= average:
+                held = leg.log.held
+                if held >= average:
                     self.take_soon(leg)
-                    excess -= len(leg.log.reads)
+                    excess -= held
                     if excess <= 0:
                         break
 

@@ -11,14 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.loadgen.clock import Nanoseconds
 from kvbench.loadgen.compiled import WAY
 
 BEAT_S: Final = 0.01
 STALL_S: Final = 0.005
 """A beat that is late by more is a stall of the loop."""
-LAGS_AT_ONCE: Final = 256
-_LONGEST_NS: Final = 2**31 - 1
 
 
 class Figures:
@@ -29,7 +26,6 @@ class Figures:
         self.fallbacks = 0
         self.chunks = 0
         self._chunk_lags_ns = array("i")
-        self._new_lags_ns: list[Nanoseconds] = []
         self._send_lags_s = array("d")
         self._beat_lags_s = array("d")
         self._worst_s = 0.0
@@ -55,19 +51,10 @@ class Figures:
         self._send_lags_s.append(lag_s)
         self._worst_s = max(self._worst_s, lag_s)
 
-    def read(self, lags_ns: Nanoseconds, fallbacks: int) -> None:
-        """Some reads: how long after the kernel had the bytes, and how many of them it did not stamp."""
-        self._new_lags_ns.append(lags_ns)
+    def read(self, lags_ns: bytes, fallbacks: int) -> None:
+        """Some reads: how long after the kernel had the bytes (int32 each), and how many it did not stamp."""
+        self._chunk_lags_ns.frombytes(lags_ns)
         self.fallbacks += fallbacks
-        if len(self._new_lags_ns) >= LAGS_AT_ONCE:
-            self._put_together()
-
-    def _put_together(self) -> None:
-        """Keeps the lags in half the memory."""
-        if self._new_lags_ns:
-            lags_ns = np.minimum(np.concatenate(self._new_lags_ns), _LONGEST_NS)
-            self._chunk_lags_ns.frombytes(lags_ns.astype(np.int32).tobytes())
-            self._new_lags_ns.clear()
 
     def worst_ms(self) -> float:
         """The largest lag since this was last asked."""
@@ -76,7 +63,6 @@ class Figures:
 
     def to_json(self) -> dict[str, Any]:
         """Lags in milliseconds, CPU and run-queue wait as shares of the time since ``begin``."""
-        self._put_together()
         wall_s = max(time.monotonic() - self._began, 1e-9)
         cpu_s = time.process_time() - self._cpu
         reads = len(self._chunk_lags_ns)
