@@ -9,7 +9,9 @@ import struct
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_loadgen import made_certificate
 
-from kvbench.loadgen.clock import SLACK_NS, measured_offset_ns
+from kvbench.loadgen.clock import SLACK_NS, gaps_in_python, measured_offset_ns
 from kvbench.loadgen.compiled import READS
 from kvbench.loadgen.log import PythonLog, new_log
 from kvbench.loadgen.loop import NEVER_NS, READ_BYTES, READABLE, Loop
@@ -446,6 +448,12 @@ def test_the_two_logs_say_the_same(reads: list[tuple[bytes, int, int]], takes: l
 
 
 @compiled_only
+@given(st.lists(st.integers(0, 10**12), max_size=40).map(lambda gaps: list(accumulate(gaps, initial=10**15))))
+def test_gaps_are_told_alike(stamps: list[int]) -> None:
+    assert READS.gaps(array("q", stamps)) == gaps_in_python(array("q", stamps))
+
+
+@compiled_only
 def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
     streams, log = READS.Streams(), READS.Log()
     with pytest.raises(TypeError):
@@ -464,6 +472,9 @@ def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="two line feeds"):
         log.expect(b"data: ", b"}")
     assert log.take(-1, 0, 0) == ([], b"", b"", 0)
+    assert READS.gaps(array("q")) == READS.gaps(array("q", [5])) == b""
+    with pytest.raises(OSError, match="Bad file"):
+        READS.set_timer(-1, 1)
     with pytest.raises(TypeError):
         READS.usual((), 0, b"", b"", [])
     with pytest.raises(ValueError, match="start"):

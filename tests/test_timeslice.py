@@ -28,3 +28,12 @@ def test_the_kernel_takes_the_call_and_grants_the_slice_where_it_knows_it() -> N
     major, minor = (int(part) for part in platform.release().split(".")[:2])
     if slices and (major, minor) >= (6, 12) and Path("/proc/self/sched").exists():
         assert float(slices[0]) == pytest.approx(100_000, rel=0.01)
+
+
+def test_sleeps_end_without_slack() -> None:
+    ask = "from kvbench.timeslice import sleep_exactly; print(sleep_exactly())"
+    tell = "import ctypes; print(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))"  # PR_GET_TIMERSLACK
+    done = subprocess.run(
+        [sys.executable, "-c", f"{ask}\n{tell}"], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split() == ["True", "1"], done.stderr

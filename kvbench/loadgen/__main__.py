@@ -23,7 +23,7 @@ from kvbench.loadgen.trial import Begin, Trial
 from kvbench.loadgen.wire import Server
 from kvbench.spawned import parse_spec, read_spec
 from kvbench.spawned import tell as tell_error
-from kvbench.timeslice import shorten_slice
+from kvbench.timeslice import shorten_slice, sleep_exactly
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ def told_spec() -> LoadSpec | None:
 
 def main(argv: Sequence[str]) -> int:
     shorten_slice()
+    sleep_exactly()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

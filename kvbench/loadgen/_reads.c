@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 #include <time.h>
 
 #define MOST_EVENTS 256
@@ -574,6 +575,47 @@ usual(PyObject *module, PyObject *arguments)
     return PyLong_FromSsize_t(index - start);
 }
 
+/* times */
+
+PyDoc_STRVAR(gaps_doc,
+"gaps(stamps) -> bytes\n\n"
+"The seconds (float each) from each of the stamps (int64 each, ns) to the next.");
+
+static PyObject *
+gaps(PyObject *module, PyObject *argument)
+{
+    Py_buffer stamps;
+    if (PyObject_GetBuffer(argument, &stamps, PyBUF_SIMPLE) < 0)
+        return NULL;
+    Py_ssize_t count = stamps.len / (Py_ssize_t)sizeof(int64_t) - 1;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count > 0 ? count * sizeof(float) : 0);
+    for (Py_ssize_t index = 0; found != NULL && index < count; index++) {
+        int64_t pair[2];
+        memcpy(pair, (char *)stamps.buf + index * sizeof *pair, sizeof pair);
+        float gap_s = (float)((double)(pair[1] - pair[0]) / 1e9);
+        memcpy(PyBytes_AS_STRING(found) + index * sizeof gap_s, &gap_s, sizeof gap_s);
+    }
+    PyBuffer_Release(&stamps);
+    return found;
+}
+
+PyDoc_STRVAR(set_timer_doc,
+"set_timer(fd, at_ns) -> None\n\n"
+"The timerfd fires once, at that time of its clock, at once if it has passed; zero disarms it.");
+
+static PyObject *
+set_timer(PyObject *module, PyObject *arguments)
+{
+    int fd;
+    long long at_ns;
+    if (!PyArg_ParseTuple(arguments, "iL", &fd, &at_ns))
+        return NULL;
+    struct itimerspec wanted = {.it_value = {at_ns / 1000000000, at_ns % 1000000000}};
+    if (timerfd_settime(fd, TFD_TIMER_ABSTIME, &wanted, NULL) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
 /* the module */
 
 static PyMethodDef log_methods[] = {
@@ -630,6 +672,8 @@ static PyType_Spec streams_spec = {
 };
 
 static PyMethodDef methods[] = {
+    {"gaps", gaps, METH_O, gaps_doc},
+    {"set_timer", set_timer, METH_VARARGS, set_timer_doc},
     {"usual", usual, METH_VARARGS, usual_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -134,12 +134,13 @@ class Answer:
             return 0
         if self.first_body_ns is None:
             self.first_body_ns = stamps[0]
-        when = stamps[:count]
+        # The usage and the end mark come behind all tokens, and mostly in a read without one.
+        with_tokens = count if tokens[-1] else count - 1
         assert isinstance(self.stream.token_stamps, array)
-        if tokens.count(1) == count:
-            self.stream.token_stamps.frombytes(when.tobytes())
+        if tokens.count(1) == with_tokens:
+            self.stream.token_stamps.frombytes(stamps[:with_tokens].tobytes())
         else:
-            self.stream.token_stamps.extend(chain.from_iterable(map(repeat, when, tokens)))
+            self.stream.token_stamps.extend(chain.from_iterable(map(repeat, stamps[:count], tokens)))
         if not self.stream.token_stamps:  # then there was no usual read either
             chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
             self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))

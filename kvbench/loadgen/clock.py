@@ -10,6 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.loadgen.compiled import READS
+
 _TIMESPEC: Final = struct.Struct("=qq")
 TIMES: Final = struct.Struct("=16sq")
 """Of one read: the kernel's stamp (seconds and nanoseconds of real time, zeros for none), and when it was
@@ -97,3 +99,12 @@ def _few_arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tup
         came.append(min(came_ns, read_ns))
         lags.append(min(read_ns - came[-1], LONGEST_NS))
     return came.tobytes(), lags.tobytes(), useless
+
+
+def gaps_in_python(stamps: array[int]) -> bytes:
+    """The seconds (32-bit floats) from each of the stamps (int64, ns) to the next."""
+    times_ns = np.frombuffer(stamps, np.int64)
+    return ((times_ns[1:] - times_ns[:-1]) / 1e9).astype(np.float32).tobytes()
+
+
+gaps: Final = gaps_in_python if READS is None else READS.gaps

@@ -5,10 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvbench.core.records import ROUTER_TIMES, RequestError, RequestRecord, timing_header
 from kvbench.loadgen.answer import Answer
+from kvbench.loadgen.clock import gaps
 from kvbench.loadgen.leg import Leg
 from kvbench.loadgen.plan import PlannedRequest
 from kvbench.loadgen.stream import clipped, whole_body_error
@@ -20,6 +19,8 @@ DECIMALS: Final = 7
 """Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
 
 Failure = tuple[RequestError, str]
+
+_TIMING_HEADERS: Final = {name: timing_header(name) for name in ROUTER_TIMES}
 
 
 class Exchange:
@@ -119,15 +120,15 @@ class Exchange:
         if tokens and answer.status == 200:
             record.first_token_s = relative_s(tokens[0], start_ns)
             record.last_token_s = relative_s(tokens[-1], start_ns)
-            stamps = np.array(tokens, np.int64)
-            record.itl_s = array("f", ((stamps[1:] - stamps[:-1]) / 1e9).astype(np.float32).tobytes())
+            assert isinstance(tokens, array)
+            record.itl_s = array("f", gaps(tokens))
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 
     def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:
         """The router's times, if it told them and its clock is ours: within this request's first token."""
         times = {}
-        for name in ROUTER_TIMES:
-            value = headers.get(timing_header(name))
+        for name, header in _TIMING_HEADERS.items():
+            value = headers.get(header)
             if value is not None:
                 try:
                     times[name] = float(value)

@@ -13,6 +13,8 @@ MAX_DETAIL_CHARS: Final = 300
 MAX_EVENT_BYTES: Final = 8 << 20
 """Of one event that has not ended. One of 10,000 tokens with their logprobs has a quarter of that."""
 MAX_EVENT_LINES: Final = 100_000
+_DECODE: Final = json.JSONDecoder().decode
+"""As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -102,7 +104,7 @@ class StreamReader:
             self.done = True
             return False
         try:
-            event = json.loads(data)
+            event = _DECODE(data.decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             self._fail("bad_stream", b"not JSON: " + data)
             return False

@@ -108,7 +108,7 @@ class Trial:
         self.figures.begin()
         self._arm()
         while self._next < len(self._plan) or self._in_flight:
-            events = self.loop.turn(0.0 if self._work else -1.0, self._wake)
+            events = self.loop.turn(0.0 if self._work or self._busy else -1.0, self._wake)
             self._reads += events
             now = time.monotonic()
             if now >= self._wake:
@@ -120,7 +120,7 @@ class Trial:
             if self._work and (events < EVENTS_AT_ONCE or self._behind or now >= self._next_slice):
                 self._take_slice()
             if self._busy and not self._work and events < EVENTS_AT_ONCE:
-                self._pause(now + PAUSE_S)
+                self._pause()
         duration_s = max(0.0, time.monotonic() - self._start)
         client = {
             **self.figures.to_json(),
@@ -144,8 +144,8 @@ class Trial:
         """After the run: the progress lines that have to be printed before the end event."""
         return self._counts.last_lines(self._state(time.monotonic()))
 
-    def _pause(self, until: float) -> None:
-        left = min(until, self._wake - PAUSE_S) - time.monotonic()
+    def _pause(self) -> None:
+        left = min(PAUSE_S, self._wake - time.monotonic())
         if left > SHORTEST_S:
             time.sleep(left)
 
@@ -160,7 +160,8 @@ class Trial:
                 self._due, self._wake = scheduled, scheduled - self._early_s
             if self._ahead is None:
                 self._ahead = self._begin(self, request, scheduled)
-        self._alarm.set(self._wake)
+        if not self._busy:
+            self._alarm.set(self._wake)
 
     def _on_time(self, stop: Stop) -> None:
         plan, start = self._plan, self._start
@@ -197,7 +198,10 @@ class Trial:
             self._next_beat += BEAT_S
         self._beats += 1
         # An urgent answer is waited for, and without stamps of the kernel's every delay would be measured.
+        was_busy = self._busy
         self._busy = self._reads > BUSY_READS and not self._close and not self.figures.fallbacks
+        if self._busy and not was_busy:
+            self._alarm.clear()  # the pauses are short enough, and a timer costs as much as ten reads
         self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
         self._reads = 0
         if self.clock.stepped():
