@@ -1,12 +1,10 @@
 /* The load generator's hot path, compiled: what costs every chunk.
 
    `Streams.turn` does what the Python way in loop.py does, with the same results, for streams over plain
-   sockets; `Log` keeps what was read as the one in loop.py does, and forgets the bytes of chunks that are known
-   but for their text; `usual` finds such chunks later. The Python ways stay: they are used where this file was
-   not compiled, for TLS, and to check this one against. */
+   sockets; what was read goes to a log (_log.c). The Python ways stay: they are used where this was not
+   compiled, for TLS, and to check this against. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_reads.h"
 
 #include <errno.h>
 #include <string.h>
@@ -19,23 +17,6 @@
 #define READ_BYTES 4096    /* as in loop.py */
 #define STAMP_BYTES 48     /* struct scm_timestamping with timespecs of 64 bits; as in wire.py */
 #define STAMPING 37        /* SCM_TIMESTAMPING, asm-generic/socket.h; as in wire.py */
-#define SLACK_NS 100000    /* as in clock.py */
-#define LONGEST_NS INT32_MAX /* as in clock.py */
-#define KEPT_BYTES 24      /* of a read, besides its bytes: struct times and its place in the list */
-
-/* When a read's bytes came by the kernel's stamp (real time, 0 for none), and when it was done (monotonic). */
-struct times {
-    int64_t stamp_ns, read_ns;
-};
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *reads; /* bytes of a read, or how many chunks as expected it brought */
-    struct times *times;
-    Py_ssize_t count, room; /* of times: as many as reads, and as fit */
-    Py_ssize_t bytes;       /* of the reads that are kept */
-    PyObject *begin, *after; /* what is expected around a chunk's text; NULL: nothing */
-} Log;
 
 /* A stream that is read. */
 struct stream {
@@ -49,258 +30,10 @@ typedef struct {
     struct stream *streams; /* by descriptor; a log of NULL: none */
 } Streams;
 
-static const char USUAL_END[4] = {'\n', '\n', '\r', '\n'};
-
 static PyTypeObject *log_type;
 
 /* One buffer for all: the GIL is held from the reading to the copying. */
 static char buffer[READ_BYTES];
-
-/* chunks that are known but for their text */
-
-static int
-is_plain(const unsigned char *text, const unsigned char *end)
-{
-    for (; text < end; text++)
-        if (*text < 0x20 || *text > 0x7e || *text == '"' || *text == '\\')
-            return 0;
-    return 1;
-}
-
-/* The bytes of the size line that begins at `data`; 0 if it is none of the plain ones, or its chunk is not whole.
-   The chunk's bytes behind the line, with the CRLF at its end, go to `size`. */
-static Py_ssize_t
-size_line(const char *data, const char *end, Py_ssize_t *size)
-{
-    const char *at = data;
-    for (*size = 0; at < end && at < data + 7; at++) {
-        if (*at >= '0' && *at <= '9')
-            *size = *size * 16 + (*at - '0');
-        else if (*at >= 'a' && *at <= 'f')
-            *size = *size * 16 + (*at - 'a' + 10);
-        else
-            break;
-    }
-    if (at == data || end - at < 2 || at[0] != '\r' || at[1] != '\n')
-        return 0;
-    *size += 2;
-    at += 2;
-    return *size <= end - at ? at - data : 0;
-}
-
-/* How many chunks a read brings if each is a size line, `begin`, plain text and `after`; else 0. */
-static long
-usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *after)
-{
-    const char *end = data + bytes;
-    Py_ssize_t begin_size = PyBytes_GET_SIZE(begin), after_size = PyBytes_GET_SIZE(after), size, line;
-    long count = 0;
-    for (; data < end; data += size, count++) {
-        line = size_line(data, end, &size);
-        data += line;
-        if (line == 0 || begin_size + after_size > size || memcmp(data, PyBytes_AS_STRING(begin), begin_size) != 0 ||
-            memcmp(data + size - after_size, PyBytes_AS_STRING(after), after_size) != 0 ||
-            !is_plain((const unsigned char *)data + begin_size, (const unsigned char *)data + size - after_size))
-            return 0;
-    }
-    return count;
-}
-
-/* the log of a stream */
-
-static void
-expect_nothing(Log *self)
-{
-    Py_CLEAR(self->begin);
-    Py_CLEAR(self->after);
-}
-
-/* Adds a read's times. 0, or -1 with an exception. */
-static int
-note_times(Log *self, const struct times *times)
-{
-    if (self->count == self->room) {
-        Py_ssize_t room = self->room > 0 ? 2 * self->room : 32;
-        struct times *more = PyMem_Realloc(self->times, room * sizeof *more);
-        if (more == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        self->times = more;
-        self->room = room;
-    }
-    self->times[self->count++] = *times;
-    return 0;
-}
-
-/* Adds what a read brought, which is given away: bytes, or a number of chunks. 0, or -1 with an exception. */
-static int
-note(Log *self, PyObject *what, const struct times *times)
-{
-    if (what == NULL)
-        return -1;
-    int failed = PyList_Append(self->reads, what) < 0;
-    Py_DECREF(what);
-    if (failed)
-        return -1;
-    if (note_times(self, times) < 0) {
-        PyList_SetSlice(self->reads, self->count, PY_SSIZE_T_MAX, NULL);
-        return -1;
-    }
-    return 0;
-}
-
-PyDoc_STRVAR(log_add_doc,
-"add(data, stamp, read_ns) -> None\n\n"
-"A read, with the kernel's ``struct scm_timestamping`` (or zeros). Nothing is expected any more.");
-
-static PyObject *
-log_add(Log *self, PyObject *arguments)
-{
-    PyObject *data;
-    const char *stamp;
-    Py_ssize_t stamp_bytes;
-    long long read_ns;
-    int64_t timespec[2];
-    if (!PyArg_ParseTuple(arguments, "Sy#L", &data, &stamp, &stamp_bytes, &read_ns))
-        return NULL;
-    if (stamp_bytes < (Py_ssize_t)sizeof timespec)
-        return PyErr_Format(PyExc_ValueError, "a stamp of %zd bytes", stamp_bytes);
-    memcpy(timespec, stamp, sizeof timespec);
-    struct times times = {timespec[0] * 1000000000 + timespec[1], read_ns};
-    expect_nothing(self);
-    if (note(self, Py_NewRef(data), &times) < 0)
-        return NULL;
-    self->bytes += PyBytes_GET_SIZE(data);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(log_expect_doc,
-"expect(begin, after) -> None\n\n"
-"The next byte begins a chunk. A read in which each chunk is ``begin``, characters that JSON does not escape and\n"
-"``after`` is from now on kept as their number alone, until a read comes that is not.");
-
-static PyObject *
-log_expect(Log *self, PyObject *arguments)
-{
-    PyObject *begin, *after;
-    if (!PyArg_ParseTuple(arguments, "SS", &begin, &after))
-        return NULL;
-    Py_ssize_t size = PyBytes_GET_SIZE(after);
-    if (size < 4 || memcmp(PyBytes_AS_STRING(after) + size - 4, USUAL_END, 4) != 0) {
-        PyErr_SetString(PyExc_ValueError, "a chunk of an event ends with two line feeds and CRLF");
-        return NULL;
-    }
-    Py_XSETREF(self->begin, Py_NewRef(begin));
-    Py_XSETREF(self->after, Py_NewRef(after));
-    Py_RETURN_NONE;
-}
-
-/* Takes the first reads off the list. A new list, or NULL with an exception. */
-static PyObject *
-take_reads(Log *self, Py_ssize_t count)
-{
-    PyObject *rest = PyList_GetSlice(self->reads, count, PY_SSIZE_T_MAX), *taken = self->reads;
-    if (rest == NULL)
-        return NULL;
-    if (PyList_SetSlice(taken, count, PY_SSIZE_T_MAX, NULL) < 0) {
-        Py_DECREF(rest);
-        return NULL;
-    }
-    self->reads = rest;
-    for (Py_ssize_t index = 0; index < count; index++)
-        if (PyBytes_Check(PyList_GET_ITEM(taken, index)))
-            self->bytes -= PyBytes_GET_SIZE(PyList_GET_ITEM(taken, index));
-    return taken;
-}
-
-/* clock.py's arrivals: when bytes came (int64 each), how long they lay (int32 each). How many stamps are useless. */
-static long
-arrivals(const struct times *times, Py_ssize_t count, int64_t sent_ns, int64_t offset_ns, char *came, char *lags)
-{
-    long useless = 0;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        int64_t read_ns = times[index].read_ns, came_ns = times[index].stamp_ns - offset_ns;
-        if (came_ns - read_ns > SLACK_NS || came_ns < sent_ns - SLACK_NS) {
-            came_ns = read_ns;
-            useless++;
-        }
-        if (came_ns > read_ns)
-            came_ns = read_ns;
-        int32_t lag_ns = read_ns - came_ns < LONGEST_NS ? (int32_t)(read_ns - came_ns) : LONGEST_NS;
-        memcpy(came + index * sizeof came_ns, &came_ns, sizeof came_ns);
-        memcpy(lags + index * sizeof lag_ns, &lag_ns, sizeof lag_ns);
-    }
-    return useless;
-}
-
-PyDoc_STRVAR(log_take_doc,
-"take(most, sent_ns, offset_ns) -> (reads, came, lags, useless)\n\n"
-"Takes the first reads out, at most so many: bytes, or a number of expected chunks; then as clock.arrivals.");
-
-static PyObject *
-log_take(Log *self, PyObject *arguments)
-{
-    Py_ssize_t count;
-    long long sent_ns, offset_ns;
-    if (!PyArg_ParseTuple(arguments, "nLL", &count, &sent_ns, &offset_ns))
-        return NULL;
-    count = count < 0 ? 0 : count < self->count ? count : self->count;
-    PyObject *came = PyBytes_FromStringAndSize(NULL, count * sizeof(int64_t));
-    PyObject *lags = PyBytes_FromStringAndSize(NULL, count * sizeof(int32_t));
-    PyObject *reads = came != NULL && lags != NULL ? take_reads(self, count) : NULL;
-    if (reads == NULL) {
-        Py_XDECREF(came);
-        Py_XDECREF(lags);
-        return NULL;
-    }
-    long useless =
-        arrivals(self->times, count, sent_ns, offset_ns, PyBytes_AS_STRING(came), PyBytes_AS_STRING(lags));
-    self->count -= count;
-    if (self->count > 0)
-        memmove(self->times, self->times + count, self->count * sizeof *self->times);
-    return Py_BuildValue("NNNl", reads, came, lags, useless);
-}
-
-static PyObject *
-log_reads(Log *self, void *unused)
-{
-    return PyList_GetSlice(self->reads, 0, PY_SSIZE_T_MAX);
-}
-
-static PyObject *
-log_held(Log *self, void *unused)
-{
-    return PyLong_FromSsize_t(self->bytes + self->count * KEPT_BYTES);
-}
-
-static Py_ssize_t
-log_length(Log *self)
-{
-    return self->count;
-}
-
-static PyObject *
-log_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
-{
-    Log *self = (Log *)type->tp_alloc(type, 0);
-    if (self != NULL && (self->reads = PyList_New(0)) == NULL)
-        Py_CLEAR(self);
-    return (PyObject *)self;
-}
-
-static void
-log_dealloc(Log *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    expect_nothing(self);
-    Py_XDECREF(self->reads);
-    PyMem_Free(self->times);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-/* reading */
 
 /* Reads once. The number of bytes, 0 at the end, -1 with errno; the kernel's stamp, or zero for none. */
 static ssize_t
@@ -348,24 +81,14 @@ append_pair(PyObject *list, PyObject *first, PyObject *second)
 static int
 keep(const struct stream *stream, Py_ssize_t count, const struct times *times, PyObject *noticed)
 {
-    Log *log = stream->log;
-    if (log->begin != NULL) {
-        long chunks = usual_chunks(buffer, count, log->begin, log->after);
-        if (chunks > 0)
-            return note(log, PyLong_FromLong(chunks), times);
-        expect_nothing(log);
-    }
-    PyObject *data = PyBytes_FromStringAndSize(buffer, count);
-    if (data == NULL || note(log, Py_NewRef(data), times) < 0) {
-        Py_XDECREF(data);
+    PyObject *kept;
+    if (keep_read(stream->log, buffer, count, times, &kept) < 0)
         return -1;
-    }
-    log->bytes += count;
-    if (count >= 4 && memcmp(buffer + count - 4, USUAL_END, 4) == 0) {
-        Py_DECREF(data);
+    if (kept == NULL || ends_as_usual(buffer, count)) {
+        Py_XDECREF(kept);
         return 0;
     }
-    return append_pair(noticed, stream->owner, data);
+    return append_pair(noticed, stream->owner, kept);
 }
 
 /* Reads a stream that is readable, when, and notes what its owner must hear of. 0, or -1 with an exception. */
@@ -542,39 +265,6 @@ streams_dealloc(Streams *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(usual_doc,
-"usual(reads, start, begin, after, counts) -> int\n\n"
-"How many reads, from `start` on, are chunks whose texts alone are new, each `begin`, then characters that JSON\n"
-"does not escape, then `after`, or have been found so before; how many there are in each goes to `counts`.");
-
-static PyObject *
-usual(PyObject *module, PyObject *arguments)
-{
-    PyObject *reads, *begin, *after, *counts;
-    Py_ssize_t start, index;
-    if (!PyArg_ParseTuple(arguments, "O!nSSO!", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts))
-        return NULL;
-    if (start < 0)
-        return PyErr_Format(PyExc_ValueError, "start is %zd", start);
-    for (index = start; index < PyList_GET_SIZE(reads); index++) {
-        PyObject *read = PyList_GET_ITEM(reads, index), *number;
-        if (PyBytes_Check(read)) {
-            Py_ssize_t known = PyBytes_GET_SIZE(begin);
-            long count = known ? usual_chunks(PyBytes_AS_STRING(read), PyBytes_GET_SIZE(read), begin, after) : 0;
-            if (count == 0)
-                break;
-            number = PyLong_FromLong(count);
-        }
-        else
-            number = Py_NewRef(read);
-        int failed = number == NULL || PyList_Append(counts, number) < 0;
-        Py_XDECREF(number);
-        if (failed)
-            return NULL;
-    }
-    return PyLong_FromSsize_t(index - start);
-}
-
 /* times */
 
 PyDoc_STRVAR(gaps_doc,
@@ -618,36 +308,6 @@ set_timer(PyObject *module, PyObject *arguments)
 
 /* the module */
 
-static PyMethodDef log_methods[] = {
-    {"add", (PyCFunction)log_add, METH_VARARGS, log_add_doc},
-    {"expect", (PyCFunction)log_expect, METH_VARARGS, log_expect_doc},
-    {"take", (PyCFunction)log_take, METH_VARARGS, log_take_doc},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef log_properties[] = {
-    {"reads", (getter)log_reads, NULL, "What was read and not taken, as a new list.", NULL},
-    {"held", (getter)log_held, NULL, "About how many bytes of memory that takes.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot log_slots[] = {
-    {Py_tp_doc, "What was read of a stream, and when; as loop.py's."},
-    {Py_tp_new, log_new},
-    {Py_tp_dealloc, log_dealloc},
-    {Py_tp_methods, log_methods},
-    {Py_tp_getset, log_properties},
-    {Py_sq_length, log_length},
-    {0, NULL},
-};
-
-static PyType_Spec log_spec = {
-    .name = "kvbench.loadgen._reads.Log",
-    .basicsize = sizeof(Log),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = log_slots,
-};
-
 static PyMethodDef streams_methods[] = {
     {"add", (PyCFunction)streams_add, METH_VARARGS, streams_add_doc},
     {"remove", (PyCFunction)streams_remove, METH_O, "remove(fd) -> None: before the descriptor is closed."},
@@ -674,7 +334,6 @@ static PyType_Spec streams_spec = {
 static PyMethodDef methods[] = {
     {"gaps", gaps, METH_O, gaps_doc},
     {"set_timer", set_timer, METH_VARARGS, set_timer_doc},
-    {"usual", usual, METH_VARARGS, usual_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -703,7 +362,8 @@ PyInit__reads(void)
     if (module == NULL)
         return NULL;
     log_type = (PyTypeObject *)add_type(module, &log_spec, "Log");
-    if (log_type == NULL || add_type(module, &streams_spec, "Streams") == NULL)
+    if (log_type == NULL || add_type(module, &streams_spec, "Streams") == NULL ||
+        PyModule_AddFunctions(module, log_functions) < 0)
         Py_CLEAR(module);
     return module;
 }
