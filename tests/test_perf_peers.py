@@ -103,7 +103,7 @@ def test_errors_are_against_the_schedule() -> None:
 
 def test_a_real_run_writes_both_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.perf_peers", "--only", "kvbench,router:kvbench"]
-    command += ["--streams", "4", "--seconds", "1", "--output", str(tmp_path)]
+    command += ["--streams", "4", "--seconds", "1", "--repeats", "2", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((tmp_path / "peers.json").read_text())
@@ -113,7 +113,10 @@ def test_a_real_run_writes_both_files(tmp_path: Path) -> None:
     # Nothing is seen before it was due.
     assert client["errors"]["ttft_p50_ms"] > -0.3
     assert [row["router"] for row in found["routers"]] == ["none", "kvbench"]
-    assert all(row["completed"] == 3 for row in found["routers"])
+    assert all((row["completed"], row["repeats"]) == (6, 2) for row in found["routers"])
+    for row in found["routers"]:
+        least, most = row["added_p50_range_ms"]
+        assert least <= row["added_p50_ms"] <= most
     text = (tmp_path / "peers.md").read_text()
     assert "| kvbench |" in text
     assert "load average" in text.lower()

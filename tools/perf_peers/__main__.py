@@ -7,6 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvbench.yardstick import exact_server
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
 from .environments import make_tokenizer, set_up
-from .report import ClientRow, Report, RouterRow, errors_of, percentile
+from .report import ClientRow, Report, RouterRow, errors_of, percentile, together
 from .routers import ROUTERS, Passage, Router, direct, through
 from .work import FIRST_TOKEN_S, GAP_S, ROOT, START_UP, Cost, Outcome, PeerError, Work, run_command, work_for
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.perf_peers", description=__doc__)
     parser.add_argument("--only", default="", metavar="NAME[,NAME…]", help="of " + ", ".join(names))
     parser.add_argument("--streams", default="50,100,300", metavar="N[,N…]", help="open streams on average")
+    parser.add_argument("--repeats", type=int, default=3, help="of the routers, in turn")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each load lasts")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "results" / "peers", help="folder of the tables"
@@ -55,7 +57,8 @@ def main() -> None:
             say(f"not usable: {name}: {reason}")
         return
     with tempfile.TemporaryDirectory(prefix="kvbench-peers-") as folder:
-        measure(clients, routers, levels, report, Path(folder), options.output)
+        passes = Passes(routers, options.repeats, report, Path(folder), options.output)
+        measure(clients, passes, levels, report, Path(folder), options.output)
     report.machine["load_after"] = load_average()
     report.write(options.output)
     print(report.markdown())
@@ -102,7 +105,7 @@ def prepared(
 
 def measure(
     clients: Sequence[Client],
-    routers: Sequence[Router],
+    passes: Passes,
     levels: Sequence[Work],
     report: Report,
     folder: Path,
@@ -123,29 +126,51 @@ def measure(
                     report.clients.append(row)
                     say(f"{client.name}, {work.streams} streams: TTFT error p50 {row.errors.ttft_p50_ms} ms")
             report.write(output)
-        if routers:
-            _measure_routers(routers, work, report, folder, output)
+        passes.measure(work)
 
 
-def _measure_routers(
-    routers: Sequence[Router], work: Work, report: Report, folder: Path, output: Path
-) -> None:
-    base_ms = 0.0
-    with _listed(f"no router, {work.streams} streams", report):
-        load = os.getloadavg()[0]
-        passage = direct(work, folder / f"direct-{work.streams}", _deadline_s(work))
-        base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
-        report.routers.append(router_row("none", work, passage, base_ms, load))
-    for router in routers:
-        with _listed(f"router {router.name}, {work.streams} streams", report):
+@dataclass
+class Passes:
+    """The routers, measured in turn so often with each level of load, each time beside no router."""
+
+    routers: Sequence[Router]
+    repeats: int
+    report: Report
+    folder: Path
+    output: Path
+
+    def measure(self, work: Work) -> None:
+        if not self.routers:
+            return
+        rows: dict[str, list[RouterRow]] = {}
+        for repeat in range(self.repeats):
+            folder = self.folder / f"routers-{work.streams}-{repeat}"
+            base_ms = self._direct(work, folder, rows)
+            for router in self.routers:
+                if not any(row.overloaded for row in rows.get(router.name, ())):
+                    self._through(router, work, base_ms, folder, rows)
+        self.report.routers += [together(found) for found in rows.values()]
+        self.report.write(self.output)
+
+    def _direct(self, work: Work, folder: Path, rows: dict[str, list[RouterRow]]) -> float:
+        """The median error without a router, in ms."""
+        with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = through(
-                router, work, folder / f"router-{router.name}-{work.streams}", _deadline_s(work)
-            )
+            passage = direct(work, folder / "direct", _deadline_s(work))
+            base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
+            rows.setdefault("none", []).append(router_row("none", work, passage, base_ms, load))
+            return base_ms
+        return 0.0
+
+    def _through(
+        self, router: Router, work: Work, base_ms: float, folder: Path, rows: dict[str, list[RouterRow]]
+    ) -> None:
+        with _listed(f"router {router.name}, {work.streams} streams", self.report):
+            load = os.getloadavg()[0]
+            passage = through(router, work, folder / router.name, _deadline_s(work))
             row = router_row(router.name, work, passage, base_ms, load)
-            report.routers.append(row)
+            rows.setdefault(router.name, []).append(row)
             say(f"router {router.name}, {work.streams} streams: adds p50 {row.added_p50_ms} ms to TTFT")
-        report.write(output)
 
 
 class _listed:  # noqa: N801 - reads as a statement

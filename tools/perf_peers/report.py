@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import numpy as np
 
 from .work import FIRST_TOKEN_S, GAP_S, INPUT_LEN, OUTPUT_LEN, Outcome
 
-SCHEMA = 1
+SCHEMA = 2
+OVERLOADED_MS = 1e3
+MEDIANS = (
+    *("added_p50_ms", "added_p99_ms", "chunks_per_core_s", "cpu_s", "memory_mb"),
+    *("prefill_late_p99_ms", "decode_late_p99_ms", "load_average"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,10 @@ class ClientRow:
 
 @dataclass(frozen=True)
 class RouterRow:
-    """One router with one level of load; "none" is the same load without a router."""
+    """One router with one level of load; "none" is the same load without a router.
+
+    Of several ``repeats`` each figure is the median, but for the requests, which are counted together.
+    """
 
     router: str
     streams: int
@@ -75,6 +84,36 @@ class RouterRow:
     prefill_late_p99_ms: float | None
     decode_late_p99_ms: float | None
     load_average: float
+    repeats: int = 1
+    added_p50_range_ms: tuple[float, float] | None = None
+    """The least and the most of the repeats."""
+
+    @property
+    def overloaded(self) -> bool:
+        """It lost requests, or made the median one wait: to measure that again tells nothing more."""
+        return self.failed > 0 or (self.added_p50_ms or 0.0) > OVERLOADED_MS
+
+
+def together(rows: Sequence[RouterRow]) -> RouterRow:
+    """One row of the repeats of one router with one level of load."""
+    added = [row.added_p50_ms for row in rows if row.added_p50_ms is not None]
+    figures = {each.name: [getattr(row, each.name) for row in rows] for each in fields(RouterRow)}
+    errors = {each.name: [getattr(row.errors, each.name) for row in rows] for each in fields(Errors)}
+    return replace(
+        rows[0],
+        **{name: median(figures[name]) for name in MEDIANS},
+        errors=Errors(**{name: median(values) for name, values in errors.items()}),
+        completed=sum(figures["completed"]),
+        failed=sum(figures["failed"]),
+        repeats=len(rows),
+        added_p50_range_ms=(min(added), max(added)) if added else None,
+    )
+
+
+def median(values: Sequence[Any]) -> Any:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return None if not known else round(statistics.median(known), 3)
 
 
 @dataclass
@@ -120,8 +159,9 @@ class Report:
             "",
             "The routers run between kvbench's load generator and two exact servers, P and D, of "
             f"{1e3 * FIRST_TOKEN_S / 2:g} ms each, with NIXL's dispatch (P first, then D). TTFT added is the "
-            "reported error less the median error of the same load without a router; P's and D's own "
-            "lateness is in it.",
+            "reported error less the median error of the same load without a router, sent just before; P's "
+            "and D's own lateness is in it. Figures are medians of so many repeats in turn, and the least "
+            "and the most p50 of them stand in brackets.",
             "",
             *self._router_lines(),
             "",
@@ -166,6 +206,7 @@ class Report:
         header = (
             "streams",
             "router",
+            "repeats",
             "TTFT added",
             "ITL error",
             "tokens per core-s",
@@ -177,9 +218,10 @@ class Report:
             (
                 f"{row.streams} ({row.rate:.0f}/s)",
                 row.router,
-                _pair(row.added_p50_ms, row.added_p99_ms),
+                f"{row.repeats}",
+                _pair(row.added_p50_ms, row.added_p99_ms) + _range(row.added_p50_range_ms),
                 _pair(row.errors.itl_p50_ms, row.errors.itl_p99_ms),
-                "-" if row.chunks_per_core_s is None else f"{row.chunks_per_core_s:,}",
+                "-" if row.chunks_per_core_s is None else f"{row.chunks_per_core_s:,.0f}",
                 "-" if row.memory_mb is None else f"{row.memory_mb:.0f}",
                 f"{row.completed} / {row.failed}",
                 _pair(row.prefill_late_p99_ms, row.decode_late_p99_ms),
@@ -200,3 +242,7 @@ def _one(value: float | None) -> str:
 
 def _pair(middle: float | None, high: float | None) -> str:
     return "-" if middle is None or high is None else f"{middle:.2f} / {high:.2f}"
+
+
+def _range(values: tuple[float, float] | None) -> str:
+    return "" if values is None else f" ({values[0]:.2f}–{values[1]:.2f})"
