@@ -92,7 +92,7 @@ def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:
             work = hosts.folder / "work" / name
             assert f"{name}: kvbench {__version__} in {work}/venv" in done.stdout.replace("\n", "")
             assert not (work / "wheels").exists()
-            where = [f"{work}/venv/bin/python", "-c", "import kvbench, numpy; print(kvbench.__file__)"]
+            where = [f"{work}/venv/bin/python", "-I", "-c", "import kvbench, numpy; print(kvbench.__file__)"]
             told = subprocess.run(where, cwd="/", capture_output=True, text=True, check=True)
             assert told.stdout.startswith(str(work))
         looked = kvbench("doctor", "--hosts", str(path))
