@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,9 @@ from kvbench.http1.splicing import SPLICE
 pytestmark = pytest.mark.skipif(
     SPLICE is None, reason="kvbench.http1._splice was not compiled, or is refused"
 )
+
+
+DEADLINE_S = 10.0
 
 
 class Way:
@@ -42,10 +49,17 @@ class Way:
         self.back.append(told)
 
     def send(self, data: bytes) -> bytes:
-        """Sends upstream, lets the splicer work; what the client got."""
+        """Sends upstream, lets the splicer work until it has done something; what the client got."""
         self.upstream.sendall(data)
-        self.splicer.turn()
+        assert select.select([self.splicer.fileno(), self.client], (), (), DEADLINE_S)[0]
+        if self.ready:
+            self.splicer.collect()
         return self.received()
+
+    def until_back(self) -> None:
+        """Waits until the stream is given back."""
+        assert select.select([self.splicer.fileno()], (), (), DEADLINE_S)[0]
+        self.splicer.collect()
 
     def received(self) -> bytes:
         found = b""
@@ -57,6 +71,13 @@ class Way:
     @property
     def ready(self) -> bool:
         return bool(select.select([self.splicer.fileno()], (), (), 0)[0])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -154,9 +175,10 @@ def test_what_the_client_does_not_take_is_given_back_in_order() -> None:
         for each in (x.upstream, x.source, x.target, x.client):
             each.setblocking(False)
         while not x.back:
-            sent += event[: x.upstream.send(event)]
-            while x.ready and not x.back:
-                x.splicer.turn()
+            _, writable, _ = select.select([x.splicer.fileno()], [x.upstream], (), DEADLINE_S)
+            if writable:
+                sent += event[len(sent) % len(event) :][: x.upstream.send(event[len(sent) % len(event) :])]
+            x.splicer.collect()
         [(left, reads, passed_bytes, read, unsent)] = x.back
         assert read == b""
         assert reads >= 1
@@ -174,7 +196,7 @@ def test_a_client_that_is_gone_is_for_python_to_find_out() -> None:
     with way() as x:
         x.client.close()
         x.upstream.sendall(chunk(b"one"))
-        x.splicer.turn()
+        x.until_back()
         assert [told[3:] for told in x.back] == [(b"", chunk(b"one"))]
 
 
@@ -182,13 +204,13 @@ def test_an_end_is_left_in_the_socket() -> None:
     with way() as x:
         assert x.send(chunk(b"one")) == chunk(b"one")
         x.upstream.close()
-        x.splicer.turn()
+        x.until_back()
         assert [told[3:] for told in x.back] == [(b"", b"")]
         assert x.source.recv(10) == b""
         assert not x.ready
 
 
-def test_one_stream_may_take_another_out_in_the_same_turn() -> None:
+def test_one_stream_may_take_another_out_that_was_given_back_too() -> None:
     ways = [Way() for _ in range(2)]
     first = ways[0]
     fds = [each.source.fileno() for each in ways]
@@ -205,9 +227,11 @@ def test_one_stream_may_take_another_out_in_the_same_turn() -> None:
         each.splicer.remove(fds[number])
         first.splicer.add(fds[number], each.target.fileno(), 0, back(number))
         each.upstream.sendall(b"odd")
-    first.splicer.turn()
-    first.splicer.turn()
+    for each in ways:  # both reads have been taken, so that both streams are in the queue
+        until(lambda each=each: not select.select([each.source], (), (), 0)[0])  # type: ignore[misc]
+    first.splicer.collect()
     assert len(told) == 1
+    assert not first.ready
     for each in ways:
         each.splicer.close()
         for sock in (each.upstream, each.source, each.target, each.client):
@@ -227,16 +251,18 @@ def test_a_callback_that_fails_is_told_and_stops_nobody(monkeypatch: pytest.Monk
         x.splicer.add(other.source.fileno(), other.target.fileno(), 0, other._back)
         x.upstream.sendall(b"odd")
         other.upstream.sendall(chunk(b"usual"))
-        x.splicer.turn()
-        assert other.received() == chunk(b"usual")
+        assert other.client.recv(100) == chunk(b"usual")
+        x.until_back()
     assert failures == [LookupError]
 
 
 def test_mistakes_are_refused() -> None:
     with way() as x:
         fd = x.source.fileno()
-        with pytest.raises(ValueError, match="bytes left"):
+        with pytest.raises(FileExistsError):
             x.splicer.add(fd, 1, 0, print)
+        with pytest.raises(ValueError, match="-1 bytes left"):
+            x.splicer.add(fd, 1, -1, print)
         with pytest.raises(ValueError, match="descriptors -1"):
             x.splicer.add(-1, fd, 0, print)
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -244,6 +270,75 @@ def test_mistakes_are_refused() -> None:
         with pytest.raises(TypeError):
             x.splicer.remove("x")
         assert x.splicer.remove(-5) is None
+
+
+def threads() -> list[Path]:
+    """Threads of this process that pass streams on."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [task for task in tasks if (task / "comm").read_text().strip() == "splice"]
+
+
+def test_its_thread_ends_with_it_and_hears_no_signal() -> None:
+    before = set(threads())
+    with way() as x:
+        until(lambda: len(threads()) > len(before))  # it is named when it has begun
+        [task] = set(threads()) - before
+        blocked = re.search(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())
+        assert blocked is not None
+        assert int(blocked[1], 16) & (1 << (signal.SIGTERM - 1))
+        for _ in range(2):
+            x.splicer.close()
+            until(lambda: set(threads()) == before)  # a joined thread may be listed for a moment
+
+
+def test_a_descriptor_that_was_removed_is_not_touched_any_more() -> None:
+    """Its number is given to other sockets at once, while chunks still come for the one that was there."""
+    rounds = 300
+    with way() as x:
+        x.splicer.remove(x.source.fileno())
+        usual = chunk(b"for the one who left")
+        for _ in range(rounds):
+            upstream, source = socket.socketpair()
+            target, client = socket.socketpair()
+            numbers = source.fileno(), target.fileno()
+            x.splicer.add(*numbers, 0, x._back)
+            for _ in range(3):
+                upstream.send(usual)
+            assert x.splicer.remove(source.fileno()) is not None
+            source.close()
+            target.close()
+            others = (*socket.socketpair(), *socket.socketpair())
+            assert {each.fileno() for each in others} >= set(numbers)
+            for each in others:
+                with pytest.raises(BlockingIOError):
+                    each.recv(100, socket.MSG_DONTWAIT)
+            for each in others:
+                each.close()
+            upstream.close()
+            client.close()
+        assert x.back == []
+
+
+def test_streams_come_and_go_while_others_flow() -> None:
+    """One thread adds and removes; what flows beside that arrives whole."""
+    event = chunk(b"z" * 100)
+    with way() as x:
+        others = [(socket.socketpair(), socket.socketpair()) for _ in range(20)]
+        sent = got = 0
+        for turn in range(400):
+            (_, source), (target, _) = others[turn % 20]
+            x.splicer.add(source.fileno(), target.fileno(), 0, x._back)
+            x.upstream.sendall(event * 3)
+            sent += 3 * len(event)
+            others[turn % 20][0][0].send(event)
+            got += len(x.received())
+            assert x.splicer.remove(source.fileno()) is not None
+        until(lambda: not select.select([x.source], (), (), 0)[0])
+        assert x.splicer.remove(x.source.fileno())[2] == sent
+        assert got + len(x.received()) == sent
+        for pairs in others:
+            for each in (*pairs[0], *pairs[1]):
+                each.close()
 
 
 def test_it_is_closed_with_its_last_reference_even_in_a_circle() -> None:
@@ -264,7 +359,7 @@ def test_a_closed_one_drops_its_streams_and_takes_no_other() -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
         assert x.splicer.remove(x.source.fileno()) is None
-        for call in (x.add, x.splicer.turn):
+        for call in (x.add, x.splicer.collect):
             with pytest.raises(OSError, match="Bad file descriptor"):
                 call()
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSIONS = {
     name + sysconfig.get_config_var("EXT_SUFFIX")
-    for name in ("kvbench/loadgen/_reads", "kvbench/http1/_splice")
+    for name in ("kvbench/loadgen/_reads", "kvbench/http1/_heads", "kvbench/http1/_splice")
 }
 
 needs_setuptools = pytest.mark.skipif(

@@ -534,6 +534,125 @@ def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
     on_loop(main)
 
 
+def test_a_body_that_nobody_changes_is_d_s_to_judge() -> None:
+    bodies = [b"{", b"[]", b'{"prompt":[1,2']
+
+    async def main() -> None:
+        seen: list[bytes] = []
+
+        def judge(request: Request, response: Response) -> None:
+            seen.append(request.body)
+            response.send(422, b"not for me", "text/plain")
+
+        d = await serve(judge, HOST, 0)
+        spec = RouterSpec(port=0, connector="aggregated", decode=[{"url": f"http://{HOST}:{d.port}"}])
+        router = Router(spec)
+        await router.bootstrap()
+        x = Lab(router, await serve(router.handle, HOST, 0), [], [])
+        for body in bodies:
+            reply = await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))
+            assert (reply.status, reply.body) == (422, b"not for me")
+        assert seen == bodies
+        assert await x.metric('kvbench:router_errors_total{error="decode_http"}') == 3
+        await x.close()
+        await d.close()
+
+    on_loop(main)
+
+
+def test_requests_are_late_in_the_order_of_their_arrival_and_no_other_is() -> None:
+    async def main() -> None:
+        ended: list[str] = []
+
+        async def some(request: Request, response: Response) -> None:
+            if request.headers["x-request-id"].startswith("slow"):
+                return
+            await asyncio.sleep(0.25)  # past the first one's time, within its own
+            response.send(200, b"{}")
+
+        x = await lab("aggregated", None, some, request_timeout_s=0.3)
+
+        async def ask(name: str) -> None:
+            reply = await x.complete({"x-request-id": name})
+            ended.append(f"{name} {reply.status}")
+
+        asking = []
+        for name in ("slow-1", "fine", "slow-2"):
+            asking.append(asyncio.ensure_future(ask(name)))
+            await asyncio.sleep(0.1)
+        await asyncio.gather(*asking)
+        assert ended == ["slow-1 504", "fine 200", "slow-2 504"]
+        assert await x.metric('kvbench:router_errors_total{error="timeout"}') == 2
+        assert await x.metric("kvbench:router_requests_in_flight") == 0
+        await x.close()
+
+    on_loop(main)
+
+
+def test_the_end_of_d_s_stream_waits_for_p_but_its_tokens_do_not() -> None:
+    """What comes in one read with the last chunk goes on at once."""
+    data = b"data: 1\n\n"
+    framed = b"%x\r\n%b\r\n" % (len(data), data)
+
+    async def main() -> None:
+        release = asyncio.Event()
+
+        async def late(request: Request, response: Response) -> None:
+            await release.wait()
+            response.send(200, b"{}")
+
+        async def at_once(request: Request, response: Response) -> None:
+            response.start_stream(first=framed)
+            for _ in range(3):
+                await asyncio.sleep(0.01)
+                response.pass_on(framed)
+            await asyncio.sleep(0.01)
+            response.end(framed)
+
+        x = await lab("mooncake", late, at_once)
+        reader, writer = await asyncio.open_connection(HOST, x.server.port)
+        writer.write(x.pool.request("POST", "/v1/completions", None, b"{}"))
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(5 * len(framed)) == 5 * framed
+        release.set()
+        assert await reader.readexactly(5) == b"0\r\n\r\n"
+        assert await x.metric("kvbench:router_errors_total") == 0
+        writer.close()
+        await x.close()
+
+    on_loop(main)
+
+
+def test_a_client_that_leaves_while_a_backend_is_being_reached_is_counted_and_forgotten() -> None:
+    async def main() -> None:
+        with socket.socket() as full:  # never accepts; its queue is full after some connections
+            full.bind((HOST, 0))
+            full.listen(0)
+            full.setblocking(False)
+            url = f"http://{HOST}:{full.getsockname()[1]}"
+            others = []
+            for _ in range(4):
+                other = socket.socket()
+                other.setblocking(False)
+                other.connect_ex(full.getsockname())
+                others.append(other)
+            router = Router(RouterSpec(port=0, connector="aggregated", decode=[{"url": url}]))
+            await router.bootstrap()
+            x = Lab(router, await serve(router.handle, HOST, 0), [], [])
+            asking = asyncio.ensure_future(x.complete())
+            while not await x.metric("kvbench:router_requests_in_flight"):
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while not await x.metric('kvbench:router_errors_total{error="client_disconnect"}'):
+                await asyncio.sleep(0.01)
+            assert await x.metric("kvbench:router_requests_in_flight") == 0
+            for other in others:
+                other.close()
+            await x.close()
+
+    on_loop(main)
+
+
 def test_health_models_reset_and_what_is_not_there() -> None:
     async def main() -> None:
         x = await lab("nixl", as_json({}), as_json({}))

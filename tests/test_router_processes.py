@@ -22,6 +22,7 @@ import pytest
 
 from kvbench.errors import PortInUseError
 from kvbench.http1 import Pool, Reply, Request, Response, fetch, serve
+from kvbench.router.legs import Timing
 from kvbench.router.metrics import RouterMetrics
 from kvbench.router.processes import listening_sockets
 from kvbench.telemetry import parse_metrics
@@ -248,17 +249,20 @@ def test_the_rows_of_all_processes_are_added_up() -> None:
     metrics = RouterMetrics(processes=2)
     for process, seconds in ((0, 0.003), (1, 0.5), (1, 100.0)):
         metrics.write_as(process)
-        metrics.add("requests")
-        metrics.add("in_flight", 1 - 2 * process)
-        metrics.observe("prefill_seconds", seconds)
-        metrics.error("timeout")
+        metrics.began()
+        if process:
+            timing = Timing(prefill_sent=1.0, prefill_answered=1.0 + seconds)
+            metrics.ended(timing, 0.0, 1.0, "timeout", sequential=True)
+        else:
+            metrics.observe("prefill_seconds", seconds)
+            metrics.error("timeout")
         assert metrics.all_ready == (process == 1 and seconds == 100.0)
         metrics.ready()
     metrics.error("of a kind that nobody knows")
     page = metrics.page().decode()
     for line in (
         "kvbench:router_requests_total 3.0",
-        "kvbench:router_requests_in_flight -1.0",
+        "kvbench:router_requests_in_flight 1.0",
         'kvbench:router_errors_total{error="timeout"} 3.0',
         'kvbench:router_errors_total{error="internal"} 1.0',
         'kvbench:router_prefill_seconds_bucket{le="0.005"} 1.0',

@@ -552,6 +552,29 @@ def test_a_client_that_leaves_never_gets_its_stream_into_another_s_connection(ru
     run(main)
 
 
+def test_a_server_may_stream_before_it_has_read_the_whole_request(run: Any) -> None:
+    size = 6_000_000  # more than the sockets take
+
+    async def script(peer: Peer) -> None:
+        head = await peer.reader.readuntil(b"\r\n\r\n")
+        assert b"content-length: %d" % size in head
+        await peer.send(CHUNKED, *(chunk(event) for event in EVENTS))
+        await peer.reader.readexactly(size)
+        await peer.send(*(chunk(event) for event in EVENTS), b"0\r\n\r\n")
+        await peer.until_gone()
+
+    async def main() -> None:
+        async with bench(script) as x:
+            body = b" " * size
+            request = x.pool.request("POST", "/v1/completions", {"connection": "close"}, body)
+            received = await x.raw(request)
+            assert received.partition(b"\r\n\r\n")[2] == 2 * STREAM + b"0\r\n\r\n"
+            compiled = await x.metric("kvbench:router_stream_compiled_reads_total")
+            assert bool(compiled) == COMPILED.get()
+
+    run(main)
+
+
 def test_json_bodies_of_d_are_not_touched_by_the_fast_lane(run: Any) -> None:
     answer = json.dumps({"choices": []}).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)

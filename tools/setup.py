@@ -135,7 +135,7 @@ def install_packages() -> None:
 
 def compiled_note() -> str:
     """What to say if the hot paths could not be compiled; empty if they were."""
-    code = "import kvbench.http1._splice, kvbench.loadgen._reads"
+    code = "import kvbench.http1._heads, kvbench.http1._splice, kvbench.loadgen._reads"
     if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
         return ""
     return (

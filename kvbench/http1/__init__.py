@@ -9,13 +9,23 @@ from __future__ import annotations
 from kvbench.http1.client import ClientConnection, ReplySink, request_bytes
 from kvbench.http1.connection import Handler
 from kvbench.http1.framing import ChunkWatch
-from kvbench.http1.pool import MalformedAnswerError, Pool, Reply, ReplyCollector, fetch
+from kvbench.http1.pool import (
+    Gathering,
+    MalformedAnswerError,
+    Pool,
+    Reply,
+    ReplyCollector,
+    broken,
+    fetch,
+)
 from kvbench.http1.response import Request, Response, error_body
 from kvbench.http1.server import Server, serve
+from kvbench.http1.splicing import Splicing
 
 __all__ = [
     "ChunkWatch",
     "ClientConnection",
+    "Gathering",
     "Handler",
     "MalformedAnswerError",
     "Pool",
@@ -25,6 +35,8 @@ __all__ = [
     "Request",
     "Response",
     "Server",
+    "Splicing",
+    "broken",
     "error_body",
     "fetch",
     "request_bytes",

@@ -12,16 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import httptools
 
 from kvbench.errors import InputError
 from kvbench.http1.framing import ChunkWatch, FramingError
-from kvbench.http1.splicing import Lane
-
-if TYPE_CHECKING:
-    from kvbench.http1._splice import Splicer
+from kvbench.http1.heads import usual_response
+from kvbench.http1.splicing import Lane, Splicing
 
 MAX_HEAD_BYTES: Final = 256 * 1024
 """Of an answer, interim ones included: a server may else send header lines for as long as it likes."""
@@ -69,7 +67,7 @@ class Owner(Protocol):
 
     def lost(self, connection: ClientConnection) -> None: ...
 
-    def splicer(self) -> Splicer | None: ...
+    def splicing(self) -> Splicing | None: ...
 
 
 class ClientConnection(asyncio.Protocol):
@@ -83,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._headers: dict[str, str] = {}
         self._head_complete = self._head_told = self._complete = self._until_close = False
-        self._keep_alive = False
+        self._keep_alive = self._chunked = False
         self._head_tail = b""
         self._head_bytes = 0
         self._watch: ChunkWatch | None = None
@@ -104,7 +102,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was lost before the request was sent")
         self._sink = sink
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = None
         self._headers = {}
         self._head_complete = self._head_told = self._complete = self._until_close = False
         self._head_tail = b""
@@ -139,15 +137,20 @@ class ClientConnection(asyncio.Protocol):
         before that descriptor is closed; None if all goes through ``write``.
         """
         watch = self.pass_on(write)
-        splicer = None if self._pool is None else self._pool.splicer()
-        if splicer is not None and self._descriptor >= 0:
-            self._lane = Lane(splicer, self, self._descriptor, watch, target, write)
+        splicing = None if self._pool is None else self._pool.splicing()
+        if splicing is not None and self._descriptor >= 0 and splicing.splicer() is not None:
+            self._lane = Lane(splicing, self, self._descriptor, watch, target, write)
         return self._lane
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether nothing of the request waits to be sent."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
 
     @property
     def chunked(self) -> bool:
         """Whether the answer whose head has come is framed in chunks and coded in no other way."""
-        return self._headers.get("transfer-encoding", "").strip().lower() == "chunked"
+        return self._chunked
 
     @property
     def until_close(self) -> bool:
@@ -206,6 +209,41 @@ class ClientConnection(asyncio.Protocol):
             # Bytes that nobody asked for: the connection is out of step and of no further use.
             self.abort()
             return
+        if self._parser is None:
+            usual = usual_response(data)
+            if usual is not None:
+                self._take_usual(data, usual, stamp)
+                return
+            self._parser = httptools.HttpResponseParser(self)
+        self._take(data, stamp)
+
+    def _take_usual(self, data: bytes, usual: tuple[int, dict[str, str], int], stamp: float) -> None:
+        """An answer's first read, with its head and its whole body, or the beginning of one in chunks."""
+        sink = self._sink
+        assert sink is not None
+        status, self._headers, end = usual
+        self._chunked = "transfer-encoding" in self._headers
+        self._head_complete = self._head_told = self._keep_alive = True
+        sink.on_head(status, self._headers, stamp)
+        if sink is not self._sink:
+            return
+        rest = data[end:]
+        if not self._chunked:
+            if rest:
+                sink.on_body(rest, stamp)
+            if sink is self._sink:
+                self._finish(stamp)
+        elif self._watch is not None:
+            if rest:
+                self.data_received(rest)
+        else:
+            self._parser = httptools.HttpResponseParser(self)
+            self._parse(data[:end], stamp)
+            if rest:
+                self._parse(rest, stamp)
+
+    def _take(self, data: bytes, stamp: float) -> None:
+        """A read that httptools looks at."""
         sink = self._sink
         while True:
             rest = b""
@@ -321,7 +359,8 @@ class ClientConnection(asyncio.Protocol):
             self._headers = {}
             return
         self._head_complete = True
-        coding = self._headers.get("transfer-encoding", "").lower()
+        coding = self._headers.get("transfer-encoding", "").strip().lower()
+        self._chunked = coding == "chunked"
         framed = "content-length" in self._headers or coding.rpartition(",")[2].strip() == "chunked"
         self._until_close = not framed and self._parser.get_status_code() not in (204, 304)
         self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here

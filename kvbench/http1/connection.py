@@ -9,11 +9,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import httptools
 
+from kvbench.http1.heads import usual_request
 from kvbench.http1.response import Request, Response, error_body, head_bytes
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Connection(asyncio.Protocol):
         self._handler = handler
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = None
         self._partial: _Partial | None = None
         self._queue: deque[Request] = deque()
         self._response: Response | None = None
@@ -85,12 +86,19 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._response is None and self._partial is None and not self._queue and self._refusal is None:
+            usual = usual_request(data)
+            if usual is not None:
+                self._serve(Request(*usual))
+                return
         try:
+            if self._parser is None:
+                self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # An upgrade may be ignored: the request is answered as it is, and the connection ends.
             if self._queue:
-                self._queue[-1] = replace(self._queue[-1], keep_alive=False)
+                self._queue[-1] = self._queue[-1]._replace(keep_alive=False)
         except httptools.HttpParserError as error:
             self._refusal = self._refusal or (400, f"malformed request: {error}")
         partial = self._partial

@@ -11,15 +11,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvbench.errors import InputError
 from kvbench.http1.client import ClientConnection, request_bytes
-from kvbench.http1.splicing import close_splicer, open_splicer
-
-if TYPE_CHECKING:
-    from kvbench.http1._splice import Splicer
+from kvbench.http1.splicing import Splicing
 
 MAX_IDLE_S: Final = 2.0
 """A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
@@ -39,9 +36,9 @@ class Pool:
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         max_idle_s: float = MAX_IDLE_S,
-        compiled: bool = True,
+        splicing: Splicing | None = None,
     ) -> None:
-        """``compiled``: streams that are passed on may go past Python where that was compiled."""
+        """``splicing``: what may take streams that are passed on past Python; its maker closes it, later."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"{base_url!r} is no http:// or https:// URL")
@@ -51,8 +48,7 @@ class Pool:
         self._addresses: list[str] = []
         self._connect_timeout_s = connect_timeout_s
         self._max_idle_s = max_idle_s
-        self._compiled = compiled and self._ssl is None
-        self._splicer: Splicer | None = None
+        self._splicing = splicing if self._ssl is None else None
         self._idle: deque[ClientConnection] = deque()
         self._all: set[ClientConnection] = set()
         self._gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
@@ -148,20 +144,15 @@ class Pool:
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
-    def splicer(self) -> Splicer | None:
+    def splicing(self) -> Splicing | None:
         """What may take the streams of these connections past Python."""
-        if self._splicer is None and self._compiled:
-            self._splicer = open_splicer()
-        return self._splicer
+        return self._splicing
 
     async def close(self) -> None:
         """Drops all connections."""
         self._idle.clear()
         for connection in list(self._all):
             connection.abort()
-        if self._splicer is not None:
-            close_splicer(self._splicer)
-            self._splicer = None
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._all and time.monotonic() < deadline:
             await asyncio.sleep(0)
@@ -179,39 +170,61 @@ class Reply:
         return json.loads(self.body)
 
 
+_NO_REPLY: Final = Reply()
+"""Before the head has come."""
+
+
 class MalformedAnswerError(ConnectionError):
     """The server sent something that is no answer in HTTP/1.1."""
 
 
-class ReplyCollector:
-    """A sink that gathers the whole answer; ``result`` raises ConnectionError if it ends early."""
+class Gathering:
+    """Half of a sink: takes in an answer, of which no more than ``MAX_REPLY_BYTES`` are kept."""
 
     def __init__(self) -> None:
-        self.reply = Reply()
+        self.reply = _NO_REPLY
         self._parts: list[bytes] = []
         self._size = 0
-        self.result: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
-        self.reply.status, self.reply.headers = status, headers
+        self.reply = Reply(status, headers)
 
     def on_body(self, data: bytes, stamp: float) -> None:
         self._size += len(data)
         if self._size <= MAX_REPLY_BYTES:
             self._parts.append(data)
 
+    def whole(self) -> Reply:
+        """The answer after its end. Raises ConnectionError if it was too large."""
+        if self._size > MAX_REPLY_BYTES:
+            raise ConnectionError(f"the answer exceeds {MAX_REPLY_BYTES} bytes")
+        self.reply.body = b"".join(self._parts)
+        return self.reply
+
+
+def broken(cause: str, malformed: bool) -> ConnectionError:
+    """What a sink is told in ``on_failure``, as an error."""
+    return MalformedAnswerError(cause) if malformed else ConnectionError(cause)
+
+
+class ReplyCollector(Gathering):
+    """A sink that gathers the whole answer; ``result`` raises ConnectionError if it ends early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
     def on_end(self) -> None:
         if self.result.done():
             return
-        if self._size > MAX_REPLY_BYTES:
-            self.result.set_exception(ConnectionError(f"the answer exceeds {MAX_REPLY_BYTES} bytes"))
-            return
-        self.reply.body = b"".join(self._parts)
-        self.result.set_result(self.reply)
+        try:
+            self.result.set_result(self.whole())
+        except ConnectionError as error:
+            self.result.set_exception(error)
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         if not self.result.done():
-            self.result.set_exception(MalformedAnswerError(cause) if malformed else ConnectionError(cause))
+            self.result.set_exception(broken(cause, malformed))
 
 
 async def fetch(pool: Pool, data: bytes) -> Reply:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvbench.http1.framing import LAST_CHUNK
 
@@ -30,8 +29,7 @@ class Wire(Protocol):
     def abort(self, reset: bool = False) -> None: ...
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One request; header names are lower case, ``path`` has no query."""
 
     method: str
@@ -132,12 +130,12 @@ class Response:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._connection.write(data)
 
-    def end(self) -> None:
-        """The stream is complete."""
+    def end(self, last: bytes = b"") -> None:
+        """The stream is complete. ``last``: bytes that carry their framing and go out with its end."""
         if self.closed or self.ended:
             return
         if self._chunked:
-            self._connection.write_now(LAST_CHUNK)
+            self._connection.write_now(last + LAST_CHUNK)
         self._finish()
 
     def abort(self) -> None:

@@ -1,79 +1,109 @@
-"""One request on its way to P and D, in the order that the connector wants."""
+"""What the requests of one router share: where they go, how long they may take, what is counted."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Final, Protocol
 
-from kvbench.connectors.base import Connector
-from kvbench.http1 import Request, Response
-from kvbench.router.body import ClientBody
-from kvbench.router.legs import LegError, Splice, Timing, decode, prefill
-from kvbench.router.spec import Backend
+from kvbench.http1 import Request, Splicing
+from kvbench.router.lies import Liar
+from kvbench.router.metrics import RouterMetrics
+from kvbench.router.spec import Backend, RouterSpec
+from kvbench.spans import SpanLog
 
 _PASSED_ON: Final = ("authorization", "user-agent", "traceparent")
 """The client's headers that P and D get too."""
 
 
+class Late(Protocol):
+    """What may take too long."""
+
+    def expire(self) -> None: ...
+
+
+class Deadlines:
+    """Tells what is under way for ``limit_s``. One timer does for all: who came first is late first."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._under_way: dict[Late, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, one: Late, began: float) -> None:
+        """From ``began`` (monotonic; no less than the last one's) its time runs, until ``discard``."""
+        self._under_way[one] = began + self.limit_s
+        if self._timer is None:
+            self._wait(self.limit_s)
+
+    def discard(self, one: Late) -> None:
+        self._under_way.pop(one, None)
+
+    def close(self) -> None:
+        """Tells nobody any more."""
+        self._under_way.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        while self._under_way:
+            one, due = next(iter(self._under_way.items()))
+            left_s = due - time.monotonic()
+            if left_s > 0:
+                self._wait(left_s)
+                return
+            del self._under_way[one]
+            one.expire()
+
+
 class Dispatch:
-    """One request on its way to P and D."""
+    """The backends in turn, and all else that a request needs (passage.py)."""
 
-    def __init__(
-        self,
-        connector: Connector,
-        request: Request,
-        response: Response,
-        body: ClientBody,
-        request_id: str,
-        timing: Timing,
-    ) -> None:
-        self._connector = connector
-        self._request = request
-        self._response = response
-        self._body = body
-        self._request_id = request_id
-        self._timing = timing
-        self._headers = {
-            "content-type": "application/json",
-            **{name: request.headers[name] for name in _PASSED_ON if name in request.headers},
-        }
+    def __init__(self, spec: RouterSpec, metrics: RouterMetrics, spans: SpanLog | None) -> None:
+        """Raises InputError for a spec that cannot be worked with."""
+        self.connector = spec.profile()
+        self.splicing = Splicing(spec.compiled)
+        self.prefills = spec.backends("prefill", self.connector)
+        self.decodes = spec.backends("decode", self.connector, self.splicing)
+        # Each process goes round by itself; they begin at different servers.
+        self.next_prefill = _round(self.prefills, metrics.process)
+        self.next_decode = _round(self.decodes, metrics.process)
+        self.liar = Liar(spec.lie, self.connector) if spec.lie else None
+        self.deadlines = Deadlines(spec.request_timeout_s)
+        self.metrics = metrics
+        self.spans = spans
+        self.not_ready = ""
+        """Why no request can be taken yet."""
 
-    async def run(self, p: Backend | None, d: Backend) -> Splice:
-        """Sends to P and D as the connector wants it.
+    @property
+    def backends(self) -> list[Backend]:
+        """All that requests may go to."""
+        return [*(self.prefills if self.connector.disaggregated else []), *self.decodes]
 
-        The client's stream may end (``Splice.finish``) only after this: when both have succeeded.
-        """
-        peer_id = self._request_id
-        if p is not None:
-            peer_id = self._connector.backend_request_id(self._request_id, p.peer(), d.side_address)
-        self._headers["x-request-id"] = peer_id
-        if p is None:
-            return await self._decode(d, None, None)
-        if self._connector.dispatch == "sequential":
-            answer = await self._prefill(p)
-            missing = self._connector.missing_in_prefill_response(answer)
-            if missing:
-                raise LegError.of(p, "bad_answer", 502, f"the answer lacks {', '.join(missing)}")
-            return await self._decode(d, p, answer)
-        legs = (asyncio.ensure_future(self._prefill(p)), asyncio.ensure_future(self._decode(d, p, None)))
-        try:
-            await asyncio.gather(*legs)
-        finally:
-            for leg in legs:
-                leg.cancel()
-            await asyncio.gather(*legs, return_exceptions=True)
-        return legs[1].result()
+    async def close(self) -> None:
+        """Drops all connections to the backends."""
+        self.deadlines.close()
+        for backend in self.backends:
+            await backend.pool.close()
+        self.splicing.close()
+        if self.spans is not None:
+            self.spans.close()
 
-    async def _prefill(self, p: Backend) -> dict[str, Any]:
-        fields = self._connector.prefill_request(self._body.fields, self._request_id, p.peer())
-        return await prefill(p, self._bytes_for(p, fields), self._timing)
 
-    async def _decode(self, d: Backend, p: Backend | None, answer: dict[str, Any] | None) -> Splice:
-        fields = self._body.fields
-        if p is not None:
-            fields = self._connector.decode_request(fields, answer, self._request_id, p.peer())
-        headers = {"x-request-id": self._request_id}
-        return await decode(d, self._bytes_for(d, fields), self._response, headers, self._timing)
+def passed_on(request: Request) -> dict[str, str]:
+    """The client's headers that P and D are told."""
+    headers = request.headers
+    return {name: headers[name] for name in _PASSED_ON if name in headers}
 
-    def _bytes_for(self, backend: Backend, fields: dict[str, Any]) -> bytes:
-        return backend.pool.request("POST", self._request.path, self._headers, self._body.encode(fields))
+
+def _round(backends: list[Backend], first: int) -> Iterator[Backend]:
+    """All of them in turn for ever, beginning with the ``first``."""
+    begin = first % len(backends) if backends else 0
+    return itertools.cycle(backends[begin:] + backends[:begin])

@@ -6,9 +6,9 @@ import asyncio
 from typing import Final
 
 from kvbench.connectors.base import Connector
-from kvbench.http1 import Request, error_body
+from kvbench.http1 import ReplyCollector, Request, error_body
 from kvbench.router.body import ClientBody
-from kvbench.router.legs import LegError, Timing, prefill
+from kvbench.router.legs import LegError
 from kvbench.router.spec import Backend
 
 QUIET: Final = 4
@@ -30,8 +30,6 @@ class Liar:
         self, request: Request, body: ClientBody, request_id: str, p: Backend | None
     ) -> Backend | None:
         """The prefill server to send it to in truth; None: to D alone. Raises LegError to fail it."""
-        if not self._lie:
-            return p
         self._count += 1
         late = self._count - QUIET
         if self._lie == "decode_only" and late > 0:
@@ -49,4 +47,15 @@ class Liar:
         fields = self._connector.prefill_request(body.fields, request_id, p.peer())
         headers = {"content-type": CONTENT_TYPE, "x-request-id": request_id}
         data = p.pool.request("POST", request.path, headers, body.encode(fields))
-        await prefill(p, data, Timing())
+        try:
+            connection = await p.pool.acquire()
+        except OSError as error:
+            raise LegError.of(p, "connect", 502, f"cannot be reached: {error}") from error
+        collector = ReplyCollector()
+        try:
+            connection.send(data, collector)
+            reply = await collector.result
+        except ConnectionError as error:
+            raise LegError.broken(p, error) from error
+        if reply.status != 200:
+            raise LegError.answered(p, reply)

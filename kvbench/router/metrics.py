@@ -28,9 +28,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from kvbench.http1 import ChunkWatch
+from kvbench.router.legs import Timing
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-BEAT_S: Final = 0.02
+BEAT_S: Final = 0.05
 PREFIX: Final = "kvbench:router_"
 
 COUNTERS: Final = {
@@ -66,6 +67,8 @@ _SLOTS: Final = (
 _AT: Final = {name: index for index, name in enumerate(_SLOTS)}
 _AT_SUM: Final = {name: _AT[f"{name} sum"] for name in HISTOGRAMS}
 """Its buckets follow each sum."""
+_REQUESTS: Final = _AT["requests"]
+_IN_FLIGHT: Final = _AT["in_flight"]
 _STREAM: Final = tuple(
     _AT[name] for name in ("streams", "stream_reads", "stream_compiled_reads", "stream_bytes")
 )
@@ -85,12 +88,29 @@ class RouterMetrics:
         self.process = process
         self._row = self._table[process * len(_SLOTS) : (process + 1) * len(_SLOTS)]
 
-    def add(self, name: str, amount: float = 1.0) -> None:
-        """Add to a counter or to ``in_flight``."""
-        self._row[_AT[name]] += amount
+    def began(self) -> None:
+        """Count a request that has come."""
+        row = self._row
+        row[_REQUESTS] += 1.0
+        row[_IN_FLIGHT] += 1.0
 
-    def stream(self, watch: ChunkWatch) -> None:
-        """Count a stream that was passed on."""
+    def ended(self, timing: Timing, began: float, ended: float, error: str, sequential: bool) -> None:
+        """Count a request's end, and its times as far as it came. ``sequential``: D waited for P."""
+        self._row[_IN_FLIGHT] -= 1.0
+        if error:
+            self.error(error)
+        else:
+            self.observe("request_seconds", ended - began)
+        if timing.prefill_sent is not None and timing.prefill_answered is not None:
+            self.observe("prefill_seconds", timing.prefill_answered - timing.prefill_sent)
+            if timing.decode_sent is not None and sequential:
+                self.observe("handoff_seconds", timing.decode_sent - timing.prefill_answered)
+        if timing.decode_sent is not None and timing.decode_first_byte is not None:
+            self.observe("decode_first_byte_seconds", timing.decode_first_byte - timing.decode_sent)
+        if timing.stream is not None:
+            self._stream(timing.stream)
+
+    def _stream(self, watch: ChunkWatch) -> None:
         for at, amount in zip(
             _STREAM, (1, watch.reads, watch.compiled_reads, watch.passed_bytes), strict=True
         ):
@@ -98,7 +118,7 @@ class RouterMetrics:
 
     def error(self, name: str) -> None:
         """Count a failed request by its class."""
-        self.add(f"error {name if name in ERRORS else 'internal'}")
+        self._row[_AT[f"error {name if name in ERRORS else 'internal'}"]] += 1.0
 
     def observe(self, histogram: str, seconds: float) -> None:
         """Add one time to a histogram."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector, PrefillPeer
 from kvbench.core.handoff import BackendSpec
 from kvbench.errors import InputError
-from kvbench.http1 import Pool
+from kvbench.http1 import Pool, Splicing
 from kvbench.spawned import parse_spec
+
+_KNOWN_PATHS: Final = 16
+"""Paths for which the beginning of a request is kept; clients may send any number of others."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class RouterSpec:
         """The connector whose dispatch functions are used. Raises InputError."""
         return connectors.profile(self.connector, self.version, self.options, "the spec's options")
 
-    def backends(self, role: str, connector: Connector) -> list[Backend]:
+    def backends(self, role: str, connector: Connector, splicing: Splicing | None = None) -> list[Backend]:
         """The servers of a role. Raises InputError for what the connector cannot work with."""
         items = self.prefill if role == "prefill" else self.decode
         found = [
-            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), self.compiled)
+            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), splicing)
             for index, item in enumerate(items)
         ]
         if not found and (role == "decode" or connector.disaggregated):
@@ -61,18 +65,31 @@ class RouterSpec:
 class Backend:
     """A server with its connections. ``engine_id`` is known after the bootstrap query."""
 
-    def __init__(self, role: str, spec: BackendSpec, compiled: bool = True) -> None:
+    def __init__(self, role: str, spec: BackendSpec, splicing: Splicing | None = None) -> None:
         self.role = role
         self.url = spec.url
         self.bootstrap_url = spec.bootstrap_url
         self.side_address = spec.side_address
         self.engine_id = spec.engine_id
         self._ranks = spec.tensor_parallel_size
-        self.pool = Pool(spec.url, compiled=compiled)
+        self.pool = Pool(spec.url, splicing=splicing)
+        self._begun: dict[str, bytes] = {}
 
     @property
     def name(self) -> str:
         return f"{self.role} {self.url}"
+
+    def request(self, path: str, headers: Mapping[str, str], request_id: str, body: bytes) -> bytes:
+        """A request with a JSON body, as bytes. Raises InputError for an id that is none."""
+        begun = self._begun.get(path)
+        if begun is None or headers or not request_id.isprintable():
+            told = {"content-type": "application/json", **headers, "x-request-id": request_id}
+            data = self.pool.request("POST", path, told, body)
+            if len(self._begun) < _KNOWN_PATHS and not headers:
+                self._begun[path] = data[: data.index(b"x-request-id: ")]
+            return data
+        name = request_id.encode("latin-1", "replace")
+        return b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (begun, name, len(body), body)
 
     def peer(self) -> PrefillPeer:
         return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address, self._ranks)

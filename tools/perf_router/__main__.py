@@ -1,14 +1,10 @@
-"""What the router costs: ``make perf-router``. A benchmark, not a test: it judges nothing.
-
-The same open-loop load goes to the exact server past the router and through it, in turn. What is added to
-the time to the first token is told from the server's log, request by request, so that the server's own
-lateness does not count; what the client is off by itself is taken off as the figure of the direct way.
-"""
+"""``python -m tools.perf_router``, which is ``make perf-router``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import socket
 import statistics
@@ -32,6 +28,9 @@ from kvbench.load import LoadGenerator
 from kvbench.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.yardstick import Yardstick, errors_of, exact_server
 
+from . import __doc__ as description
+from .plain_proxy import compiled, plain_proxy
+
 FIRST_TOKEN_S = 0.05
 GAP_S = 0.01
 OUTPUT_LEN = 128
@@ -47,14 +46,20 @@ CHUNKS_LIMIT = 80_000
 
 @dataclass(frozen=True)
 class Repeat:
-    """One pass past the router and one through it. TTFT errors in ms, with what the client is off by."""
+    """One pass past the router, one through it, one through a plain proxy; NaN where there is none.
+
+    TTFT errors in ms, with what the client is off by.
+    """
 
     direct_p50_ms: float
     direct_p99_ms: float
     router_p50_ms: float
     router_p99_ms: float
+    plain_p50_ms: float
+    plain_p99_ms: float
     failed: float
     chunks_per_core_s: float
+    plain_chunks_per_core_s: float
     reads_per_chunk: float
     cpu_share: float
     loop_lag_p99_ms: float
@@ -79,10 +84,12 @@ class Work:
     launcher: LocalLauncher
     folder: Path
     compiled: bool = True
+    proxy: Path | None = None
+    """The plain proxy's program, if it could be compiled."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="perf_router", description=__doc__)
+    parser = argparse.ArgumentParser(prog="perf_router", description=description)
     parser.add_argument("--streams", type=int, default=300, help="requests under way on average")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each pass, after a ramp")
     parser.add_argument("--repeats", type=int, default=5)
@@ -93,7 +100,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvbench-perf-router-") as name:
         folder = Path(name)
         launcher = LocalLauncher("perf-router", folder / "logs", folder / "specs")
-        work = Work(options.streams, options.seconds, options.processes, launcher, folder, not options.python)
+        proxy = compiled(folder)
+        if isinstance(proxy, str):
+            console.print(f"no plain proxy to compare with, as it could not be compiled: {proxy}")
+        work = Work(
+            options.streams,
+            options.seconds,
+            options.processes,
+            launcher,
+            folder,
+            not options.python,
+            proxy if isinstance(proxy, Path) else None,
+        )
         found = []
         for number in range(options.repeats):
             console.print(f"repeat {number + 1} of {options.repeats} …")
@@ -104,23 +122,35 @@ def main() -> None:
 
 
 def repeat(work: Work, number: int) -> Repeat:
-    """The load past the router and through it, in an order that changes from one repeat to the next."""
+    """The load past the router, through it and through a plain proxy, beginning with each in turn."""
     load = os.getloadavg()[0]
-    if number % 2:
-        figures, router = through(work, f"router-{number}")
-        direct = past(work, f"direct-{number}")
-    else:
-        direct = past(work, f"direct-{number}")
-        figures, router = through(work, f"router-{number}")
-    p50, p99 = np.percentile(direct, (50, 99))
-    through_p50, through_p99 = np.percentile(router, (50, 99))
-    return Repeat(float(p50), float(p99), float(through_p50), float(through_p99), **figures, load=load)
+    figures: dict[str, float] = {}
+    ways = [("direct", past), ("router", through), ("plain", plainly)]
+    for name, way in ways[number % 3 :] + ways[: number % 3]:
+        found, errors_ms = way(work, f"{name}-{number}")
+        p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
+        figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
+    return Repeat(**figures, load=load)
 
 
-def past(work: Work, name: str) -> Any:
-    """TTFT errors in ms of what goes to the server itself."""
+def past(work: Work, name: str) -> tuple[dict[str, float], Any]:
+    """No figures, and the TTFT errors in ms of what goes to the server itself."""
     with exact_server(work.launcher, SERVER, f"exact-{name}") as server:
-        return send(work, server, server.url, name)[0]
+        return {}, send(work, server, server.url, name)[0]
+
+
+def plainly(work: Work, name: str) -> tuple[dict[str, float], Any]:
+    """The plain proxy's figure, and the TTFT errors of what goes through it; NaN without one."""
+    if work.proxy is None:
+        return {"plain_chunks_per_core_s": float("nan")}, [float("nan")]
+    with (
+        exact_server(work.launcher, SERVER, f"exact-{name}") as server,
+        plain_proxy(work.launcher, work.proxy, server.url, free_port(), name) as proxy,
+    ):
+        before_s = proxy.cpu_s
+        errors_ms, _ = send(work, server, proxy.url, f"load-{name}")
+        chunks = server.log("?summary")["chunks"] / (proxy.cpu_s - before_s)
+    return {"plain_chunks_per_core_s": chunks}, errors_ms
 
 
 def through(work: Work, name: str) -> tuple[dict[str, float], Any]:
@@ -224,7 +254,8 @@ def table(found: list[Repeat]) -> Table:
     for each in fields(Repeat):
         made.add_column(each.name.replace("_", " "), justify="right")
     for one in found:
-        made.add_row(*(f"{getattr(one, each.name):,.4g}" for each in fields(Repeat)))
+        figures = (getattr(one, each.name) for each in fields(Repeat))
+        made.add_row(*("no compiler" if math.isnan(each) else f"{each:,.4g}" for each in figures))
     return made
 
 
@@ -236,6 +267,25 @@ def summary(found: list[Repeat]) -> Iterator[str]:
     yield f"added to TTFT, p50: {p50:.2f} ms (at most {P50_LIMIT_MS:g})"
     yield f"added to TTFT, p99: {p99:.2f} ms (at most {P99_LIMIT_MS:g})"
     yield f"chunks per core-second of the router: {chunks:,.0f} (at least {CHUNKS_LIMIT:,})"
+    plain_p50, plain_p99, plain_chunks = (
+        statistics.median(each)
+        for each in zip(
+            *(
+                (
+                    one.plain_p50_ms - one.direct_p50_ms,
+                    one.plain_p99_ms - one.direct_p99_ms,
+                    one.plain_chunks_per_core_s,
+                )
+                for one in found
+            ),
+            strict=True,
+        )
+    )
+    if not math.isnan(plain_chunks):
+        yield (
+            f"a plain TCP proxy adds {plain_p50:.2f} ms (p50) and {plain_p99:.2f} ms (p99) here,"
+            f" and passes on {plain_chunks:,.0f} chunks per core-second"
+        )
     load = os.getloadavg()[0]
     yield f"medians of {len(found)}; load average {load:.2f} on {os.cpu_count()} cores at the end"
 
