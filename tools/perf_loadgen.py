@@ -3,7 +3,8 @@
 The levels of streams are those of ``kvbench selftest``, against the exact server. Beside them stand what
 that does not show: CPU time until the generator is ready, how late requests go out whose prompts are long,
 and the memory and the file that a million chunks take. Limits are those of an otherwise idle machine, and
-of the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other.
+of the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other. Figures are medians of several repeats,
+each of which goes through all levels: a shared machine has slow minutes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import contextlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +75,37 @@ class Ran:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="measured at each number of streams")
+    parser.add_argument("--repeats", type=int, default=3, help="of each number of streams, and of the sends")
     parser.add_argument("--chunks", type=int, default=1_000_000, help="chunks of the run for the memory")
     chosen = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with tempfile.TemporaryDirectory(prefix="kvbench-perf-") as name:
-        found = measure(LEVELS, chosen.seconds, Path(name), lambda text: console.print(text, markup=False))
-        rows = [row for level in found.levels for row in level_rows(level)]
-        rows += run_rows(Path(name), chosen.chunks)
+        found = []
+        for repeat in range(chosen.repeats):
+            console.print(f"repeat {repeat + 1} of {chosen.repeats}", highlight=False)
+            folder = Path(name) / str(repeat)
+            found.append(
+                measure(LEVELS, chosen.seconds, folder, lambda text: console.print(text, markup=False))
+            )
+        levels = [middle(same) for same in zip(*(one.levels for one in found), strict=True)]
+        rows = [row for level in levels for row in level_rows(level)]
+        rows += run_rows(Path(name), chosen.chunks, chosen.repeats)
     console.print(table(rows))
-    console.print(f"reads by: {', '.join(sorted({level.reads_by for level in found.levels}))}", markup=False)
+    console.print(f"reads by: {', '.join(sorted({level.reads_by for level in levels}))}", markup=False)
     load = os.getloadavg()
     console.print(
         f"load average {load[0]:.2f} {load[1]:.2f} {load[2]:.2f} on {os.cpu_count()} cores, at the end"
     )
+
+
+def middle(levels: Sequence[Level]) -> Level:
+    """The median of each figure of one number of streams; what is no figure is the first's."""
+    found: dict[str, Any] = {}
+    for each in fields(Level):
+        values = [getattr(level, each.name) for level in levels]
+        if all(isinstance(value, float) for value in values):
+            found[each.name] = statistics.median(values)
+    return replace(levels[0], **found)
 
 
 def level_rows(level: Level) -> list[Row]:
@@ -107,15 +127,16 @@ def level_rows(level: Level) -> list[Row]:
     ]
 
 
-def run_rows(folder: Path, chunks: int) -> Iterator[Row]:
+def run_rows(folder: Path, chunks: int, repeats: int) -> Iterator[Row]:
     """What needs runs of its own. They take at most a few minutes each, or fail."""
     few = ran(folder, {"request_rate": 10.0, "num_requests": 10, "input_len": 1024, "output_len": 2})
     yield Row("start-up, CPU time until ready", few.ready_cpu_s, "s", READY_CPU_S)
     for rate, input_len in ((300.0, 1024), (20.0, 32_768)):
         spec = {"num_requests": round(rate * 5), "input_len": input_len, "output_len": 4}
-        sent = ran(folder, {"request_rate": rate, **spec})
+        sent = [ran(folder, {"request_rate": rate, **spec}) for _ in range(repeats)]
         what = f"{rate:g} requests/s of {input_len} tokens: send lag, p99"
-        yield Row(what, sent.client["send_lag_p99_ms"], "ms", SEND_LAG_P99_MS)
+        lag_ms = statistics.median(one.client["send_lag_p99_ms"] for one in sent)
+        yield Row(what, lag_ms, "ms", SEND_LAG_P99_MS)
     requests = max(1, chunks // 128)
     many = ran(folder, {"request_rate": 500.0, "num_requests": requests, "input_len": 32, "output_len": 128})
     millions = many.client["chunks"] / 1e6
