@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,26 @@ def test_bad_options_are_said_at_once(tmp_path: Path) -> None:
     done = kvbench("selftest", "--output", str(tmp_path / "no" / "file.json"))
     assert done.status == 2
     assert "there is no folder" in done.err
+
+
+def quiet(**changes: Any) -> Level:
+    """A level with nothing wrong."""
+    rows = [row(number, 2.0 + number, [0.05, 0.06, 0.07]) for number in range(2)]
+    records = [record(number, 2.0 + number, 0.05, [0.01, 0.01]) for number in range(2)]
+    client = {"started_monotonic_s": STARTED, "cpu_s": 0.5, "send_lag_p99_ms": 0.1}
+    result = LoadResult(records, "complete", 4.0, client)
+    log = {"requests": rows, "chunks": 6, "cpu_s": 1.0}
+    return replace(level_of(10, 3.0, result, log), **changes)
+
+
+def test_what_else_the_machine_did_is_told_where_figures_are_off() -> None:
+    assert quiet(steal_share=0.01, other_cpu_share=0.05).disturbed == ""
+    stolen = quiet(steal_share=0.13, ttft_error_p99_ms=30.0, server_late_further_p99_ms=40.0)
+    assert stolen.disturbed == "13.0% of the CPU time was stolen by the hypervisor"
+    assert stolen.faults() == [
+        "TTFT is wrong by 30.0 ms",
+        "13.0% of the CPU time was stolen by the hypervisor meanwhile",
+    ]
+    both = quiet(steal_share=0.13, other_cpu_share=0.4)
+    assert "40.0% of the CPU time was used by other processes and 13.0% " in both.disturbed
+    assert both.faults() == []  # what is right in spite of it is right

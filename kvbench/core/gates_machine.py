@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.core.evidence import Evidence
+from kvbench.core.evidence import Evidence, GateLimits, HostFigures
 from kvbench.core.gates_transfer import RDMA_TRANSPORTS
 from kvbench.core.records import Finding
 
@@ -16,7 +16,7 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's.
     limits: warns only. Whether it did harm show the other gates: late client, late router, late emulator.
     """
-    parts = [*_cpu(evidence), *_heat(evidence), *_traffic(evidence)]
+    parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
     if not parts:
         return None
     host = evidence.host
@@ -37,8 +37,8 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     )
 
 
-def _cpu(evidence: Evidence) -> Iterator[str]:
-    host, limits = evidence.host, evidence.limits
+def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
+    """What took more of the CPU time than it may, in words."""
     for what, share, limit in (
         ("used by other processes", host.other_cpu_share, limits.other_cpu_share),
         ("stolen by the hypervisor", host.steal_share, limits.steal_share),
