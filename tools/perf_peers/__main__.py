@@ -26,6 +26,9 @@ from .work import FIRST_TOKEN_S, GAP_S, ROOT, START_UP, Cost, Outcome, PeerError
 START_DEADLINE_S = 180.0
 """What a client may take besides its load: the slowest need about 60 s to start and 30 s to end."""
 
+START_NOISE = 0.2
+"""The CPU time of a start differs by so much from one to the next: a load that takes less shows no figure."""
+
 
 def say(text: str) -> None:
     print(f"perf-peers: {text}", flush=True)
@@ -208,6 +211,7 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientR
     load = os.getloadavg()[0]
     outcome, cost, server = _run(client, work, folder / f"{client.name}-{work.streams}")
     load_cpu_s = cost.cpu_s - start.cpu_s
+    told = load_cpu_s > START_NOISE * start.cpu_s
     return ClientRow(
         client=client.name,
         streams=work.streams,
@@ -218,7 +222,7 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientR
         errors=errors_of(outcome),
         gaps_are=outcome.gaps_are,
         hidden_p99_ms=percentile(outcome.hidden_ms, 99),
-        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s),
+        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s) if told else None,
         cpu_s=round(cost.cpu_s, 2),
         start_up_cpu_s=round(start.cpu_s, 2),
         wall_s=round(cost.wall_s, 1),
@@ -250,7 +254,7 @@ def router_row(name: str, work: Work, passage: Passage, base_ms: float, load: fl
 
 
 def _per_core_s(outcome: Outcome, work: Work, cpu_s: float) -> int | None:
-    """Tokens of finished requests per CPU second; None if the CPU time is within the noise of the start."""
+    """Tokens of finished requests per CPU second; None if there was next to no CPU time."""
     tokens = work.tokens * outcome.completed // work.requests
     return round(tokens / cpu_s) if cpu_s > 0.02 else None
 
