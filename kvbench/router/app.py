@@ -100,8 +100,11 @@ class Router:
 
 async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
     """A control request: the answer, or what went wrong."""
+    asked = asyncio.ensure_future(fetch(pool, pool.request(method, path)))
+    # Cancelled as it fails, it fails with nobody left to hear of it, which asyncio would log.
+    asked.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
-        return await asyncio.wait_for(fetch(pool, pool.request(method, path)), CONTROL_DEADLINE_S)
+        return await asyncio.wait_for(asked, CONTROL_DEADLINE_S)
     except asyncio.TimeoutError:
         return f"no answer within {CONTROL_DEADLINE_S:g} s"
     except OSError as error:
