@@ -11,6 +11,8 @@ import ctypes
 import gc
 import os
 import re
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +26,13 @@ from hypothesis import HealthCheck, settings
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvbench")
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start with them.
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE_S = 3.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
