@@ -15,6 +15,7 @@ from kvbench.http1.pool import (
     Pool,
     Reply,
     ReplyCollector,
+    answer_of,
     broken,
     fetch,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Response",
     "Server",
     "Splicing",
+    "answer_of",
     "broken",
     "error_body",
     "fetch",

@@ -233,7 +233,14 @@ async def fetch(pool: Pool, data: bytes) -> Reply:
     Raises OSError (ConnectionError and TimeoutError are such) when there is no whole answer. It sets
     no deadline on the answer itself: wrap it in ``asyncio.wait_for``.
     """
-    connection = await pool.acquire()
+    return await answer_of(await pool.acquire(), data)
+
+
+async def answer_of(connection: ClientConnection, data: bytes) -> Reply:
+    """The whole answer to one request over a connection. Cancelling it drops the connection.
+
+    Raises ConnectionError when there is no whole answer.
+    """
     collector = ReplyCollector()
     connection.send(data, collector)
     try:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from kvbench.connectors.base import Connector
-from kvbench.http1 import ReplyCollector, Request, error_body
+from kvbench.http1 import Request, answer_of, error_body
 from kvbench.router.body import ClientBody
 from kvbench.router.legs import LegError
 from kvbench.router.spec import Backend
@@ -51,10 +51,8 @@ class Liar:
             connection = await p.pool.acquire()
         except OSError as error:
             raise LegError.of(p, "connect", 502, f"cannot be reached: {error}") from error
-        collector = ReplyCollector()
         try:
-            connection.send(data, collector)
-            reply = await collector.result
+            reply = await answer_of(connection, data)
         except ConnectionError as error:
             raise LegError.broken(p, error) from error
         if reply.status != 200:
