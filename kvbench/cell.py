@@ -215,8 +215,7 @@ class CellRunner:
         )
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
-            shares = [target for kind, target in slo.criteria() if kind == "share"]
-            own = replace(limits, attainment=min(shares, default=limits.attainment))
+            own = replace(limits, attainment=min(slo.shares))
             searches[tier] = RateSearch(own, hint, ceiling=CEILING)
         return Tiered(searches)
 

@@ -257,6 +257,21 @@ def test_a_ceiling_is_one_only_if_much_is_left_behind() -> None:
     assert easy.completion_rate == flooded.completion_rate
     assert easy.grows
     assert ceiling_measured([], 600, 20.0, 1.0) == Measured(duration_s=20.0)
+    quick = np.arange(0.03, 2.7, 0.0658)  # 15 a second of 26 ms: 0.4 are under way on average, 2 by chance
+    assert ceiling_measured(quick, len(quick) + 2, 2.7, 0.026).grows
+    assert not ceiling_measured(quick, len(quick) + 14, 2.7, 0.026).grows
+
+
+def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> None:
+    offsets = np.arange(60) / 20.0
+    trial = LiveTrial(LiveConfig(offsets_s=offsets, rate=20.0, latency_s=0.03), [Criterion("share", 0.9)])
+    for i, at in enumerate(offsets):
+        # Told as it ends, so that none is under way; but for one of the last.
+        behind = i == 55
+        decision = trial.feed(float(at) + 0.03, [] if behind else [(i, (1.0,), (0.5,))], 0, i + 1)
+    assert decision is not None
+    assert decision.window_s[0] == pytest.approx(0.03)
+    assert decision.verdict == "met"
 
 
 @settings(max_examples=60, deadline=None)

@@ -90,11 +90,6 @@ def test_impossible_slos_are_refused(values: dict[str, float]) -> None:
         Slo(**values)
 
 
-@pytest.mark.parametrize(("n", "allowed"), [(100, 5), (20, 1), (19, 0), (1, 0), (0, 0), (60, 3)])
-def test_misses_allowed(n: int, allowed: int) -> None:
-    assert Slo(attainment=0.95).misses_allowed(n) == allowed
-
-
 def test_the_window_drops_the_warmup_by_count_or_by_latency() -> None:
     arrivals = [i / 10 for i in range(100)]
     assert metrics.steady_window([request(t) for t in arrivals]) == Window(1.0, 9.9)

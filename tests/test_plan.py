@@ -192,5 +192,7 @@ def test_listed_rates_cost_what_they_offer() -> None:
 def test_notes_say_what_can_never_be_shown() -> None:
     assert "can never show" in plan("search.max_requests=50", "search.min_requests=20").notes[0]
     assert "fewer than 59 requests" in plan("search.min_requests=20").notes[0]
+    listed = ("slo.ttft_ms=null", "slo.tpot_ms=null", 'slo.limits=["ttft_ms p99 <= 500"]')
+    assert "fewer than 299 requests cannot show an attainment of 0.99" in plan(*listed).notes[0]
     assert len(plan().notes) == 1
     assert plan("search.start_rate=30").notes == ()

@@ -198,6 +198,11 @@ def test_a_summary_says_what_was_asked_and_what_came_of_it() -> None:
     assert whole.request_throughput == pytest.approx(50 / 6)
 
 
+@pytest.mark.parametrize(("n", "allowed"), [(100, 5), (20, 1), (19, 0), (1, 0), (0, 0), (60, 3)])
+def test_misses_allowed(n: int, allowed: int) -> None:
+    assert misses_allowed(n, 0.95) == allowed
+
+
 @given(st.integers(0, 10_000), st.floats(0.001, 1.0))
 def test_misses_allowed_leave_the_share(n: int, share: float) -> None:
     most = misses_allowed(n, share)

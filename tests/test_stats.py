@@ -71,22 +71,6 @@ def test_beta_of_large_arguments_converges() -> None:
     assert stats.beta_cdf(1e5, 1e3, 1e5 / (1e5 + 1e3)) == pytest.approx(0.5, abs=0.01)
 
 
-def test_evidence_below_keeps_its_promise_at_every_look() -> None:
-    random = np.random.default_rng(1)
-    crossed = 0
-    for _ in range(300):
-        successes = np.cumsum(random.random(300) < 0.95)
-        crossed += any(
-            stats.log_evidence_below(int(successes[n - 1]), n, 0.95) > math.log(1 / 0.05)
-            for n in range(1, 301, 3)
-        )
-    assert crossed / 300 <= 0.05  # by Ville's inequality, up to the luck of 300 draws
-    assert stats.log_evidence_below(40, 60, 0.95) > math.log(1 / 0.05)
-    assert stats.log_evidence_below(60, 60, 0.95) < 0
-    assert stats.log_evidence_below(0, 0, 0.95) == 0.0
-    assert stats.log_evidence_below(1, 1, 1.0) == 0.0
-
-
 def test_autocorrelation_time_of_an_ar1_process() -> None:
     random = np.random.default_rng(2)
     noise = random.normal(size=20_000)

@@ -141,15 +141,16 @@ def notes(scenario: Scenario) -> Iterator[str]:
     search, slo = scenario.search, scenario.slo.main()
     if search.method in ("fixed", "burst") or not slo.has_limits:
         return
-    needed = math.ceil(math.log1p(-search.confidence) / math.log(slo.attainment))
+    share = max(slo.shares)
+    needed = math.ceil(math.log1p(-search.confidence) / math.log(share))
     if search.max_requests < needed:
         yield (
-            f"a trial of {search.max_requests} requests can never show an attainment of {slo.attainment:g} "
+            f"a trial of {search.max_requests} requests can never show an attainment of {share:g} "
             f"with confidence {search.confidence:g}: that takes {needed}; raise search.max_requests"
         )
     elif search.min_requests < needed:
         yield (
-            f"a trial of fewer than {needed} requests cannot show an attainment of {slo.attainment:g} with "
+            f"a trial of fewer than {needed} requests cannot show an attainment of {share:g} with "
             f"confidence {search.confidence:g}, even with none missed; raise search.min_requests"
         )
     slowest = search.min_requests / search.trial_s

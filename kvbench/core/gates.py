@@ -25,10 +25,9 @@ what an honest trial proves there, by which evidence and within which limits; ``
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from kvbench.core import (
     gates_client,
@@ -39,11 +38,9 @@ from kvbench.core import (
     gates_transfer,
     gates_work,
 )
+from kvbench.core.criteria import CriterionResult
 from kvbench.core.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
-from kvbench.core.metrics import CONFIDENCE, Slo
 from kvbench.core.records import Finding, VerdictKind
-from kvbench.core.stats import log_evidence_below
-from kvbench.core.window import WARMUP_SHARE
 
 __all__ = [
     "GATES",
@@ -53,16 +50,11 @@ __all__ = [
     "GateLimits",
     "GateText",
     "HostFigures",
-    "early_verdict",
     "gate_table",
     "judge",
 ]
 
 Gate = Callable[[Evidence], Finding | None]
-
-EARLY_DESIGN_EFFECT: Final = 4.0
-"""Neighbouring requests share their fate; the live rule counts four of them as one independent one."""
-
 
 GATES: Final[tuple[Gate, ...]] = (
     gates_requests.failed_requests,
@@ -151,47 +143,25 @@ def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
 
 
 def _reason(evidence: Evidence) -> str:
-    summary, target = evidence.summary, evidence.slo.attainment
-    share = summary.slo_attainment or 0.0
-    text = (
-        f"{summary.judged_met} of {summary.judged} requests ({share:.1%}) within the SLO, "
-        f"{target:.1%} asked; interval {summary.attainment_lower:.1%} to {summary.attainment_upper:.1%}"
+    summary = evidence.summary
+    text = "; ".join(
+        f"{each.text}: {_standing(each)}" if len(summary.criteria) > 1 else _standing(each)
+        for each in summary.criteria
     )
-    if summary.attainment_lower < target <= summary.attainment_upper:
-        text += ", which does not decide"
     causes = ", ".join(f"{count} × {cause}" for cause, count in sorted(summary.missed_by.items()))
     text += f"; misses: {causes}" if causes else ""
     return text + (f"; stopped early as {evidence.stopped_as}" if evidence.stopped_as else "")
 
 
-def early_verdict(
-    done_met: int, done_missed: int, n_planned: int, slo: Slo, confidence: float = CONFIDENCE
-) -> Literal["met", "missed"] | None:
-    """The verdict of a trial under way, if it is certain already; it may be asked as often as one likes.
-
-    All that is known here are totals, and the verdict leaves the warm-up (10 % of the requests planned) out.
-    So misses are first laid to the warm-up, as many as it can hold; only the others count.
-
-    - "missed" by arithmetic: more misses than the steady window may have, even if all that is still to
-      come is met.
-    - "missed" by evidence, for long trials: ``log_evidence_below`` against 1 / (1 - confidence). That
-      bound holds at every look at once, so no alpha is split over the looks. Neighbours are not
-      independent, so four requests are counted as one. Misses are known later than successes, which only
-      makes the rule slower.
-    - "met" by arithmetic alone: the rest may all be missed. A queue may grow behind a good share so far,
-      so a trial is never cut short as met by statistics. Stopping here saves little; a caller who wants
-      undistorted tails lets the trial end.
-    """
-    warmup = math.ceil(WARMUP_SHARE * n_planned)
-    judged = n_planned - warmup
-    if judged <= 0:
-        return None
-    counted = done_missed - min(warmup, done_missed)
-    if counted > slo.misses_allowed(judged):
-        return "missed"
-    to_come = max(0, n_planned - done_met - done_missed)
-    if done_missed + to_come <= slo.misses_allowed(judged):
-        return "met"
-    seen = max(counted, done_met + done_missed - warmup)
-    evidence = log_evidence_below(seen - counted, seen, slo.attainment) / EARLY_DESIGN_EFFECT
-    return "missed" if evidence > -math.log(1.0 - confidence) else None
+def _standing(criterion: CriterionResult) -> str:
+    """How one criterion stands, in words."""
+    value, target = criterion.value, criterion.target
+    if value is None or criterion.lower is None or criterion.upper is None:
+        return f"{criterion.n} requests tell of it, too few for an interval"
+    if criterion.kind == "mean":
+        return f"{value:.4g} ms; interval {criterion.lower:.4g} to {criterion.upper:.4g} ms"
+    text = (
+        f"{round(value * criterion.n)} of {criterion.n} requests ({value:.1%}) within the SLO, "
+        f"{target:.1%} asked; interval {criterion.lower:.1%} to {criterion.upper:.1%}"
+    )
+    return f"{text}, which does not decide" if criterion.lower < target <= criterion.upper else text

@@ -25,22 +25,29 @@ _MEDIAN_ERROR: Final = 1.2533 * 1.4826
 def too_few_requests(evidence: Evidence) -> Finding | None:
     """Enough requests were judged that no single miss decides.
 
-    evidence: 1 / (1 - attainment) requests at least, unless the interval decides as it is.
+    evidence: 1 / (1 - share) requests at least for each share that the SLO asks (0.99 of a P99), unless its
+    interval decides as it is, or another is missed for sure.
     limits: a share near the target still needs many more; the interval says how far it may lie.
     """
-    summary, target = evidence.summary, evidence.slo.attainment
-    needed = math.ceil(1 / (1 - target) - 1e-9) if target < 1 else 1
-    decisive = summary.attainment_upper < target or summary.attainment_lower >= target
-    if summary.judged >= needed or (summary.judged and decisive) or evidence.stopped_as == "missed":
+    shares = [each for each in evidence.summary.criteria if each.kind == "share"]
+    if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
+        return None
+    needed, each = max(((_needed(each.target), each) for each in shares), key=lambda pair: pair[0])
+    if each.n >= needed or (each.lower is not None and each.lower >= each.target):
         return None
     return Finding(
         "too_few_requests",
         "invalid",
-        f"{summary.judged} requests could be judged; an attainment of {target:.1%} cannot be told "
+        f"{each.n} requests could be judged; an attainment of {each.target:.1%} cannot be told "
         f"from fewer than {needed}",
         f"send at least {math.ceil(needed / 0.7)} requests a trial",
-        {"judged": summary.judged, "needed": needed},
+        {"judged": each.n, "needed": needed},
     )
+
+
+def _needed(share: float) -> int:
+    """How many requests there must be for a single miss to be allowed."""
+    return math.ceil(1 / (1 - share) - 1e-9) if share < 1 else 1
 
 
 def too_short(evidence: Evidence) -> Finding | None:

@@ -56,6 +56,9 @@ come fast not before so many more, or so many seconds: a queue's memory is count
 a few are under way at once, a dozen latencies tell next to nothing."""
 CEILING_LATENCIES: Final = 5.0
 FLOODED: Final = 1.5
+FLOODED_ERRORS: Final = 3.0
+"""A ceiling probe leaves behind more than so many times what must be under way, and more than chance puts
+there: of 0.4 requests on average (15 a second of 26 ms) one or two are often just under way."""
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
 """The first look at the criteria, in latencies, and by how much later each further one."""
@@ -114,7 +117,8 @@ def ceiling_measured(
     if found is None:
         return Measured(duration_s=until_s)
     left = sent - int((np.asarray(ends_s, np.float64) <= until_s).sum())
-    flooded = left > FLOODED * found[0] * latency_s
+    under_way = found[0] * latency_s
+    flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
     return Measured(completion_rate=found[0], grows=not (found[1] and flooded), duration_s=until_s)
 
 
@@ -344,7 +348,8 @@ class LiveTrial:
         """The steady part so far."""
         times, in_flight = np.array(self._series.times_s), np.array(self._series.in_flight)
         late = in_flight[times >= t_s / 2]
-        filled_s = float(times[np.argmax(in_flight >= late.mean())]) if len(late) else 0.0
+        # A count is whole: where 0.4 requests are under way on average, having none is as full as it gets.
+        filled_s = float(times[np.argmax(in_flight >= math.floor(late.mean()))]) if len(late) else 0.0
         start_s = min(filled_s, t_s / 2)
         known = self._settled_s - self._offsets
         known = known[~np.isnan(known)]

@@ -201,6 +201,11 @@ class Slo:
             shares.insert(0, Criterion("share", self.attainment, each))
         return (*shares, *means)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What is asked of requests as shares: the attainment, 0.99 of a P99. Never empty."""
+        return tuple(each.target for each in self.all_criteria() if each.kind == "share")
+
     def criteria(self) -> tuple[tuple[CriterionKind, float], ...]:
         """(kind, target) of each criterion, in the order of ``observe``."""
         return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
@@ -233,10 +238,6 @@ class Slo:
             tpot_ms=None if self.tpot_ms is None else self.tpot_ms + tpot_ms,
             limits=tuple(replace(each, limit=each.limit + added[each.metric]) for each in self.limits),
         )
-
-    def misses_allowed(self, n: int) -> int:
-        """Most misses among ``n`` requests that still attain the share."""
-        return misses_allowed(n, self.attainment)
 
     def e2el_ms(self, output_len: int) -> float:
         """End-to-end latency of a request that just keeps its limits; a limit not given counts as nothing."""

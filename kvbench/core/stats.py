@@ -120,25 +120,6 @@ def requests_needed(misses: int, attainment: float, confidence: float) -> int:
     return high
 
 
-def log_evidence_below(successes: int, n: int, share: float) -> float:
-    """Logarithm of the evidence that the true share of successes is below ``share``.
-
-    It is the likelihood of the data, averaged evenly over all shares below ``share``, divided by the
-    likelihood at ``share``. For independent requests whose true share is ``share`` or more, this ratio is a
-    non-negative supermartingale that starts at 1: the chance that it *ever* exceeds 1/alpha is at most
-    alpha (Ville's inequality). So it may be looked at after every request and no alpha has to be split
-    over the looks.
-    """
-    if n == 0 or not 0.0 < share < 1.0:
-        return 0.0
-    a, b = successes + 1.0, n - successes + 1.0
-    inside = beta_cdf(a, b, share)
-    if inside <= 0.0:
-        return -math.inf
-    average = log_beta(a, b) + math.log(inside) - math.log(share)
-    return average - successes * math.log(share) - (n - successes) * math.log1p(-share)
-
-
 def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
     """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations.
 
