@@ -262,7 +262,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
         if untold:
             names = "; ".join(f"{each.ahead} or {each.behind}" for each in untold)
             text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
-            advice = "search more closely (search.tolerance), or repeat the search and compare the runs"
+            advice = "search more closely (search.precision), or repeat the search and compare the runs"
             found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(untold)))
     return found
 

@@ -16,20 +16,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
 from kvbench import __version__
-from kvbench.core.evidence import GateLimits, HostFigures
-from kvbench.core.gates_machine import cpu_taken
+from kvbench.calm import calmest, disturbance
+from kvbench.core.evidence import HostFigures
 from kvbench.environment import cgroup_cpu_limit, load_average
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
-from kvbench.figures import host_figures
 from kvbench.launchers.local import LocalLauncher
 from kvbench.load import LoadGenerator, LoadResult
-from kvbench.telemetry import read_host
 from kvbench.yardstick import (
     Errors,
     Yardstick,
@@ -51,10 +50,7 @@ ALLOWED_MS: Final = 5.0
 RESERVED_FDS: Final = 64
 QUOTED_OUTPUT_LEN: Final = 256
 SEED: Final = 1
-TRIES: Final = 3
-"""So often is a number of streams measured at most, if the machine did other work meanwhile."""
 MAX_STREAMS: Final = 20_000
-UNTOLD: Final = HostFigures()
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Level:
     def disturbed(self) -> str:
         """What else the machine did meanwhile, in words; empty if it was left alone, as gates see it."""
         host = HostFigures(steal_share=self.steal_share, other_cpu_share=self.other_cpu_share)
-        return " and ".join(cpu_taken(host, GateLimits()))
+        return disturbance(host)
 
     @property
     def trusted(self) -> bool:
@@ -206,7 +202,8 @@ def measure(
             say(problem)
             continue
         say(f"{wanted} streams: {wanted / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
-        levels.append(_calmest(launcher, wanted, seconds, folder, say))
+        calm = calmest(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
+        levels.append(of_machine(calm.found, calm.host, calm.tries))
     host["load_average_after"] = load_average()
     host["kernel_stamps"] = all(level.stamps == "kernel" for level in levels)
     host["reads_by"] = levels[-1].reads_by if levels else ""
@@ -238,27 +235,10 @@ def descriptors_lacking(streams: int) -> str:
     )
 
 
-def _calmest(
-    launcher: LocalLauncher, streams: int, seconds: float, folder: Path, say: Callable[[str], None]
-) -> Level:
-    """The first try that nothing disturbed; of ``TRIES`` disturbed ones the one that was least."""
-    tries: list[Level] = []
-    while not tries or (tries[-1].disturbed and len(tries) < TRIES):
-        if tries:
-            say(f"{streams} streams again: {tries[-1].disturbed} meanwhile")
-        tries.append(_level(launcher, streams, seconds, folder))
-    if not tries[-1].disturbed:
-        return replace(tries[-1], tries=len(tries))
-    calmest = min(tries, key=lambda level: (level.steal_share or 0.0) + (level.other_cpu_share or 0.0))
-    return replace(calmest, tries=len(tries))
-
-
-def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path) -> Level:
+def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path, name: str) -> Level:
     rate = streams / DURATION_S
     load = load_average()
-    with exact_server(
-        launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}, f"exact-{streams}"
-    ) as server:
+    with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}, f"exact-{name}") as server:
         spec = {
             "base_url": server.url,
             "model": "exact",
@@ -268,16 +248,14 @@ def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path) 
             "input_len": INPUT_LEN,
             "output_len": OUTPUT_LEN,
             "vocab_size": 32_000,
-            "records_path": str(folder / f"records-{streams}"),
+            "records_path": str(folder / f"records-{name}"),
             # No limit is judged by; from it the generator knows how many connections to open.
             "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
         }
-        generator = LoadGenerator(launcher, spec, f"loadgen-{streams}")
+        generator = LoadGenerator(launcher, spec, f"loadgen-{name}")
         deadline_s = 4 * (seconds + 2 * DURATION_S) + 60.0
-        before = read_host(slowdowns=False)
         result = generator.run(lambda progress: False, _alive(server), deadline_s)
-        host = host_figures(before, read_host(slowdowns=False))
-        return level_of(streams, seconds, result, server.log(), load[0] if load else None, host)
+        return level_of(streams, seconds, result, server.log(), load[0] if load else None)
 
 
 def _alive(server: Yardstick) -> Callable[[], None]:
@@ -294,9 +272,8 @@ def level_of(
     result: LoadResult,
     log: dict[str, Any],
     load: float | None = None,
-    host: HostFigures = UNTOLD,
 ) -> Level:
-    """The figures of one trial from its records, the server's log, and what the machine did meanwhile."""
+    """The figures of one trial from its records and the server's log."""
     window = (DURATION_S, DURATION_S + seconds)
     errors: Errors = errors_of(result.records, log["requests"], window)
     started = float(result.client["started_monotonic_s"])
@@ -327,9 +304,13 @@ def level_of(
         server_chunks_per_core_s=round(chunks / log["cpu_s"]) if log["cpu_s"] else None,
         load_average=load,
         reads_by=str(result.client.get("reads_by", "")),
-        steal_share=_share(host.steal_share),
-        other_cpu_share=_share(host.other_cpu_share),
     )
+
+
+def of_machine(level: Level, host: HostFigures, tries: int) -> Level:
+    """The level with what else the machine did meanwhile."""
+    steal, other = _share(host.steal_share), _share(host.other_cpu_share)
+    return replace(level, steal_share=steal, other_cpu_share=other, tries=tries)
 
 
 def _share(value: float | None) -> float | None:

@@ -119,6 +119,40 @@ def test_the_release_that_this_is_has_its_promises_written_down() -> None:
     assert (RECORDED / "promised" / f"{kvbench.__version__}.json").is_file()
 
 
+SECTIONS = ("search", "slo", "workload", "deployment", "load", "model", "simulate")
+KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
+COMMAND = re.compile(r"`kvbench ([a-z]+)")
+NO_KEYS = {"slo.py", "model.safetensors", "model.safetensors.index.json"}
+
+
+def named_in_texts(pattern: re.Pattern[str]) -> dict[str, str]:
+    """What kvbench's own texts name → a module that does."""
+    return {
+        name: path.name
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in pattern.findall(node.value)
+    }
+
+
+def test_every_key_and_command_that_a_text_names_is_there() -> None:
+    """Advice that names what does not exist is worse than none."""
+    now = offered()
+    keys, commands = named_in_texts(KEY), named_in_texts(COMMAND)
+    assert {"search.precision", "load.mode"} <= set(keys)
+    assert {"doctor", "report"} <= set(commands)
+    options = {
+        f"deployment.engine_options.{option}"
+        for engine in registry().engines.values()
+        for option in engine.model_fields
+    }
+    real = options | {*now["scenario"], *NO_KEYS}
+    assert {key: where for key, where in keys.items() if key not in real} == {}
+    known = {command.partition(" ")[0] for command in now["commands"]}
+    assert {name: where for name, where in commands.items() if name not in known} == {}
+
+
 def test_a_former_name_of_a_command_works_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.RENAMED, "format", "schema")
     done = CliRunner().invoke(cli.app, ["format"])

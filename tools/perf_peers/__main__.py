@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from kvbench.calm import calmest
 from kvbench.environment import cpu
 from kvbench.errors import KvbenchError
 from kvbench.launchers.local import LocalLauncher
@@ -159,7 +160,9 @@ class Passes:
         """The median error without a router, in ms."""
         with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = direct(work, folder / "direct", _deadline_s(work))
+            passage = calmest(
+                lambda name: direct(work, folder / name, _deadline_s(work)), "direct", say
+            ).found
             base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
             rows.setdefault("none", []).append(router_row("none", work, passage, base_ms, load))
             return base_ms
@@ -170,7 +173,9 @@ class Passes:
     ) -> None:
         with _listed(f"router {router.name}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = through(router, work, folder / router.name, _deadline_s(work))
+            passage = calmest(
+                lambda name: through(router, work, folder / name, _deadline_s(work)), router.name, say
+            ).found
             row = router_row(router.name, work, passage, base_ms, load)
             rows.setdefault(router.name, []).append(row)
             say(f"router {router.name}, {work.streams} streams: adds p50 {row.added_p50_ms} ms to TTFT")
@@ -209,7 +214,8 @@ def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[
 
 def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientRow:
     load = os.getloadavg()[0]
-    outcome, cost, server = _run(client, work, folder / f"{client.name}-{work.streams}")
+    label = f"{client.name}-{work.streams}"
+    outcome, cost, server = calmest(lambda name: _run(client, work, folder / name), label, say).found
     load_cpu_s = cost.cpu_s - start.cpu_s
     told = load_cpu_s > START_NOISE * start.cpu_s
     return ClientRow(

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.core.evidence import GateLimits
-from kvbench.core.gates_machine import cpu_taken
+from kvbench.calm import calmest
 from kvbench.core.processes import ProcessSpec
 from kvbench.errors import ProcessDiedError
-from kvbench.figures import host_figures
 from kvbench.launchers.local import LocalLauncher
 from kvbench.load import LoadGenerator
-from kvbench.telemetry import Metrics, difference, parse_metrics, quantile, read_host
+from kvbench.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.yardstick import Yardstick, errors_of, exact_server
 
 from . import __doc__ as description
@@ -40,7 +39,6 @@ OUTPUT_LEN = 128
 INPUT_LEN = 256
 DURATION_S = FIRST_TOKEN_S + (OUTPUT_LEN - 1) * GAP_S
 SERVER = {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}
-TRIES = 3
 READY_DEADLINE_S = 30.0
 
 P50_LIMIT_MS = 0.3
@@ -135,22 +133,10 @@ def repeat(work: Work, number: int) -> Repeat:
     figures: dict[str, float] = {}
     ways = [("direct", past), ("router", through), ("plain", plainly)]
     for name, way in ways[number % 3 :] + ways[: number % 3]:
-        found, errors_ms = calmly(way, work, f"{name}-{number}")
+        found, errors_ms = calmest(partial(way, work), f"{name}-{number}", print).found
         p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
         figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
     return Repeat(**figures, load=load)
-
-
-def calmly(way: Way, work: Work, name: str) -> tuple[dict[str, float], Any]:
-    """One way, again if the machine did other work meanwhile; the last of ``TRIES`` whatever it did."""
-    for number in range(TRIES):
-        before = read_host(slowdowns=False)
-        found = way(work, f"{name}-{number}")
-        taken = " and ".join(cpu_taken(host_figures(before, read_host(slowdowns=False)), GateLimits()))
-        if not taken:
-            break
-        print(f"{name}: {taken}", flush=True)
-    return found
 
 
 def past(work: Work, name: str) -> tuple[dict[str, float], Any]:
