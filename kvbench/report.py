@@ -41,6 +41,8 @@ FORMATS: Final = ("md", "html", "csv", "json", "png", "svg")
 
 WIDTH: Final = 100
 """The table in the terminal fits into so many columns."""
+FILES: Final = ("report.html", "report.md", "tables/", "figures/", "trials.jsonl", "requests/", "logs/")
+"""What a reader may want to look into, as far as it is there."""
 
 
 def command(paths: Sequence[Path], console: Console, *, force: bool = False, dark: bool = False) -> None:
@@ -222,7 +224,8 @@ def render_terminal(runs: Run | Sequence[Run], console: Console, differing: Sequ
         mine = [row for row in rows if row.run_id == run.run_id]
         _section(console, f"notes on {name}" if several else "notes", notes(run, mine))
     for _, run in named:
-        _line(console, f"files: {run.path} (report.md, tables/, figures/, trials.jsonl, requests/, logs/)")
+        there = [name for name in FILES if (run.path / name.rstrip("/")).exists()]
+        _line(console, f"files: {run.path} ({', '.join(there)})")
 
 
 def _beside(beside: MethodTable) -> Table:
