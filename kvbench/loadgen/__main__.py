@@ -25,7 +25,7 @@ from kvbench.spawned import parse_spec, read_spec
 from kvbench.spawned import tell as tell_error
 from kvbench.timeslice import shorten_slice, sleep_exactly
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvbench.loadgen")
 
 RESERVED_FDS = 64
 SPEC_BYTES = 65_536

@@ -21,7 +21,7 @@ from kvbench.spans import SpanLog
 from kvbench.spawned import read_spec, run, tell
 from kvbench.timeslice import shorten_slice
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvbench.router")
 
 NAME = "kvbench.router"
 COLLECT_EVERY_S: Final = 10.0
