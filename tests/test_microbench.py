@@ -14,16 +14,19 @@ from pathlib import Path
 import outside_backends
 import psutil
 import pytest
+from commands import wait_until
 from faults import Seen
 
 from kvbench import transfer
+from kvbench.core.processes import ProcessSpec
 from kvbench.core.transfers import Case, TransferRecord
 from kvbench.errors import KvbenchError
 from kvbench.lab.faults import heal, place
 from kvbench.lab.lab import Lab
+from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.measuring import Settings
-from kvbench.microbench.sides import Side
+from kvbench.microbench.sides import Side, Worker, WorkerError
 
 QUICK = Settings(seconds=0.05, min_calls=5, max_seconds=0.5, call_s=0.5, connect_s=2.0, open_s=20.0)
 WRITE = Case("tcp", "tcp", "write", 16384, 4)
@@ -275,6 +278,17 @@ def test_a_worker_that_is_no_worker(fault: Seen) -> None:
     rows = rows_of(WRITE, target=Side(prefix=("no-such-command",)))
     assert "the target ended with exit code 127" in rows[0].error
     assert "no-such-command" in rows[0].log[-1]
+
+
+def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
+    launcher = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs")
+    process = launcher.start(ProcessSpec("rubbish", ("echo", "hello")), piped=True)
+    try:
+        wait_until(lambda: process.has_exited)  # before anything is written to it
+        with pytest.raises(WorkerError, match="the target sent something unreadable: hello"):
+            Worker("target", process, launcher).introduce({"backend": "tcp"})
+    finally:
+        launcher.stop([process])
 
 
 # --- the end

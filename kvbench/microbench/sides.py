@@ -24,6 +24,8 @@ QUIT_S: Final = 2.0
 """A library has so long to close in order; it may own shared memory that only it can remove."""
 LOG_LINES: Final = 8
 READ_BYTES: Final = 1 << 20
+LAST_WORDS_S: Final = 1.0
+"""What an ended worker has sent lies in the pipe already; one that lives on is not waited for any longer."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,14 @@ class Worker:
             self.process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
+            self._hear_out()
             raise self.gone() from None
+
+    def _hear_out(self) -> None:
+        """Take in what it sent before it ended: that tells more than the end. Raises WorkerError, as read."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            self.read()
 
     def read(self) -> None:
         """Take in what is there to be read. Raises WorkerError at the end of file."""
