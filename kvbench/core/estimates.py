@@ -10,6 +10,7 @@ from typing import Final
 from kvbench.core.burst import BURST_S
 from kvbench.core.models import ModelShape
 from kvbench.core.scenario import Scenario, Search
+from kvbench.core.stats import requests_needed
 
 LAUNCH_S: Final = (0.5, 3.0)
 """An emulated pair is up within these; other engines take longer, so the caller may say."""
@@ -142,7 +143,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
     if search.method in ("fixed", "burst") or not slo.has_limits:
         return
     share = max(slo.shares)
-    needed = math.ceil(math.log1p(-search.confidence) / math.log(share))
+    needed = requests_needed(0, share, search.confidence)
     if search.max_requests < needed:
         yield (
             f"a trial of {search.max_requests} requests can never show an attainment of {share:g} "

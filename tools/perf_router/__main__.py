@@ -133,7 +133,7 @@ def repeat(work: Work, number: int) -> Repeat:
     figures: dict[str, float] = {}
     ways = [("direct", past), ("router", through), ("plain", plainly)]
     for name, way in ways[number % 3 :] + ways[: number % 3]:
-        found, errors_ms = calmest(partial(way, work), f"{name}-{number}", print).found
+        found, errors_ms = calmest(partial(way, work), f"{name}-{number}", partial(print, flush=True)).found
         p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
         figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
     return Repeat(**figures, load=load)
