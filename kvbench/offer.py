@@ -18,6 +18,7 @@ from kvbench.core.live import (
     Decision,
     LiveConfig,
     LiveTrial,
+    Observation,
     ceiling_measured,
     trial_length_s,
 )
@@ -163,7 +164,7 @@ def _stopped(settled: Settled) -> bool:
     return settled.error == "cancelled"
 
 
-def _observation(slo: Slo, settled: Settled) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+def _observation(slo: Slo, settled: Settled) -> Observation:
     times = (settled.ttft_s, settled.tpot_s, settled.e2el_s)
     ttft_ms, tpot_ms, e2el_ms = (None if time is None else time * 1e3 for time in times)
     ok = settled.error == ""
@@ -171,4 +172,5 @@ def _observation(slo: Slo, settled: Settled) -> tuple[int, tuple[float, ...], tu
         settled.index,
         slo.observe(ttft_ms, tpot_ms, e2el_ms, ok),
         slo.margins(ttft_ms, tpot_ms, e2el_ms, ok),
+        settled.ttft_s,
     )

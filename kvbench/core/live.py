@@ -3,13 +3,8 @@
 A trial is planned up to a longest duration and cut at the first *look* that is sure. Looks come at times
 that grow geometrically, and the chance of error allowed is shared out evenly among them. Three questions:
 
-1. **Does the queue grow?** The number of requests that wait for their first token is tested for growth:
-   its slope over the last two thirds, less what a mere cluster of arrivals explains, must be significant
-   (above 4 standard errors of the fit, and above 3 of the slope that a random walk of such arrivals shows by
-   chance: a queue at its capacity wanders like one) and material (in ten minutes it adds more waiting than
-   the TTFT limit). The number in flight is no guide: it is correlated over a whole latency. And where the
-   queue was never empty for two latencies, the rate of first tokens *is* the capacity, known far better than
-   a slope: is the offered rate above it?
+1. **Does the queue grow?** By the number of requests that wait for their first token longer than they would
+   without a queue, and by the rate of first tokens while it is never empty (``kvbench.core.growth``).
 2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
    the second half of the time so far (Fishman's crossing rule; rules that look at the latencies themselves,
    such as MSER, prefer to drop bad luck and make short trials look too good). It ends one latency before
@@ -37,15 +32,20 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvbench.core.growth import Seen, capacity_of, why_it_grows
 from kvbench.core.looks import Look, Strictness, mean_look, share_look
 from kvbench.core.searchdata import Measured
-from kvbench.core.stats import StepSeries, trend
 
 FloatArray = npt.NDArray[np.float64]
 Verdict = Literal["met", "missed", "undecided"]
-Observation = tuple[int, tuple[float, ...]] | tuple[int, tuple[float, ...], tuple[float, ...]]
+Observation = (
+    tuple[int, tuple[float, ...]]
+    | tuple[int, tuple[float, ...], tuple[float, ...]]
+    | tuple[int, tuple[float, ...], tuple[float, ...], float | None]
+)
 """(request's index, one value per criterion), and if known one margin per criterion: the value / its limit
-that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came."""
+that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came.
+Then its TTFT in seconds, None while there is none."""
 
 TRIAL_LATENCIES: Final = 10.8
 TRIAL_REQUESTS: Final = 600
@@ -67,11 +67,6 @@ MET_AFTER: Final = 4.0
 GROWTH_FIRST: Final = 60
 GROWTH_FACTOR: Final = 1.08
 """Arrivals before growth is looked at, and by how much later each further look."""
-GROWTH_ERRORS: Final = 4.0
-GROWTH_WALKS: Final = 3.0
-GROWTH_HORIZON_S: Final = 600.0
-CAPACITY_REQUESTS: Final = 40
-CAPACITY_SECTIONS: Final = 8
 MIN_REQUESTS: Final = 12
 SECTIONS: Final = (4, 8)
 SECTIONED_REQUESTS: Final = 160
@@ -196,6 +191,7 @@ class LiveTrial:
         self._values = np.full((n, len(criteria)), np.nan)
         self._margins = np.full((n, len(criteria)), np.nan)
         self._settled_s = np.full(n, np.nan)
+        self._ttft_s = np.full(n, np.nan)
         self._count = self._hopeless = 0
         self._series = _Series()
         self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
@@ -222,8 +218,10 @@ class LiveTrial:
                 raise ValueError(f"no request {index} was planned")
             self._settle(index, t_s)
             self._values[index] = each[1]
-            if len(each) == 3:
+            if len(each) > 2:
                 self._margins[index] = each[2]
+            if len(each) > 3 and each[3] is not None:
+                self._ttft_s[index] = each[3]
         series = self._series
         series.times_s.append(t_s)
         series.waiting.append(float(waiting_first))
@@ -256,7 +254,7 @@ class LiveTrial:
         last = t_s >= self._up(latency_s) or self._count == len(self._offsets)
         if t_s >= self._next_growth_s or last:
             self._next_growth_s = t_s * GROWTH_FACTOR
-            grows = self._growth(t_s)
+            grows = why_it_grows(self._seen(t_s))
             if grows:
                 window = self._window(t_s)
                 return self._decide(
@@ -301,46 +299,29 @@ class LiveTrial:
             self._latency = (self._count, float(np.median(known[~np.isnan(known)])))
         return self._latency[1]
 
-    def _growth(self, t_s: float) -> str:
-        """Why the queue grows, or nothing."""
-        rate, span = self.config.rate, t_s * 2 / 3
-        series = StepSeries(np.array(self._series.times_s), np.array(self._series.waiting))
-        slope = trend(series, t_s - span, t_s)
-        if slope is not None:
-            by_chance = math.sqrt(1.2 * self._clumping * rate / span)
-            needed = max(GROWTH_ERRORS * slope.error, GROWTH_WALKS * by_chance)
-            # Without what is merely a cluster of arrivals: as if they had come evenly.
-            came = np.searchsorted(self._offsets, [t_s - span, t_s])
-            even = slope.per_s - max(0.0, float(came[1] - came[0]) / span - rate)
-            if even > needed and self._material(slope.per_s):
-                return f"the queue grows by {slope.per_s:.3g} requests a second of {rate:.3g} offered"
-        found = self._capacity()
-        if found is not None:
-            capacity, error = found
-            if rate > capacity + 3.0 * error and self._material(rate - capacity):
-                return f"{capacity:.4g} first tokens a second from a queue never empty, {rate:.4g}/s offered"
-        return ""
+    def _seen(self, t_s: float) -> Seen:
+        """What is known of the queue so far."""
+        series, config = self._series, self.config
+        return Seen(
+            rate=config.rate,
+            alone_s=config.latency_s,
+            latency_s=self._latency_s(),
+            ttft_limit_s=config.ttft_limit_s,
+            clumping=self._clumping,
+            offsets_s=self._offsets,
+            settled_s=self._settled_s,
+            ttft_s=self._ttft_s,
+            times_s=np.array(series.times_s),
+            waiting=np.array(series.waiting),
+            firsts=np.array(series.firsts),
+            unbroken=t_s < MET_AFTER * config.latency_s and not self._any_broken(),
+        )
 
-    def _material(self, per_s: float) -> bool:
-        return per_s * GROWTH_HORIZON_S / self.config.rate > self.config.ttft_limit_s
-
-    def _capacity(self) -> tuple[float, float] | None:
-        """(first tokens per second, standard error) over the latest stretch with a queue never empty."""
-        times, waiting = np.array(self._series.times_s), np.array(self._series.waiting)
-        floor = max(6.0, 0.25 * float(waiting.max(initial=0.0)))
-        low = np.flatnonzero(waiting < floor)
-        start = int(low[-1]) + 1 if len(low) else 0
-        beats = 2 * CAPACITY_SECTIONS
-        if start >= len(times) - beats or times[-1] - times[start] < 2.0 * self._latency_s():
-            return None
-        edges = np.linspace(times[start], times[-1], CAPACITY_SECTIONS + 1)
-        counts = np.diff(np.interp(edges, times[start:], np.array(self._series.firsts[start:])))
-        if counts.sum() < CAPACITY_REQUESTS:
-            return None
-        per_s = counts / (edges[1] - edges[0])
-        # A count is whole: a deterministic server's sections differ by one.
-        error = max(float(per_s.std(ddof=1)) / math.sqrt(len(counts)), 1.0 / float(times[-1] - times[start]))
-        return float(per_s.mean()), error
+    def _any_broken(self) -> bool:
+        return any(
+            bool((column < 1.0).any() if each.kind == "share" else (column > each.target).any())
+            for each, column in zip(self.criteria, self._values.T, strict=True)
+        )
 
     # -- criteria ---------------------------------------------------------------------------------
 
@@ -383,7 +364,7 @@ class LiveTrial:
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found
-        capacity = self._capacity() or (None, None)
+        capacity = capacity_of(self._seen(t_s)) or (None, None)
         measured = Measured(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)

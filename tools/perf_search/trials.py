@@ -57,12 +57,17 @@ def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
     firsts = np.sort(outcomes.first_s)
     values = [(1.0,) if good else (0.0,) for good in (load <= 1.0).tolist()]
     margins = [(margin,) for margin in load.tolist()]
+    ttft = outcomes.ttft_s.tolist()
     at, t_s = 0, 0.0
     last_s = float(known.max()) + 10 * BEAT_S
     while t_s <= last_s:
         t_s += BEAT_S
         upto = int(np.searchsorted(times, t_s, side="right"))
-        fresh = [(index, values[index], margins[index]) for index in order[at:upto].tolist()]
+        # Of one that is late, no more is known yet than that.
+        fresh = [
+            (index, values[index], margins[index], None if late[index] else ttft[index])
+            for index in order[at:upto].tolist()
+        ]
         at = upto
         sent = int(np.searchsorted(outcomes.arrived_s, t_s, side="right"))
         waiting = sent - int(np.searchsorted(firsts, t_s, side="right"))
