@@ -33,7 +33,12 @@ POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 1.5
 """Of a question that is asked again and again: between two of them it is looked whether all are alive."""
-_UNDER_WAY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
+_UNDER_WAY = re.compile(
+    r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
+    r"|llamacpp:requests_(?:processing|deferred))(?:\{.*\})? ([0-9.e+]+)",
+    re.MULTILINE,
+)
+"""What vLLM, SGLang and llama.cpp call them."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +159,14 @@ class Deployment:
             except httpx.HTTPError as error:
                 raise ServerError(f"POST {url} failed: {error}") from error
 
-    def wait_drained(self, deadline_s: float) -> bool:
-        """Wait until no instance has a running or waiting request; False if that took too long."""
-        deadline = time.monotonic() + deadline_s
-        while True:
-            self.check_alive()
-            if not any(self._under_way(url) for url in self.endpoints.metrics_urls.values()):
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
+    def under_way(self) -> float | None:
+        """Requests that the instances say are running or waiting there; None if not all of them tell."""
+        told = [self._told_under_way(url) for url in self.endpoints.metrics_urls.values()]
+        known = sum(each for each in told if each is not None)
+        return known if known or (told and None not in told) else None
 
-    def _under_way(self, url: str) -> float:
-        """Requests that an instance says it has; 0 if it does not tell. Nothing else of the page is read.
+    def _told_under_way(self, url: str) -> float | None:
+        """Requests that an instance says it has; None if it does not tell. Nothing else of the page is read.
 
         One that is too busy to tell, or hangs, is taken to have one; ``check_alive`` knows more of it.
         """
@@ -175,9 +175,9 @@ class Deployment:
         except httpx.TimeoutException:
             return 1.0
         except httpx.HTTPError:
-            return 0.0
+            return None
         found = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
-        return sum(float(value) for value in found)
+        return sum(float(value) for value in found) if found else None
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """One greedy completion, not streamed; returns the text. Raises ServerError."""

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.burst import burst_requests
+from kvbench.core.ceiling import ceiling_length_s, ceiling_measured, ceiling_offsets, is_over
 from kvbench.core.live import (
-    CEILING_LATENCIES,
     Criterion,
     Decision,
     LiveConfig,
     LiveTrial,
     Observation,
-    ceiling_measured,
     trial_length_s,
 )
 from kvbench.core.records import Cell, Method, RequestRecord
@@ -28,8 +27,6 @@ from kvbench.core.slo import Slo
 from kvbench.core.traces import TracedRequest, request_rate, scaled
 from kvbench.load import Progress, Settled
 from kvbench.replay import burst_plan
-
-CEILING_S: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,8 @@ def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] =
     if wanted.method == "burst":
         requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
         return Offered(np.array([each.offset_s for each in requests]), requests)
+    if wanted.ceiling and not trace:
+        return Offered(ceiling_offsets(wanted.rate, wanted.latency_s, burstiness, wanted.seed))
     if trace:
         most = num_requests(scenario, wanted) if wanted.searched else None
         requests = scaled(trace, request_rate(trace) / wanted.rate, most)
@@ -88,7 +87,7 @@ def num_requests(scenario: Scenario, wanted: Wanted) -> int:
         return burst_requests(wanted.rate)
     seconds = search.trial_s
     if wanted.ceiling:
-        seconds = max(CEILING_S, CEILING_LATENCIES * wanted.latency_s)
+        seconds = ceiling_length_s(wanted.latency_s)
     elif wanted.searched:
         seconds = search.max_trial_s or max(seconds, trial_length_s(wanted.rate, wanted.latency_s))
     return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
@@ -107,6 +106,10 @@ class Watch:
         self._asked = tier if tier in self._tiers else next(iter(self._tiers), "")
         self.decisions: dict[str, Decision] = {}
         self._ceiling_s = offered.length_s if wanted.ceiling else math.inf
+        self._offsets_s, self._alone_s = offered.offsets_s, wanted.latency_s
+        self._ends_s: list[float] = []
+        self.ceiling_over_s = self._ceiling_s
+        """When a ceiling probe was ended, in seconds since its start."""
         self._trials = {
             name: LiveTrial(
                 LiveConfig(
@@ -136,10 +139,19 @@ class Watch:
             decision = live.feed(progress.t_s, told, progress.waiting_first, progress.sent)
             if decision is not None:
                 self.decisions.setdefault(name, decision)
-        if progress.t_s >= self._ceiling_s:
-            return True
+        if self._ceiling_s < math.inf:
+            return self._ceiling_over(progress)
         # Undecided is a decision, too: the time is up.
         return self.decision is not None
+
+    def _ceiling_over(self, progress: Progress) -> bool:
+        answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
+        self._ends_s += [float(self._offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
+        sent_s, now_s = self._offsets_s[: progress.sent], progress.t_s
+        over = now_s >= self._ceiling_s or is_over(np.array(self._ends_s), sent_s, now_s, self._alone_s)
+        if over:
+            self.ceiling_over_s = min(self.ceiling_over_s, now_s)
+        return over
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
@@ -151,10 +163,11 @@ def _hopeless_s(slo: Slo, output_len: int) -> float:
     return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
 
 
-def ceiling_figures(records: Sequence[RequestRecord], offered: Offered, latency_s: float) -> dict[str, Any]:
+def ceiling_figures(records: Sequence[RequestRecord], until_s: float, latency_s: float) -> dict[str, Any]:
     """A ceiling probe's completions per second, and whether they are a ceiling, for its trial's summary."""
+    sent = sorted(record.scheduled_s for record in records if record.sent_s is not None)
     ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
-    found = ceiling_measured(ends, offered.n, offered.length_s, latency_s)
+    found = ceiling_measured(ends, sent, until_s, latency_s)
     if found.completion_rate is None:
         return {}
     return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}

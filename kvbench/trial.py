@@ -31,6 +31,7 @@ from kvbench.figures import (
     transport_of,
     with_slots,
 )
+from kvbench.idle import Idleness
 from kvbench.kvmetrics import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
 from kvbench.launchers.base import Launcher
 from kvbench.load import LoadGenerator, LoadResult, Progress, Spare
@@ -108,6 +109,7 @@ class TrialRunner:
         launcher: Launcher,
         on_progress: Callable[[Cell, float, int, Progress], None],
         trace: Sequence[TracedRequest] = (),
+        idle: Idleness | None = None,
     ) -> None:
         self.scenario = scenario
         self.deployment = deployment
@@ -118,6 +120,7 @@ class TrialRunner:
         self._trace = trace
         self._tiers = scenario.slo.by_tier()
         self._slo = scenario.slo.main()
+        self._idle = idle or Idleness(scenario, deployment)
         self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
         self._may_expire = 0.0
 
@@ -139,8 +142,14 @@ class TrialRunner:
         self._store.add_outputs(label, input_len, outputs)
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Offer the load, judge it, store it. Raises KvbenchError if a process died or hung."""
-        self.deployment.wait_drained(DRAIN_DEADLINE_S)
+        """Offer the load to an idle system, judge it, store it.
+
+        A system that does not become idle is offered nothing: the trial is void. Raises KvbenchError if a
+        process dies or hangs.
+        """
+        backlog = self._idle.wait(plan.cell)
+        if backlog is not None:
+            return self._void(plan, backlog)
         if plan.twin_of:
             self.deployment.reset_caches()
         pages_before = self.deployment.metrics()
@@ -152,7 +161,10 @@ class TrialRunner:
         sampler = Observer(self._launcher, self.deployment, plan.trial_id, bearer(endpoints.api_key_env))
         with sampler:
             load, offered, watch = self._offer(plan)
-        self.deployment.wait_drained(DRAIN_DEADLINE_S)
+        cancelled = sum(record.error == "cancelled" for record in load.records)
+        completed = sum(record.ok for record in load.records)
+        self._idle.left_behind(cancelled, completed / max(load.duration_s, 1e-3))
+        self._idle.drained(DRAIN_DEADLINE_S)
         pages_after = self.deployment.metrics()
         logged = self._logged_kv(pages_after)
         figures = with_slots(
@@ -181,7 +193,7 @@ class TrialRunner:
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
         if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, offered, plan.latency_s)
+            told |= ceiling_figures(load.records, watch.ceiling_over_s, plan.latency_s)
         labels = list(self._store.manifest.get("labels", []))
         if verdict == "measured" and reason:
             labels.append(SATURATED)
@@ -212,6 +224,26 @@ class TrialRunner:
         self._store.add_trial(record, load.records)
         return record
 
+    def _void(self, plan: TrialPlan, finding: Finding) -> TrialRecord:
+        """Stores that a trial was not begun, and why."""
+        record = TrialRecord(
+            trial_id=plan.trial_id,
+            cell=plan.cell,
+            request_rate=plan.rate,
+            seed=self._seed(plan),
+            verdict="invalid",
+            reason=finding.message,
+            purpose=plan.purpose,
+            started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            summary=summarise([], judged_slo(plan.method, self._slo), plan.rate, 0.0, None).to_json(),
+            engine={"load_mode": self._mode(plan)},
+            findings=[finding],
+            labels=list(self._store.manifest.get("labels", [])),
+            method=plan.method,
+        )
+        self._store.add_trial(record, [])
+        return record
+
     def _offer(self, plan: TrialPlan) -> tuple[LoadResult, Offered, Watch]:
         wanted = plan.wanted(self._seed(plan))
         offered = planned(self.scenario, wanted, self._trace)
@@ -223,6 +255,8 @@ class TrialRunner:
 
         spec = self._load_spec(plan, offered.n)
         requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
+        if plan.purpose == "ceiling" and offered.requests is None:
+            spec["offsets_s"] = offered.offsets_s.tolist()
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)
             spec["requests_path"] = str(requests_path)

@@ -191,7 +191,7 @@ class VirtualTrials(TrialRunner):
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
         if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, offered, plan.latency_s)
+            told |= ceiling_figures(load.records, watch.ceiling_over_s, plan.latency_s)
         saturated = [SATURATED] if verdict == "measured" and reason else []
         record = TrialRecord(
             trial_id=plan.trial_id,

@@ -9,6 +9,7 @@ import emulated
 import pytest
 
 from kvbench.deployment import Deployment
+from kvbench.idle import Idleness
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
@@ -23,13 +24,16 @@ def test_it_is_drained_when_no_request_is_under_way(tmp_path: Path) -> None:
         (planned,) = plan_of(scenario).deployments
         launcher = LocalLauncher("test-deployment", tmp_path / "logs", tmp_path / "specs")
         with Deployment(scenario, planned, launcher) as deployment:
-            assert deployment.wait_drained(0.0)
+            idle = Idleness(scenario, deployment)
+            assert deployment.under_way() == 0
             asking = threading.Thread(target=engine.complete, args=([1] * 64, 400))
             asking.start()
             engine.wait_metric("vllm:num_requests_running", 1.0)
-            assert not deployment.wait_drained(0.0)
-            assert deployment.wait_drained(30.0)
+            assert deployment.under_way() == 1
+            assert not idle.drained(0.0)
+            assert idle.drained(30.0)
             asking.join(30)
         with Deployment(scenario, planned, launcher) as deployment:
             engine.stop()
-            assert deployment.wait_drained(0.0)  # who tells nothing is not waited for
+            assert deployment.under_way() is None
+            assert Idleness(scenario, deployment).drained(0.0)  # who tells nothing is not waited for

@@ -21,8 +21,6 @@ from kvbench.core.live import (
     LiveConfig,
     LiveTrial,
     Observation,
-    ceiling_measured,
-    completion_rate,
     trial_length_s,
 )
 from kvbench.core.queueing import md1_max_rate
@@ -319,35 +317,6 @@ def test_impossible_trials_are_refused() -> None:
 def test_how_long_a_trial_is_planned() -> None:
     assert trial_length_s(100.0, 2.0) == pytest.approx(2 * 2.0 * TRIAL_LATENCIES)
     assert trial_length_s(1.0, 2.0) == 600.0
-
-
-def test_the_rate_of_completions() -> None:
-    steady = completion_rate(np.arange(2.0, 20.0, 0.1), 20.0)
-    assert steady is not None
-    assert steady[0] == pytest.approx(10.0, rel=0.02)
-    assert steady[1]
-    rising = completion_rate(20.0 * np.sqrt(np.linspace(0.01, 1.0, 400)), 20.0)
-    assert rising is not None
-    assert not rising[1]
-    late = completion_rate(np.arange(15.0, 20.0, 0.1), 20.0)
-    assert late is not None
-    assert not late[1]
-    assert completion_rate([1.0] * 9, 20.0) is None
-    assert completion_rate([], 1.0) is None
-
-
-def test_a_ceiling_is_one_only_if_much_is_left_behind() -> None:
-    ends = np.arange(2.0, 20.0, 0.1)  # 10 a second
-    flooded = ceiling_measured(ends, 600, 20.0, 1.0)
-    assert flooded.completion_rate == pytest.approx(10.0, rel=0.02)
-    assert not flooded.grows
-    easy = ceiling_measured(ends, len(ends) + 12, 20.0, 1.0)
-    assert easy.completion_rate == flooded.completion_rate
-    assert easy.grows
-    assert ceiling_measured([], 600, 20.0, 1.0) == Measured(duration_s=20.0)
-    quick = np.arange(0.03, 2.7, 0.0658)  # 15 a second of 26 ms: 0.4 are under way on average, 2 by chance
-    assert ceiling_measured(quick, len(quick) + 2, 2.7, 0.026).grows
-    assert not ceiling_measured(quick, len(quick) + 14, 2.7, 0.026).grows
 
 
 def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> None:

@@ -108,9 +108,20 @@ CORRUPT: Final = GateText(
 """The one check that is made once for a cell and not in every trial."""
 
 
+BACKLOG: Final = GateText(
+    "backlog",
+    "It begins on an idle system, with nothing left of the trial before.",
+    "The instances' gauges of running and waiting requests; without them, single requests as fast as before "
+    "the first trial.",
+    "A system that others use meanwhile is refused; without gauges, what one instance of many has left may "
+    "not be seen.",
+)
+"""Looked at before a trial, which is not begun then."""
+
+
 def gate_table() -> list[GateText]:
     """All gates, in the order of importance."""
-    return [CORRUPT, *(gate_text(gate) for gate in GATES)]
+    return [CORRUPT, BACKLOG, *(gate_text(gate) for gate in GATES)]
 
 
 def gate_text(gate: Gate) -> GateText:

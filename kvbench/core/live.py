@@ -54,11 +54,6 @@ QUICK_S: Final = 40.0
 """A trial's time is up after so many of its own latencies, but not before so many requests, and where they
 come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
 a few are under way at once, a dozen latencies tell next to nothing."""
-CEILING_LATENCIES: Final = 5.0
-FLOODED: Final = 1.5
-FLOODED_ERRORS: Final = 3.0
-"""A ceiling probe leaves behind more than so many times what must be under way, and more than chance puts
-there: of 0.4 requests on average (15 a second of 26 ms) one or two are often just under way."""
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
 """The first look at the criteria, in latencies, and by how much later each further one."""
@@ -81,40 +76,6 @@ def trial_length_s(rate: float, latency_s: float) -> float:
 def _requests_s(rate: float) -> float:
     """How long the requests take that a trial needs at least."""
     return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
-
-
-def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tuple[float, bool] | None:
-    """(completions per second while a load was offered, whether that was steady), for a ceiling probe.
-
-    Of the later two thirds of the time from the first completion to ``until_s``. Not steady: they still
-    became more, or came for too short a time, so that the capacity is above it. None with fewer than 10.
-    """
-    ends = np.sort(np.asarray(ends_s, np.float64))
-    ends = ends[ends <= until_s]
-    if len(ends) < 10 or until_s <= ends[0]:
-        return None
-    edges = np.linspace(float(ends[0]), until_s, 4)
-    counts = np.histogram(ends, edges)[0]
-    noise = 2.0 * math.sqrt(float(counts[2]) + 1.0)
-    steady = until_s >= 2.0 * ends[0] and counts[2] - counts[1] <= max(noise, 0.1 * counts[1])
-    return float(counts[1] + counts[2]) / (2.0 * float(edges[1] - edges[0])), bool(steady)
-
-
-def ceiling_measured(
-    ends_s: Sequence[float] | FloatArray, sent: int, until_s: float, latency_s: float
-) -> Measured:
-    """What a ceiling probe tells the search, of ``sent`` requests offered up to ``until_s``.
-
-    ``ends_s``: when each was completed; ``latency_s``: of one request alone. It was no ceiling (``grows``) if
-    completions still became more, or if what was left behind is no more than must be under way anyhow.
-    """
-    found = completion_rate(ends_s, until_s)
-    if found is None:
-        return Measured(duration_s=until_s)
-    left = sent - int((np.asarray(ends_s, np.float64) <= until_s).sum())
-    under_way = found[0] * latency_s
-    flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
-    return Measured(completion_rate=found[0], grows=not (found[1] and flooded), duration_s=until_s)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,11 @@ class Ledger:
         self._open -= 1
         self._completed += outcome == "complete"
 
-    def page(self, method: bytes, path: str, query: str, waiting: int) -> tuple[int, str, bytes]:
-        """Status, content type and body of everything but completions."""
+    def page(self, method: bytes, path: str, query: str, queue: tuple[int, bool]) -> tuple[int, str, bytes]:
+        """Status, content type and body of everything but completions.
+
+        ``queue``: how many wait, and whether the server is busy.
+        """
         spec = self._spec
         if method == b"POST" and path == "/reset_prefix_cache":
             return 200, "application/json", b"{}"
@@ -50,8 +53,8 @@ class Ledger:
         if path == "/v1/models":
             model = {"id": spec.model, "object": "model", "owned_by": "kvbench", "max_model_len": 1_048_576}
             return 200, "application/json", json.dumps({"object": "list", "data": [model]}).encode()
-        if path == "/metrics":
-            return 200, "text/plain; version=0.0.4", metrics_text(spec.model, self._counts(waiting))
+        if path == "/metrics" and spec.metrics:
+            return 200, "text/plain; version=0.0.4", metrics_text(spec.model, self._counts(*queue))
         if path == "/log":
             rows = [] if "summary" in query else self._rows(tokens="tokens=0" not in query)
             return 200, "application/json", json.dumps({**self._summary(), "requests": rows}).encode()
@@ -83,9 +86,10 @@ class Ledger:
             "lateness": lateness(self.streams, self._spec.gap_s),
         }
 
-    def _counts(self, waiting: int) -> dict[str, float]:
+    def _counts(self, waiting: int, busy: bool) -> dict[str, float]:
+        # A queue goes on with what its clients have dropped, so fewer may be open than wait.
         return {
-            "vllm:num_requests_running": self._open - waiting,
+            "vllm:num_requests_running": max(self._open - waiting, int(busy)),
             "vllm:num_requests_waiting": waiting,
             "vllm:prompt_tokens_total": self._prompt_tokens,
             "vllm:generation_tokens_total": self.chunks + self.more_tokens,

@@ -309,8 +309,9 @@ class ExactServer:
         if head.method == b"POST" and path == "/v1/completions":
             self._admit(connection, head, wire.parse_body(body))
             return
+        now = time.monotonic()
         status, kind, data = self._ledger.page(
-            head.method, path, query, self._timetable.waiting(time.monotonic())
+            head.method, path, query, (self._timetable.waiting(now), self._timetable.busy(now))
         )
         if head.close:
             connection.then = "close"

@@ -83,6 +83,8 @@ class ExactSpec:
     spin_s: float = 0.0
     """The last so many seconds before a deadline are spent awake: exacter, and costs a core."""
     trouble: dict[str, Any] = field(default_factory=dict)
+    metrics: bool = True
+    """Whether there is a page /metrics; not every server has one."""
     log_path: str = ""
     """Where the log is written at the end, as JSON lines; empty: nowhere. GET /log always works."""
     log_tokens: bool = True

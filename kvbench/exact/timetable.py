@@ -59,3 +59,7 @@ class Timetable:
             return 0
         begun = now + self._spec.service_s
         return sum(stream.first_due > begun for _, _, stream in self.firsts)
+
+    def busy(self, now: float) -> bool:
+        """Whether the queue's server works on a request, be it one that was dropped."""
+        return self._spec.queue == "md1" and self._free_at > now

@@ -70,7 +70,10 @@ def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
     if spec.requests_path:
         yield from _traced(spec)
         return
-    offsets = planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed).tolist()
+    offsets = (
+        spec.offsets_s
+        or planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed).tolist()
+    )
     shape = PromptShape(spec.input_len, spec.vocab_size, spec.shared_prefix_len)
     prompts = token_prompts(spec.num_requests, shape, spec.seed)
     for index in range(spec.worker, spec.num_requests, spec.workers):

@@ -50,6 +50,8 @@ class LoadSpec:
     """This process sends the plan's requests number ``worker``, ``worker + workers``, and so on."""
     requests_path: str = ""
     """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
+    offsets_s: list[float] = field(default_factory=list)
+    """The planned sends in seconds, ascending, where they are not those of a rate."""
     direct: Any = None
     """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
 
@@ -79,9 +81,20 @@ class LoadSpec:
             raise InputError(
                 f"{self.path} takes no token ids", hint="use /v1/completions, which every such server has"
             )
+        if self.offsets_s and not self._offsets_fit():
+            raise InputError(f"the spec: offsets_s must be {self.num_requests} ascending times in seconds")
         if self.direct is not None and not isinstance(self.direct, dict):
             raise InputError("the spec: 'direct' must be an object, or null")
         self.limits()
+
+    def _offsets_fit(self) -> bool:
+        numbers = all(
+            isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each < math.inf
+            for each in self.offsets_s
+        )
+        return (
+            numbers and len(self.offsets_s) == self.num_requests and sorted(self.offsets_s) == self.offsets_s
+        )
 
     def expected_streams(self, requests: int, seconds: float) -> int:
         """Connections to open beforehand for so many requests that are sent within ``seconds``.

@@ -9,13 +9,12 @@ from typing import Final
 
 import numpy as np
 
+from kvbench.core.ceiling import ceiling_measured, ceiling_offsets, is_over
 from kvbench.core.live import (
-    CEILING_LATENCIES,
     Criterion,
     Decision,
     LiveConfig,
     LiveTrial,
-    ceiling_measured,
     trial_length_s,
 )
 from kvbench.core.search import Hint, Measured, Probe, RateSearch, SearchLimits
@@ -125,10 +124,16 @@ def search(
 
 
 def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> Measured:
-    """A saturating burst: what was completed while it was offered."""
-    seconds = CEILING_LATENCIES * system.idle_s
-    outcomes = run_open(system, offsets(system, probe.rate, seconds, rng), rng, clock_s)
-    return ceiling_measured(outcomes.end_s, len(outcomes.end_s), seconds, system.idle_s)
+    """A climbing load: what was completed until that followed no more."""
+    at = ceiling_offsets(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
+    outcomes = run_open(system, at, rng, clock_s)
+    ends, t_s = np.sort(outcomes.end_s), 0.0
+    while t_s < at[-1]:
+        t_s += BEAT_S
+        sent = at[: int(np.searchsorted(at, t_s, side="right"))]
+        if is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], sent, t_s, system.idle_s):
+            break
+    return ceiling_measured(ends, at[at <= t_s], t_s, system.idle_s)
 
 
 def hint_near(system: System, rate: float, seed: int) -> Hint:
