@@ -134,7 +134,8 @@ def test_a_ceiling_is_one_only_if_much_is_overdue() -> None:
     assert easy.completion_rate == flooded.completion_rate
     assert easy.grows
     assert ceiling_measured([], sent, 20.0, 1.0) == Measured(duration_s=20.0)
-    few = ceiling_measured(ends[:5], sent[sent <= 5.0], 5.0, 1.0)
-    assert few.completion_rate is not None
+    slow = np.arange(1.0, 6.0)  # 1 a second
+    few = ceiling_measured(slow, sent[sent <= 5.0], 5.0, 1.0)
+    assert few.completion_rate == pytest.approx(1.0)
     assert few.grows, "too few to be sure of"
-    assert is_over(ends[:5], sent[sent <= 5.0], 5.0, 1.0), "but enough to go on no longer"
+    assert is_over(slow, sent[sent <= 5.0], 5.0, 1.0), "but enough to go on no longer"
