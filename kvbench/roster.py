@@ -111,6 +111,7 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
                 scenario.deployment.hosts[name].address for name in scenario.deployment.nodes_of(process.name)
             ),
             group_port=process.group_port,
+            devices=process.devices,
         )
         for process in plan.instances
     ]

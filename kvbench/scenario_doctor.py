@@ -14,9 +14,10 @@ import psutil
 from kvbench import connectors, engines
 from kvbench.core.plan import Plan
 from kvbench.core.scenario import Scenario
+from kvbench.dealing import require_gpus
 from kvbench.devices import gpus
 from kvbench.engine_checks import Check
-from kvbench.errors import KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
 from kvbench.roster import instances, unusable
@@ -160,7 +161,7 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
         yield _host_memory(pools, psutil.virtual_memory().available)
     if deployment.engine not in ("vllm", "sglang") or not listed:
         return
-    yield _gpu_count(scenario, plan, len(listed))
+    yield gpu_count_check(scenario, plan, listed)
     known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
     if known:
         yield gpu_memory_check(scenario, min(known))
@@ -190,14 +191,17 @@ def _host_memory(needed: int, available: int) -> Check:
     )
 
 
-def _gpu_count(scenario: Scenario, plan: Plan, there: int) -> Check:
-    most = max(len(each.instances) for each in plan.deployments)
+def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Check:
+    """Is there a GPU for each rank of the largest deployment, and which gets which?"""
+    try:
+        require_gpus(plan, listed)
+    except InputError as error:
+        return Check("gpus", "missing", error.message, error.hint)
+    most = max(plan.deployments, key=lambda each: len(each.instances))
+    shown = [f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices]
     ranks = scenario.deployment.tensor_parallel_size
-    detail = f"{most} instances × {ranks} ranks, {there} GPUs here"
-    if most * ranks <= there:
-        return Check("gpus", "ok", detail)
-    fix = "lower tensor_parallel_size, prefill or decode; or share GPUs with prefill_devices, decode_devices"
-    return Check("gpus", "warn", detail, fix)
+    detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
+    return Check("gpus", "ok", f"{detail}; {'; '.join(shown)}" if shown else detail)
 
 
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
