@@ -15,7 +15,7 @@ from kvbench import connectors, engines
 from kvbench.core.plan import Plan
 from kvbench.core.scenario import Scenario
 from kvbench.dealing import require_gpus
-from kvbench.devices import gpus
+from kvbench.devices import gpus, rdma
 from kvbench.engine_checks import Check
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning import plan_of
@@ -39,6 +39,7 @@ def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
         return checks
     checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
     checks += memory_checks(scenario, plan, gpus())
+    checks += transport_checks(scenario, rdma())
     warned = [note for note in plan.notes if note]
     return [*checks, *(Check("note", "warn", note, "see the scenario") for note in warned)]
 
@@ -165,6 +166,22 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
     known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
     if known:
         yield gpu_memory_check(scenario, min(known))
+
+
+def transport_checks(scenario: Scenario, listed: list[dict[str, Any]]) -> Iterator[Check]:
+    """Does a connector ask for TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
+    deployment = scenario.deployment
+    active = [each["name"] for each in listed if any(port["state"] == "ACTIVE" for port in each["ports"])]
+    if not active or deployment.launcher != "local" or not engines.get(deployment.engine).chooses_transport:
+        return
+    for choice in scenario.connectors:
+        if connectors.get(choice.name).transport_asked(choice.options) == "tcp":
+            yield Check(
+                f"transport of {choice.label}",
+                "warn",
+                f"it is told to use TCP, beside active RDMA devices ({', '.join(active)})",
+                "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
+            )
 
 
 def kv_pools(scenario: Scenario, plan: Plan) -> int:

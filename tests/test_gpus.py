@@ -14,11 +14,13 @@ from kvbench.core.gpus import GpuNeed
 from kvbench.core.plan import DeploymentPlan
 from kvbench.core.scenario import Scenario, parse_scenario
 from kvbench.dealing import VISIBLE, require_gpus
+from kvbench.devices import rdma
 from kvbench.errors import InputError
 from kvbench.manifests import K8sOptions, manifests_of
 from kvbench.planning import plan_of
 from kvbench.roster import process_specs
-from kvbench.scenario_files import registry
+from kvbench.scenario_doctor import transport_checks
+from kvbench.scenario_files import load_scenario, registry
 
 VLLM: dict[str, Any] = {"model": "m", "version": "0.33.0"}
 SGLANG: dict[str, Any] = {"model": "m"}
@@ -48,10 +50,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scenario(
     engine: str = "vllm", options: dict[str, Any] | None = None, listed: str = "[nixl]", **deployment: Any
 ) -> Scenario:
+    base = {"vllm": VLLM, "sglang": SGLANG}.get(engine, {})
     chosen = {
         "engine": engine,
         "base_port": 30000,
-        "engine_options": {**(SGLANG if engine == "sglang" else VLLM), **(options or {})},
+        "engine_options": {**base, **(options or {})},
         **deployment,
     }
     text = (
@@ -189,6 +192,26 @@ def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: py
     assert list(seen(scenario(prefill=2, decode=2)).values()) == ["0", "1", "2", "3"]
     apart = scenario(prefill=1, decode=2, host="10.0.0.1", decode_host="10.0.0.2")
     assert list(seen(apart).values()) == [None, "0", "1"]
+
+
+def test_tcp_beside_active_rdma_is_told(tmp_path: Path) -> None:
+    listed = rdma(hgx.machine(tmp_path))
+    ask = "[{name: mooncake, protocol: tcp}, {name: nixl, ucx_tls: tcp}, {name: nixl, label: free}]"
+    found = list(transport_checks(scenario(listed=ask), listed))
+    assert [check.name for check in found] == ["transport of mooncake", "transport of nixl"]
+    assert all(check.status == "warn" and "mlx5_0" in check.detail for check in found)
+    assert "mlx5_4" not in found[0].detail  # a storage port without a link
+    assert list(transport_checks(scenario(listed=ask), [])) == []
+    assert list(transport_checks(scenario("emulated", {}, "[mooncake]"), listed)) == []
+
+
+def test_the_cpu_lab_asks_for_what_cpus_have() -> None:
+    asked, _ = load_scenario("vllm-cpu-tiny")
+    for name, variable in (("nixl", "UCX_TLS"), ("nixl_push", "UCX_TLS"), ("mooncake", "MC_FORCE_TCP")):
+        made = process_specs(asked, planned(asked, name))[0]
+        assert made.env[variable] in ("tcp", "1")
+    config = process_specs(asked, planned(asked, "nixl"))[0].argv[-1]
+    assert json.loads(config)["kv_connector_extra_config"] == {"backends": ["UCX"], "num_threads": 0}
 
 
 def test_pods_are_given_theirs_by_kubernetes(node: Path) -> None:
