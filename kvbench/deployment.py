@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvbench import engines
+from kvbench import engines, web
 from kvbench.apikey import bearer, hidden
 from kvbench.connectors.base import Connector
 from kvbench.core.plan import DeploymentPlan
@@ -70,8 +70,8 @@ class Deployment:
         self._scenario = scenario
         self._launcher = launcher
         self.api_key_env: str = getattr(scenario.deployment.engine_options, "api_key_env", "")
-        self._client = httpx.Client(
-            timeout=CONTROL_TIMEOUT_S, headers=bearer(self.api_key_env), transport=launcher.web()
+        self._client = web.client(
+            headers=bearer(self.api_key_env), timeout_s=CONTROL_TIMEOUT_S, over=launcher.web()
         )
         self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())

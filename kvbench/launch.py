@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.processes import shell_script
+from kvbench.dealing import require_gpus
 from kvbench.deployment import Deployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
 from kvbench.launchers.base import Launcher
@@ -41,7 +42,9 @@ def command(
     profiled = (nsys_override(),) if nsys else ()
     wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(wish)
-    planned = _chosen(plan_of(scenario))
+    plan = plan_of(scenario)
+    planned = _chosen(plan)
+    require_gpus(replace(plan, deployments=(planned,)))
     with Places(scenario, f"launch-{secrets.token_hex(4)}", partial(console.print, markup=False)) as places:
         places.open()
         return _keep_up(places, planned, console)

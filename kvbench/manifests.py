@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import yaml
@@ -138,7 +139,8 @@ def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOption
         raise InputError(
             "pods need ports that are known beforehand", hint="give one: --set deployment.base_port=21000"
         )
-    specs = process_specs(_placed(scenario, names), planned)
+    undealt = tuple(replace(each, devices=()) for each in planned.instances)
+    specs = process_specs(_placed(scenario, names), replace(planned, instances=undealt))
     home = "router" if "router" in names else planned.instances[0].name
     pods: dict[str, list[ProcessSpec]] = {name: [] for name in names}
     for spec in specs:  # helpers are in the router's pod
@@ -157,7 +159,7 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
     }
     roles["router"] = roles["router"] or roles["aggregated"]  # where helpers are, even without a router
     hosts = {name: FarHost(address=name) for name in names.values()}
-    # An engine's own choice of devices is that of one machine; a pod sees what it was given.
+    # The choice of devices is that of one machine; a pod sees what it was given.
     engine = scenario.deployment.engine_options
     free = {each: () for each in ("prefill_devices", "decode_devices") if hasattr(engine, each)}
     deployment = scenario.deployment.model_copy(

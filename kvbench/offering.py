@@ -21,6 +21,7 @@ from kvbench.core.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario import Scenario
 from kvbench.core.traces import TracedRequest, request_rate
+from kvbench.dealing import require_gpus
 from kvbench.deployment import Deployment
 from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError, KvbenchError
@@ -121,6 +122,7 @@ def command(wish: Wish, measured: Path, output: Path, console: Console) -> int:
     run = load_run(measured)
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)
+    require_gpus(plan)
     store = create_store(output, scenario, source, plan, "bench")
     store.update(against={"run": run.run_id, "time_scale": time_scale(scenario)})
     console.print(f"run folder: {store.path}", markup=False)

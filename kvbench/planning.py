@@ -15,6 +15,7 @@ from kvbench import connectors, engines
 from kvbench.core.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.scenario import Scenario
 from kvbench.core.scenario_hosts import NODE
+from kvbench.dealing import require_gpus, with_devices
 from kvbench.errors import InputError
 from kvbench.request import Wish, resolve
 from kvbench.roster import engine_warnings, process_specs, profile_of
@@ -29,13 +30,14 @@ def plan_of(scenario: Scenario) -> Plan:
             profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
-    return replace(plan, notes=(*plan.notes, *engine_warnings(scenario)))
+    return with_devices(replace(plan, notes=(*plan.notes, *engine_warnings(scenario))))
 
 
 def command(wish: Wish, console: Console, *, as_json: bool) -> None:
     """Print the plan: for people, or as JSON with every process's argv and environment."""
     scenario, _ = resolve(wish)
     plan = plan_of(scenario)
+    require_gpus(plan)
     if as_json:
         processes = {each.label: _processes(scenario, each) for each in plan.deployments}
         print(json.dumps({**plan.to_json(), "processes": processes}, indent=2))

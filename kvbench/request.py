@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import yaml
 
+from kvbench import web
 from kvbench.apikey import bearer
 from kvbench.core.scenario import Scenario, parse_scenario
 from kvbench.engines.external import url_problem
@@ -221,7 +222,8 @@ def served_model(root: str, api_key_env: str = "") -> str:
     url = f"{root}/v1/models"
     headers = bearer(api_key_env)
     try:
-        response = httpx.get(url, timeout=ASK_TIMEOUT_S, headers=headers)
+        with web.client(headers=headers, timeout_s=ASK_TIMEOUT_S) as client:
+            response = client.get(url)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPError as error:

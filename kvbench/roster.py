@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
                 scenario.deployment.hosts[name].address for name in scenario.deployment.nodes_of(process.name)
             ),
             group_port=process.group_port,
+            devices=process.devices,
         )
         for process in plan.instances
     ]
@@ -132,8 +134,13 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
     if plan.router_port is not None:
         specs.append(_router_spec(scenario, plan))
     roles = {member.name: member.role for member in members}
+    addresses = [services_at, *(address for member in members for address in (member.host, *member.nodes))]
+    beside = tuple(dict.fromkeys([*addresses, "localhost", "127.0.0.1"]))
     return [
-        observed(spec, roles.get(spec.name.partition(NODE)[0], ""), scenario.deployment, log_dir)
+        replace(
+            observed(spec, roles.get(spec.name.partition(NODE)[0], ""), scenario.deployment, log_dir),
+            beside=beside,
+        )
         for spec in specs
     ]
 

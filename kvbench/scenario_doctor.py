@@ -14,9 +14,10 @@ import psutil
 from kvbench import connectors, engines
 from kvbench.core.plan import Plan
 from kvbench.core.scenario import Scenario
-from kvbench.devices import gpus
+from kvbench.dealing import require_gpus
+from kvbench.devices import gpus, rdma
 from kvbench.engine_checks import Check
-from kvbench.errors import KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.planning import plan_of
 from kvbench.request import Wish, resolve
 from kvbench.roster import instances, unusable
@@ -38,6 +39,7 @@ def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
         return checks
     checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
     checks += memory_checks(scenario, plan, gpus())
+    checks += transport_checks(scenario, rdma())
     warned = [note for note in plan.notes if note]
     return [*checks, *(Check("note", "warn", note, "see the scenario") for note in warned)]
 
@@ -160,10 +162,26 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
         yield _host_memory(pools, psutil.virtual_memory().available)
     if deployment.engine not in ("vllm", "sglang") or not listed:
         return
-    yield _gpu_count(scenario, plan, len(listed))
+    yield gpu_count_check(scenario, plan, listed)
     known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
     if known:
         yield gpu_memory_check(scenario, min(known))
+
+
+def transport_checks(scenario: Scenario, listed: list[dict[str, Any]]) -> Iterator[Check]:
+    """Does a connector ask for TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
+    deployment = scenario.deployment
+    active = [each["name"] for each in listed if any(port["state"] == "ACTIVE" for port in each["ports"])]
+    if not active or deployment.launcher != "local" or not engines.get(deployment.engine).chooses_transport:
+        return
+    for choice in scenario.connectors:
+        if connectors.get(choice.name).transport_asked(choice.options) == "tcp":
+            yield Check(
+                f"transport of {choice.label}",
+                "warn",
+                f"it is told to use TCP, beside active RDMA devices ({', '.join(active)})",
+                "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
+            )
 
 
 def kv_pools(scenario: Scenario, plan: Plan) -> int:
@@ -190,14 +208,17 @@ def _host_memory(needed: int, available: int) -> Check:
     )
 
 
-def _gpu_count(scenario: Scenario, plan: Plan, there: int) -> Check:
-    most = max(len(each.instances) for each in plan.deployments)
+def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Check:
+    """Is there a GPU for each rank of the largest deployment, and which gets which?"""
+    try:
+        require_gpus(plan, listed)
+    except InputError as error:
+        return Check("gpus", "missing", error.message, error.hint)
+    most = max(plan.deployments, key=lambda each: len(each.instances))
+    shown = [f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices]
     ranks = scenario.deployment.tensor_parallel_size
-    detail = f"{most} instances × {ranks} ranks, {there} GPUs here"
-    if most * ranks <= there:
-        return Check("gpus", "ok", detail)
-    fix = "lower tensor_parallel_size, prefill or decode; or share GPUs with prefill_devices, decode_devices"
-    return Check("gpus", "warn", detail, fix)
+    detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
+    return Check("gpus", "ok", f"{detail}; {'; '.join(shown)}" if shown else detail)
 
 
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:

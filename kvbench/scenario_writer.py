@@ -163,11 +163,10 @@ def _options(name: str, answers: Answers, machine: Machine) -> dict[str, str]:
     if name == "mooncake" and nics:
         return {"protocol": "rdma", "device_name": nics}
     if name in ("nixl", "nixl_push"):
-        words = ["rc"] if nics else []
-        words += ["cuda_copy", "cuda_ipc"] if answers.engine == "vllm" and machine.gpus else []
-        if words:
-            devices = {"ucx_net_devices": ",".join(f"{nic}:1" for nic in machine.nics)} if nics else {}
-            return {"ucx_tls": ",".join([*words, "tcp"]), **devices}
+        devices = {"ucx_net_devices": ",".join(f"{nic}:1" for nic in machine.nics)} if nics else {}
+        # With a real engine UCX knows best what GPU memory needs; the emulated one would take TCP.
+        emulated = {"ucx_tls": "rc,tcp"} if nics and answers.engine == "emulated" else {}
+        return {**emulated, **devices}
     return {}
 
 

@@ -21,6 +21,7 @@ from kvbench.core.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell
 from kvbench.core.scenario import Scenario
 from kvbench.core.traces import TracedRequest, figures, request_rate
+from kvbench.dealing import require_gpus
 from kvbench.deployment import Deployment
 from kvbench.equality import check_prompts, greedy_outputs
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
@@ -43,6 +44,7 @@ def command(wish: Wish, output: Path, console: Console) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code."""
     scenario, source = resolve(wish)
     plan = plan_of(scenario)
+    require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = _fixed(wish, trace)
     kind = "sweep" if fixed is None else "bench"

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
+from kvbench import web
 from kvbench.devices import NicReading, cgroup_throttled_s, nic_counters, thermal_events
 from kvbench.errors import ServerError
 from kvbench.nvml import slowed_s
@@ -187,7 +188,7 @@ class Sampler:
         self._thread.join(timeout=SCRAPE_TIMEOUT_S + 2)
 
     def _run(self) -> None:
-        with httpx.Client(headers=self._headers) as client:
+        with web.client(headers=self._headers) as client:
             while not self._stop.wait(SAMPLE_INTERVAL_S):
                 now = time.monotonic() - self._started
                 self._sample_host(now)

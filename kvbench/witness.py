@@ -72,8 +72,10 @@ def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], 
     """Bytes per second that the NICs of one instance carry at most, one way."""
     if scenario.deployment.nic_gbit is not None:
         return scenario.deployment.nic_gbit * 1e9 / 8
-    if not here or "tcp" in transport_asked:
-        return None  # inside one host TCP goes over loopback, which has no line rate
+    words = set(transport_asked.split(","))
+    if not here or words & {"", "all", "tcp"}:
+        # Inside one host TCP goes over loopback, which has no line rate, and who may choose takes NVLink.
+        return None
     devices: dict[str, NicReading] = {
         name: nic
         for name, nic in nic_counters().items()

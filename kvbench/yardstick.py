@@ -12,14 +12,15 @@ import json
 import select
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench import web
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.records import RequestRecord
 from kvbench.errors import LaunchError
@@ -41,9 +42,10 @@ class Yardstick:
     def log(self, query: str = "") -> dict[str, Any]:
         """What it did since its start; see ``kvbench.exact``. Raises LaunchError if it does not answer."""
         try:
-            with urllib.request.urlopen(f"{self.url}/log{query}", timeout=LOG_DEADLINE_S) as answer:
-                log: dict[str, Any] = json.load(answer)
-        except (OSError, ValueError) as error:
+            with web.client(timeout_s=LOG_DEADLINE_S) as client:
+                answer = client.get(f"{self.url}/log{query}").raise_for_status()
+            log: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
             raise LaunchError(
                 f"the exact server does not tell its log: {error}", hint=f"see {self.process.log_path}"
             ) from error

@@ -23,9 +23,14 @@ import pytest
 from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
+from kvbench.core.processes import unproxied
+
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvbench")
+
+# The tests' own clients ask servers on loopback, which a proxy of the user's could not reach.
+os.environ.update(unproxied(os.environ, ("127.0.0.1", "localhost")))
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start with them.
 if (

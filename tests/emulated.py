@@ -198,7 +198,7 @@ def running(folder: Path, *specs: Mapping[str, Any], env: Mapping[str, str] | No
 def pair_specs(connector: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """The specs of P and D for a connector of kvbench.connectors, and their environment."""
     chosen = connectors.get(connector)
-    options = chosen.options_model()
+    options = chosen.options_model().settled()
     extra = changes.pop("extra", {})
     result = []
     env: dict[str, str] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from kvbench import connectors, transfer
 from kvbench.connectors.base import PrefillPeer
+from kvbench.connectors.ucx import moves_gpu_memory
 from kvbench.errors import InputError
 
 CLIENT_BODY = {
@@ -111,9 +113,64 @@ def test_mooncake_forces_its_transport_by_presence_alone(protocol: str, present:
     assert f"MC_FORCE_{absent}" not in env  # set to 0 it would count as set
 
 
-def test_nixl_never_leaves_the_transport_to_ucx() -> None:
-    connector = connectors.get("nixl")
-    assert connector.env("decode", connector.options_model(), 5600, "127.0.0.1")["UCX_TLS"] == "tcp"
+@pytest.mark.parametrize("name", ["nixl", "nixl_push"])
+def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
+    connector = connectors.get(name)
+    plain = connector.options_model()
+    assert set(connector.env("decode", plain, 5600, "127.0.0.1")) == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    }
+    assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
+    assert connector.transport_asked(plain) == ""
+    asked = connector.options_model(ucx_tls="rc,cuda", num_threads=0)
+    assert connector.env("decode", asked, 5600, "127.0.0.1")["UCX_TLS"] == "rc,cuda"
+    assert connector.extra_config("decode", asked)["num_threads"] == 0
+
+
+@pytest.mark.parametrize("version", ["0.13.0", "0.17.1", "0.32.0"])
+def test_what_is_not_asked_is_left_to_mooncake_and_its_engine(version: str) -> None:
+    """vLLM's own are rdma and 10 workers (connectors.md of its releases 0.13 and 0.33)."""
+    options = connectors.get("mooncake").options_model()
+    connector = connectors.get("mooncake").profile(version, options)
+    assert not [name for name in connector.env("prefill", options, 8998, "::1") if name.startswith("MC_")]
+    assert connector.extra_config("prefill", options) == {}
+    assert connector.transport_asked(options) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "config", "asked"),
+    [
+        ("nixl", {"UCX_TLS": "tcp"}, {"backends": ["UCX"], "num_threads": 0}, "tcp"),
+        ("mooncake", {"MC_FORCE_TCP": "1"}, {"mooncake_protocol": "tcp", "num_workers": 2}, "tcp"),
+    ],
+)
+def test_the_emulated_engine_is_told_what_real_ones_choose(
+    name: str, env: dict[str, str], config: dict[str, Any], asked: str
+) -> None:
+    connector = connectors.get(name)
+    settled = connector.options_model().settled()
+    assert env.items() <= connector.env("prefill", settled, 8998, "127.0.0.1").items()
+    assert connector.extra_config("prefill", settled) == config
+    assert connector.transport_asked(settled) == asked
+    assert settled.settled() == settled
+
+
+@pytest.mark.parametrize(
+    ("tls", "moves"),
+    [
+        ("", True),
+        ("all", True),
+        ("rc,cuda", True),
+        ("rc,cuda_copy,cuda_ipc", True),
+        ("^tcp", True),
+        ("tcp", False),
+        ("rc,sm", False),
+        ("^cuda_ipc,cuda", False),
+    ],
+)
+def test_which_transports_leave_gpu_memory_out(tls: str, moves: bool) -> None:
+    assert moves_gpu_memory(tls) is moves
 
 
 def test_unknown_options_are_refused() -> None:

@@ -242,7 +242,14 @@ def test_hosts_elsewhere_are_printed_only() -> None:
             scenario(listed="[mooncake]", options=without(env={"MOONCAKE_DEVICE": "mlx5_0"})),
             "MooncakeConnector never reads it",
         ),
-        (scenario(options=without(env={"UCX_TLS": "rc"})), "env sets UCX_TLS"),
+        (
+            scenario(
+                listed="[{name: nixl, ucx_tls: 'tcp,cuda'}]", options=without(env={"UCX_TLS": "rc,cuda"})
+            ),
+            "env sets UCX_TLS",
+        ),
+        (scenario(listed="[{name: nixl, ucx_tls: tcp}]"), "UCX_TLS=tcp leaves CUDA out"),
+        (scenario(options=without(env={"UCX_TLS": "rc"})), "UCX_TLS=rc leaves CUDA out"),
         (scenario(decode_host="10.0.0.2"), "127.0.0.1 cannot be reached"),
         (
             scenario("vllm", "[nixl]", without(max_num_seqs=8), "search.start_rate=10"),
@@ -318,8 +325,10 @@ def test_sglang_commands() -> None:
     assert flags(decode)["--disaggregation-transfer-backend"] == "nixl"
     assert "--disaggregation-bootstrap-port" not in flags(decode)
     assert not any("disaggregation" in word for word in specs(asked, "aggregated")["aggregated-0"].argv)
-    tcp = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")["prefill-0"]
-    assert flags(tcp)["--disaggregation-transfer-backend"] == "mooncake_tcp"
+    tcp = specs(scenario("sglang", "[{name: mooncake, protocol: tcp}]", {"model": "m"}), "mooncake")
+    assert flags(tcp["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake_tcp"
+    plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
+    assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
     router = specs(asked, "nixl")["router"].spec
     assert router is not None
     assert router["version"] == "sglang"

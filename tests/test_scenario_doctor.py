@@ -119,7 +119,8 @@ def test_gpus_are_counted(model: Path) -> None:
     wanted = real(str(model), "deployment.tensor_parallel_size=4", FREE)
     card = {"memory_bytes": 141 * GIB}
     found = {check.name: check for check in memory_checks(wanted, plan_of(wanted), [card] * 4)}
-    assert found["gpus"].status == "warn"
+    assert found["gpus"].status == "missing"
+    assert "needs 8 GPUs: 1 prefill + 1 decode × TP 4; this host has 4" in found["gpus"].detail
     assert "prefill_devices" in found["gpus"].fix
     found = {check.name: check for check in memory_checks(wanted, plan_of(wanted), [card] * 8)}
     assert found["gpus"].status == "ok"

@@ -376,6 +376,22 @@ def test_absent_metadata_server_is_known_at_once(mooncake: str, fault: Seen) -> 
     run(work())
 
 
+def test_a_metadata_server_is_asked_without_the_proxy_of_the_environment(
+    mooncake: str, metadata_server: tuple[subprocess.Popen[bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libcurl, by which Mooncake asks, would take one. Nobody listens at this."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def work() -> None:
+        async with Two(mooncake, metadata_at(metadata_server[1])) as (here, there, peer):
+            await move_and_verify(here, there, peer, "write", 8, seed=1)
+
+    run(work())
+
+
 @pytest.mark.fault("metadata_killed")
 def test_killed_metadata_server_is_told_who_comes_later(
     mooncake: str, metadata_server: tuple[subprocess.Popen[bytes], int], fault: Seen

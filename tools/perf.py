@@ -7,7 +7,6 @@ after they have served requests. Each figure is taken on the machine as it is, s
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -16,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,8 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from kvbench import web
 
 KVBENCH = str(Path(sys.executable).with_name("kvbench"))
 SCENARIO = "quickstart"
@@ -169,18 +169,13 @@ def read_pair(process: subprocess.Popen[bytes], started: float) -> Pair:
 def serve(pair: Pair) -> None:
     """Some requests one after the other, so that the memory is that of engines which have worked."""
     engine_url = next(iter(pair.metrics_urls.values())).rsplit("/", 1)[0]
-    with urllib.request.urlopen(f"{engine_url}/v1/models", timeout=10) as answer:
-        model = json.load(answer)["data"][0]["id"]
-    for number in range(REQUESTS):
-        prompt = [(number * 31 + index * 7) % 4096 + 16 for index in range(PROMPT_TOKENS)]
-        body = {"model": model, "prompt": prompt, "max_tokens": 8, "min_tokens": 8, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{pair.base_url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": f"perf-{number}"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            answer.read()
+    with web.client(timeout_s=30) as client:
+        model = client.get(f"{engine_url}/v1/models").raise_for_status().json()["data"][0]["id"]
+        for number in range(REQUESTS):
+            prompt = [(number * 31 + index * 7) % 4096 + 16 for index in range(PROMPT_TOKENS)]
+            body = {"model": model, "prompt": prompt, "max_tokens": 8, "min_tokens": 8, "ignore_eos": True}
+            headers = {"X-Request-Id": f"perf-{number}"}
+            client.post(f"{pair.base_url}/v1/completions", json=body, headers=headers).raise_for_status()
 
 
 def memory_rows(connector: str, pair: Pair) -> list[Row]:

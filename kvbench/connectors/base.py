@@ -33,6 +33,13 @@ class ConnectorOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def settled(self) -> ConnectorOptions:
+        """The same, with what they leave to a library chosen: TCP, for an engine with KV in host memory.
+
+        Real engines choose for themselves; the emulated one has nobody who would.
+        """
+        return self
+
 
 @dataclass(frozen=True)
 class PrefillPeer:

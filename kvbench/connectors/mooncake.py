@@ -38,21 +38,40 @@ IN_VLLM: Final = Path(__file__).parent / "in_vllm"
 """Modules that vLLM loads; goes on its PYTHONPATH."""
 V0_PORTS: Final = 50
 """V0's two port ranges must be this far apart; each takes 9 + 2 ports for each rank."""
+_FORCED: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+"""Mooncake's own protocol argument selects nothing; these two do, by their mere presence."""
 HISTORY: Final = "MooncakeConnector is in vLLM up to 0.8 (V0), and again from 0.13 on"
 
 
 class MooncakeOptions(ConnectorOptions):
     """Options of the mooncake connector."""
 
-    protocol: Literal["tcp", "rdma"] = Field(
-        "tcp", description="transport; enforced by MC_FORCE_TCP or MC_FORCE_HCA"
+    protocol: Literal["auto", "tcp", "rdma"] = Field(
+        "auto",
+        description="transport; tcp and rdma are enforced by MC_FORCE_TCP and MC_FORCE_HCA. auto is "
+        "Mooncake's own choice: rdma where it finds a device, else tcp; for the emulated engine tcp",
     )
     device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
-    num_workers: int = Field(2, ge=1, le=64, description="sender threads on P")
+    num_workers: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="sender threads on P; by default the engine's own choice, 10 in vLLM, for the emulated "
+        "one 2",
+    )
     metadata_server: str = Field(
         "", description="vLLM up to 0.8 only: etcd://, redis:// or http:// address that P and D share"
     )
     kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.8 only: bytes of the lookup buffer")
+
+    def settled(self) -> MooncakeOptions:
+        protocol = "tcp" if self.protocol == "auto" else self.protocol
+        return self.model_copy(update={"protocol": protocol, "num_workers": self.num_workers or 2})
+
+    def sending(self) -> dict[str, Any]:
+        """The keys of vLLM's kv_connector_extra_config; what is left out vLLM chooses."""
+        protocol = {} if self.protocol == "auto" else {"mooncake_protocol": self.protocol}
+        return {**protocol, **({} if self.num_workers is None else {"num_workers": self.num_workers})}
 
     @field_validator("device_name")
     @classmethod
@@ -79,9 +98,8 @@ class _Settings(Connector):
     history = HISTORY
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        # Mooncake's own protocol argument selects nothing; these two do, by their mere presence.
-        forced = "MC_FORCE_TCP" if _options(options).protocol == "tcp" else "MC_FORCE_HCA"
-        env = {forced: "1", "VLLM_HOST_IP": host}
+        forced = _FORCED.get(_options(options).protocol)
+        env = {**({forced: "1"} if forced else {}), "VLLM_HOST_IP": host}
         if side_port is not None:
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
@@ -92,13 +110,17 @@ class _Settings(Connector):
             for name in self.ignored_env
             if name in env
         ]
-        unforced = {"tcp": "MC_FORCE_HCA", "rdma": "MC_FORCE_TCP"}[_options(options).protocol]
-        if unforced in env:
-            found.append(f"{unforced} is set, which counts whatever its value, against the option protocol")
+        asked = _options(options).protocol
+        for protocol, variable in _FORCED.items():
+            if asked not in ("auto", protocol) and variable in env:
+                found.append(
+                    f"{variable} is set, which counts whatever its value, against the option protocol"
+                )
         return found
 
     def transport_asked(self, options: ConnectorOptions) -> str:
-        return _options(options).protocol
+        asked = _options(options).protocol
+        return "" if asked == "auto" else asked
 
 
 class _Chosen(_Settings):
@@ -167,7 +189,7 @@ def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
         "prefill_url": around.prefill[0],
         "decode_url": around.decode[0],
         "metadata_server": options.metadata_server,
-        "protocol": options.protocol,
+        "protocol": "tcp" if options.protocol == "auto" else options.protocol,  # V0's own default
         "device_name": options.device_name,
     }
 
@@ -181,8 +203,8 @@ class MooncakeZmq(PullConnector, _Chosen):
     answer_fields = ("remote_host", "remote_port")
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        # 0.13 is hard-wired to "rdma" and leaves this key alone; the environment enforces the transport.
-        return {"num_workers": _options(options).num_workers, "mooncake_protocol": _options(options).protocol}
+        # 0.13 is hard-wired to "rdma" and leaves that key alone; the environment enforces the transport.
+        return _options(options).sending()
 
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(body, {"do_remote_decode": True, "do_remote_prefill": False})
@@ -210,7 +232,7 @@ class _Bootstrap(_Settings):
     side_port_roles: tuple[Role, ...] = ("prefill",)
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        return {"mooncake_protocol": _options(options).protocol, "num_workers": _options(options).num_workers}
+        return _options(options).sending()
 
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(

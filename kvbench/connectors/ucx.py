@@ -14,19 +14,42 @@ class UcxOptions(ConnectorOptions):
     """Options of a connector over NIXL."""
 
     ucx_tls: str = Field(
-        "tcp", description="UCX_TLS: the transports UCX may use; explicit, never UCX's own choice"
+        "",
+        description="UCX_TLS: the transports UCX may use; by default its own choice, for the emulated engine "
+        "tcp. GPU memory needs cuda among them",
     )
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES: comma-separated devices, or all")
-    num_threads: int = Field(0, ge=0, le=64, description="NIXL worker threads beside the progress thread")
+    num_threads: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="NIXL worker threads beside the progress thread; by default the engine's own choice, "
+        "4 in vLLM, for the emulated one 0",
+    )
+
+    def settled(self) -> UcxOptions:
+        threads = 0 if self.num_threads is None else self.num_threads
+        return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
 
     def extra_config(self) -> dict[str, Any]:
-        """The keys of vLLM's kv_connector_extra_config."""
-        return {"backends": ["UCX"], "num_threads": self.num_threads}
+        """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
+        threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
+        return {"backends": ["UCX"], **threads}
 
     def env(self) -> dict[str, str]:
-        """UCX's environment; without devices UCX chooses among all."""
-        devices = {"UCX_NET_DEVICES": self.ucx_net_devices} if self.ucx_net_devices else {}
-        return {"UCX_TLS": self.ucx_tls, **devices}
+        """UCX's environment; what it is not told it chooses: transports, and devices among all.
+
+        UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory.
+        """
+        wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
+        return {name: value for name, value in wanted.items() if value}
+
+
+def moves_gpu_memory(tls: str) -> bool:
+    """Whether UCX_TLS, where it is set at all, leaves UCX a transport for CUDA's or ROCm's memory."""
+    words = [word.strip() for word in tls.removeprefix("^").split(",") if word.strip()]
+    named = any(word == "all" or word.startswith(("cuda", "gdr", "rocm", "ze")) for word in words)
+    return not words or named != tls.startswith("^")
 
 
 def side_channel_env(side_port: int | None, host: str) -> dict[str, str]:

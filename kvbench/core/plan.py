@@ -53,6 +53,8 @@ class InstancePlan:
     """How many ports from ``side_port`` on it takes, if it takes any."""
     group_port: int | None = None
     """Where the processes of an instance over several hosts meet, on the first; None for one host."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that it is dealt, by number or UUID; none where the engine or its host's owner chooses."""
 
     @property
     def all_side_ports(self) -> tuple[int, ...]:
@@ -83,6 +85,14 @@ class DeploymentPlan:
             found += [instance.port, *instance.all_side_ports]
             found += [] if instance.group_port is None else [instance.group_port]
         return (*found, *self.service_ports)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without GPUs where none were dealt, as older runs have it: these can be gone on with."""
+        data = asdict(self)
+        for each in data["instances"]:
+            if not each["devices"]:
+                del each["devices"]
+        return data
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ class Plan:
         return {
             "scenario": self.scenario.resolved(),
             "cells": [{**asdict(cell), "key": cell.key} for cell in self.cells],
-            "deployments": [asdict(each) for each in self.deployments],
+            "deployments": [each.to_json() for each in self.deployments],
             "reference": self.reference,
             "ports": list(self.ports),
             "kv_per_request": [asdict(each) for each in self.kv],

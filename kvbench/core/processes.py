@@ -14,6 +14,11 @@ RUN_TAG_ENV = "KVBENCH_RUN_TAG"
 ONE_THREAD_ENV: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps numerical libraries from starting a thread for each core."""
 
+PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
+"""What HTTP libraries take a proxy from, in lower and in upper case."""
+NO_PROXIES: Final = ("no_proxy", "NO_PROXY")
+"""Kept alike: libcurl and Python read the lower case first, some read the upper case alone."""
+
 
 @dataclass(frozen=True)
 class ProcessSpec:
@@ -31,6 +36,8 @@ class ProcessSpec:
     """Numerical libraries get one thread each; an engine that computes chooses for itself."""
     host: str = ""
     """Where it is meant to run; only said in printed commands."""
+    beside: tuple[str, ...] = ()
+    """Addresses of its deployment, which it reaches without a proxy whatever the environment says."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,6 +50,19 @@ class ProcessSpec:
                 {"files": {name: dict(content) for name, content in self.files.items()}} if self.files else {}
             ),
         }
+
+
+def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[str, str]:
+    """``no_proxy`` and ``NO_PROXY`` for a process that is to reach ``addresses`` without a proxy.
+
+    What they hold in ``environment`` stays in front. Empty where no proxy is set there, or every host is
+    excepted already. Hosts are named singly, since httpx knows no ranges of addresses.
+    """
+    proxied = any(environment.get(name) or environment.get(name.upper()) for name in PROXIES)
+    given = [word.strip() for name in NO_PROXIES for word in environment.get(name, "").split(",")]
+    if not proxied or not addresses or "*" in given:
+        return {}
+    return dict.fromkeys(NO_PROXIES, ",".join(filter(None, dict.fromkeys([*given, *addresses]))))
 
 
 def shell_script(spec: ProcessSpec) -> str:

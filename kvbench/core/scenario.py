@@ -152,7 +152,17 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
         mistakes += explain(error, root, _with_defaults(data), _keys_at(registry, data), mistakes)
     if scenario is None or mistakes:
         raise scenario_error(mistakes, path)
-    return scenario
+    return _settled(scenario, registry)
+
+
+def _settled(scenario: Scenario, registry: Registry) -> Scenario:
+    """With connectors' options as the engine takes them: what was chosen is written down with the run."""
+    engine = scenario.deployment.engine
+    chosen = [
+        each.model_copy(update={"options": registry.settle(engine, each.options)})
+        for each in scenario.connectors
+    ]
+    return scenario.model_copy(update={"connectors": tuple(chosen)})
 
 
 def _stand_in_lengths(data: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ pydantic's validation context, since core knows neither.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ class Registry:
 
     connectors: Mapping[str, type[BaseModel]]
     engines: Mapping[str, type[BaseModel]]
+    settle: Callable[[str, Any], Any] = lambda engine, options: options
+    """A connector's options as the engine of that name takes them."""
 
 
 class Section(BaseModel):

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
+from kvbench.core.gpus import GpuNeed
 from kvbench.core.models import ModelShape
 from kvbench.core.processes import ProcessSpec
 from kvbench.errors import InputError
@@ -46,11 +47,18 @@ class Instance:
     """The addresses of the hosts that it spans, its own first; none or one for one host."""
     group_port: int | None = None
     """Where its processes meet, on the first of them."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that it is dealt; none where nobody deals them out."""
 
     @property
     def side_address(self) -> str:
         """``host:port`` of its side channel; empty without one."""
         return f"{self.host}:{self.side_port}" if self.side_port else ""
+
+    @property
+    def device_env(self) -> dict[str, str]:
+        """The variable by which CUDA shows a process the GPUs that it is dealt."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
 
     @property
     def seat(self) -> Seat:
@@ -88,6 +96,9 @@ class Engine(ABC):
     options_model: ClassVar[type[EngineOptions]] = EngineOptions
     launch_s: ClassVar[tuple[float, float]] = (0.5, 3.0)
     """How long a deployment takes to get ready, at least and at most; for the plan's estimate."""
+
+    chooses_transport: ClassVar[bool] = True
+    """What a connector's options leave open, it or its transfer library chooses; else they are settled."""
 
     cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
     """A POST there empties the prefix cache."""
@@ -134,6 +145,10 @@ class Engine(ABC):
                 f"an instance of the {self.name} engine runs on one host, unlike {instance.name}"
             )
         return [self.process(instance, connector, connector_options, options)]
+
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
+        """What an instance with so many tensor parallel ranks needs of its host's GPUs."""
+        return GpuNeed(0)
 
     def kv_pool_bytes(self, instance: Instance, options: EngineOptions) -> int:
         """Memory of one instance's KV pool, as far as kvbench decides it; 0 if it does not."""

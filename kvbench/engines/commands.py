@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -49,6 +50,15 @@ def owned_flags(given: Mapping[str, Any], owned: Sequence[str]) -> list[str]:
 def found_command(command: str, env: Mapping[str, str]) -> str | None:
     """The executable that a command's first word means, or None."""
     return shutil.which(command, path=env.get("PATH", os.environ.get("PATH")))
+
+
+def whole(arguments: Mapping[str, Any], *names: str) -> int:
+    """The first of these arguments that is given as a number above 0; 1 if none is."""
+    for name in names:
+        with contextlib.suppress(TypeError, ValueError):
+            if (number := int(arguments.get(name, 0))) > 0:
+                return number
+    return 1
 
 
 def asked_version(command: tuple[str, ...], env: Mapping[str, str]) -> str:

@@ -120,6 +120,7 @@ class Emulated(Engine):
     name = "emulated"
     labels = ("emulated",)
     options_model = EmulatedOptions
+    chooses_transport = False
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
         assert isinstance(options, EmulatedOptions)

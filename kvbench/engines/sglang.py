@@ -11,9 +11,10 @@ from typing import Any, Final
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
+from kvbench.core.gpus import GpuNeed
 from kvbench.core.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
-from kvbench.engines.commands import argv_of, found_command, owned_flags
+from kvbench.engines.commands import argv_of, found_command, owned_flags, whole
 from kvbench.errors import KvbenchError
 from kvbench.transfer.base import Problem
 
@@ -58,6 +59,10 @@ class SglangOptions(EngineOptions):
             raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
         return given
 
+    def environment(self, role: Role) -> dict[str, str]:
+        """The user's environment for one role."""
+        return {**self.env, **{"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})}
+
     def arguments(self, role: Role) -> dict[str, Any]:
         """The user's arguments for one role, with underscores as hyphens."""
         own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
@@ -90,6 +95,24 @@ class Sglang(Engine):
             )
         return None
 
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
+        """Its ranks, tensor × pipeline × data parallel; data parallel attention splits those it has.
+
+        ``base-gpu-id`` chooses among the GPUs that a process sees, so it counts as a choice of the user's.
+        """
+        assert isinstance(options, SglangOptions)
+        arguments = options.arguments(role)
+        if str(arguments.get("device", "cuda")) == "cpu":
+            return GpuNeed(0)
+        split = bool(arguments.get("enable-dp-attention"))
+        data = 1 if split else whole(arguments, "dp-size", "data-parallel-size", "dp")
+        count = ranks * whole(arguments, "pp-size", "pipeline-parallel-size", "pp") * data
+        if "base-gpu-id" in arguments:
+            first, step = int(arguments["base-gpu-id"]), whole(arguments, "gpu-id-step")
+            return GpuNeed(count, tuple(str(first + step * number) for number in range(count)))
+        visible = options.environment(role).get("CUDA_VISIBLE_DEVICES")
+        return GpuNeed(count, None if visible is None else tuple(visible.replace(" ", "").split(",")))
+
     def process(
         self,
         instance: Instance,
@@ -112,11 +135,14 @@ class Sglang(Engine):
             "disaggregation-bootstrap-port": instance.side_port,
             **options.arguments(role),
         }
-        own = {"prefill": options.prefill_env, "decode": options.decode_env}.get(role, {})
         return ProcessSpec(
             name=instance.name,
             argv=(*options.command, *argv_of(arguments)),
-            env={**connector.seat_env(connector_options, instance.seat), **options.env, **own},
+            env={
+                **instance.device_env,
+                **connector.seat_env(connector_options, instance.seat),
+                **options.environment(role),
+            },
             ready_url=f"{instance.url}/health",
             port=instance.port,
             one_thread=False,

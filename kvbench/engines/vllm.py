@@ -10,11 +10,13 @@ from typing import Any, Final
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
+from kvbench.connectors.ucx import UcxOptions, moves_gpu_memory
 from kvbench.connectors.versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
+from kvbench.core.gpus import GpuNeed
 from kvbench.core.processes import ProcessSpec
 from kvbench.core.scenario_hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
-from kvbench.engines.commands import argv_of, asked_version, found_command, owned_flags
+from kvbench.engines.commands import argv_of, asked_version, found_command, owned_flags, whole
 from kvbench.errors import InputError, KvbenchError
 from kvbench.transfer.base import Problem
 
@@ -48,7 +50,9 @@ class VllmOptions(EngineOptions):
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
     prefill_devices: tuple[str, ...] = Field(
-        (), description="CUDA_VISIBLE_DEVICES of each prefill instance; an aggregated server takes the first"
+        (),
+        description="CUDA_VISIBLE_DEVICES of each prefill instance; aggregated servers take these, then the "
+        "decode instances'. By default this host's GPUs are dealt out in turn",
     )
     decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
     max_model_len: int | None = Field(
@@ -94,7 +98,11 @@ class VllmOptions(EngineOptions):
     def environment(self, role: Role, rank: int) -> dict[str, str]:
         """The user's environment for one instance."""
         own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
-        devices = self.decode_devices if role == "decode" else self.prefill_devices
+        devices = {
+            "prefill": self.prefill_devices,
+            "decode": self.decode_devices,
+            "aggregated": self.prefill_devices + self.decode_devices,
+        }[role]
         chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
         return {**self.env, **chosen, **own}
 
@@ -140,6 +148,18 @@ class Vllm(Engine):
         if profile.gpu_only and "+cpu" in version:
             return Problem(f"{profile.kv_connector} needs a GPU, and this vLLM ({version}) is built for CPUs")
         return None
+
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
+        """Its ranks, tensor × pipeline × data parallel; none on CPUs."""
+        assert isinstance(options, VllmOptions)
+        if _on_cpu(options, _version_of(options)):
+            return GpuNeed(0)
+        arguments = options.arguments(role)
+        local = next((name for name in ("data-parallel-size-local", "dpl") if name in arguments), "")
+        data = whole(arguments, local) if local else whole(arguments, "data-parallel-size", "dp")
+        visible = options.environment(role, rank).get("CUDA_VISIBLE_DEVICES")
+        count = ranks * whole(arguments, "pipeline-parallel-size", "pp") * data
+        return GpuNeed(count, None if visible is None else tuple(visible.replace(" ", "").split(",")))
 
     def processes(
         self,
@@ -229,6 +249,7 @@ class Vllm(Engine):
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # only then is there a /reset_prefix_cache
             "VLLM_NO_USAGE_STATS": "1",
+            **instance.device_env,
             **connector.seat_env(connector_options, instance.seat),
         }
         users = options.environment(instance.role, instance.rank)
@@ -276,7 +297,8 @@ def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[
     elif is_newer_than_known(version):
         yield f"vLLM {version} is newer than {newest}, the newest that kvbench knows; its profile is taken"
     roles: tuple[Role, ...] = ("prefill", "decode")
-    if any(options.arguments(role).get("enforce-eager") for role in roles) and not _on_cpu(options, version):
+    on_cpu = _on_cpu(options, version)
+    if any(options.arguments(role).get("enforce-eager") for role in roles) and not on_cpu:
         yield "enforce-eager turns CUDA graphs off: decoding gets several times slower"
     if options.kv_load_failure_policy == "recompute":
         yield "kv_load_failure_policy recompute: where KV is lost D computes the prompt, and no rate is P/D's"
@@ -286,6 +308,12 @@ def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[
             environment = {**options.environment(role, 0)}
             for text in connector.warnings(connector_options, environment):
                 yield f"{label}: {text}"
+            tls = str(environment.get("UCX_TLS") or getattr(connector_options, "ucx_tls", ""))
+            if isinstance(connector_options, UcxOptions) and not on_cpu and not moves_gpu_memory(tls):
+                yield (
+                    f"{label}: UCX_TLS={tls} leaves CUDA out, and NIXL 1.0 and newer then refuse GPU memory; "
+                    "add cuda, or leave it out"
+                )
             yield from _overridden(label, connector.env(role, connector_options, 1, "host"), environment)
     local = {host for host in setting.hosts if host in ("localhost", "127.0.0.1")}
     if local and len(setting.hosts) > 1:

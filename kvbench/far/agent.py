@@ -208,6 +208,7 @@ class Agent:
             files=told.get("files", {}),
             ready_url=str(told.get("ready_url", "")),
             one_thread=bool(asked.get("one_thread", True)),
+            beside=tuple(map(str, asked.get("beside", ()))),
         )
         piped, key = bool(asked.get("piped")), str(asked["key"])
         process = self._launcher(str(asked["folder"])).start(spec, piped=piped)

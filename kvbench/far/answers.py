@@ -92,9 +92,9 @@ def _listens(root: Path, asked: Frame) -> dict[str, Any]:
 
 @functools.cache
 def _client() -> Any:
-    import httpx
+    from kvbench import web
 
-    return httpx.Client()
+    return web.client()
 
 
 def _http(root: Path, asked: Frame) -> dict[str, Any]:

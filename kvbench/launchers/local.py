@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
+from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec, unproxied
 from kvbench.errors import LaunchError
 from kvbench.launchers.base import stop_in_reverse
 from kvbench.launchers.here import Here
@@ -195,6 +195,7 @@ class LocalLauncher:
                         {"TMPDIR": str(self._spec_dir), **env},
                         self.run_tag,
                         one_thread=spec.one_thread,
+                        beside=spec.beside,
                     ),
                     stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if piped else log,
@@ -239,15 +240,23 @@ class LocalLauncher:
         stop_in_reverse(processes, grace_s)
 
 
-def child_environment(extra: Mapping[str, str], run_tag: str, *, one_thread: bool = True) -> dict[str, str]:
-    """Our own environment with ``extra`` and the run tag; one thread for numerical libraries if wanted."""
-    return {
+def child_environment(
+    extra: Mapping[str, str], run_tag: str, *, one_thread: bool = True, beside: Sequence[str] = ()
+) -> dict[str, str]:
+    """Our own environment with ``extra`` and the run tag; one thread for numerical libraries if wanted.
+
+    A proxy set there stays, for a model that is downloaded; what is ``beside`` is excepted from it. vLLM's
+    MooncakeConnector asks P's bootstrap server by an httpx client that would take it, Mooncake its metadata
+    server by libcurl.
+    """
+    env = {
         **os.environ,
         **(ONE_THREAD_ENV if one_thread else {}),
         "PYTHONUNBUFFERED": "1",
         **extra,
         RUN_TAG_ENV: run_tag,
     }
+    return {**env, **unproxied(env, beside)}
 
 
 def tail_of(path: Path, lines: int) -> list[str]:

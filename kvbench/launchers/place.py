@@ -9,6 +9,7 @@ from typing import Final
 
 import httpx
 
+from kvbench import web
 from kvbench.launchers.agents import Agent
 
 _HEADERS: Final = ("content-type", "accept", "authorization")
@@ -66,7 +67,7 @@ class FarWeb(httpx.BaseTransport):
 
     def __init__(self, agent_of: Mapping[str, Agent]) -> None:
         self._agent_of = agent_of
-        self._own = httpx.HTTPTransport()
+        self._own = web.transport()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         agent = self._agent_of.get(request.url.host)

@@ -79,6 +79,7 @@ class RemoteLauncher:
                 folder=self._folder,
                 piped=piped,
                 one_thread=spec.one_thread,
+                beside=list(spec.beside),
                 spec=self._translated(spec, agent).to_json(),
                 secrets=dict(self._secrets.get(spec.name.partition("-")[0], {})),
             )

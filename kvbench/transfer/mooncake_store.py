@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbench.core.processes import unproxied
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
 from kvbench.transfer.parts import mooncakewheel
@@ -117,7 +118,14 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
         "MC_RPC_TIMEOUT_MS": inherited("MC_RPC_TIMEOUT_MS", None, "3000"),
         "MC_RPC_CONNECT_TIMEOUT_MS": inherited("MC_RPC_CONNECT_TIMEOUT_MS", None, "3000"),
         "MC_FORCE_HCA" if options.get("protocol", "tcp") == "rdma" else "MC_FORCE_TCP": "1",
+        # libcurl, which asks a metadata server over HTTP, would take a proxy from the environment.
+        **unproxied(os.environ, _metadata_hosts(options)),
     }
+
+
+def _metadata_hosts(options: Mapping[str, Any]) -> list[str]:
+    host = urlsplit(str(options.get("mooncake_store_metadata_server", ""))).hostname
+    return [host] if host else []
 
 
 def _address(options: Mapping[str, Any]) -> str:

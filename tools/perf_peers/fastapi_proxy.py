@@ -17,8 +17,10 @@ def application(prefill_url: str, decode_url: str) -> Any:
 
     app = fastapi.FastAPI()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    prefill = httpx.AsyncClient(base_url=prefill_url, timeout=None, limits=limits)
-    decode = httpx.AsyncClient(base_url=decode_url, timeout=None, limits=limits)
+    prefill, decode = (
+        httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
+        for url in (prefill_url, decode_url)
+    )
 
     async def health() -> dict[str, str]:
         return {"status": "ok"}

@@ -36,7 +36,7 @@ async def main(url: str, rate: float, requests: int, output_len: int, seed: int,
 
     gaps = random.Random(seed)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=60, limits=limits, trust_env=False) as client:
         due = time.perf_counter()
         tasks = []
         for number in range(requests):

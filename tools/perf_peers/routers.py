@@ -6,15 +6,14 @@ import contextlib
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
-from kvbench import __version__
+from kvbench import __version__, web
 from kvbench.core.processes import ProcessSpec
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.yardstick import exact_server
@@ -133,9 +132,9 @@ def _running(launcher: LocalLauncher, spec: ProcessSpec, url: str) -> Iterator[L
 
 def _healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
+        with web.client(timeout_s=2) as client:
+            return client.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
         return False
 
 

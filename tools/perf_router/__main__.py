@@ -11,17 +11,18 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvbench import web
 from kvbench.calm import calmest
 from kvbench.core.processes import ProcessSpec
 from kvbench.errors import ProcessDiedError
@@ -210,9 +211,9 @@ def router_before(work: Work, url: str, name: str) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
+        with web.client(timeout_s=5) as client:
+            return client.get(url).is_success
+    except httpx.HTTPError:
         return False
 
 
@@ -251,8 +252,8 @@ def send(work: Work, server: Yardstick, url: str, name: str) -> tuple[Any, float
 
 
 def page(url: str) -> Metrics:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        return parse_metrics(answer.read().decode())
+    with web.client(timeout_s=10) as client:
+        return parse_metrics(client.get(f"{url}/metrics").raise_for_status().text)
 
 
 def table(found: list[Repeat]) -> Table:
