@@ -48,7 +48,9 @@ class VllmOptions(EngineOptions):
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
     prefill_devices: tuple[str, ...] = Field(
-        (), description="CUDA_VISIBLE_DEVICES of each prefill instance; an aggregated server takes the first"
+        (),
+        description="CUDA_VISIBLE_DEVICES of each prefill instance; engines without P/D take these in their "
+        "order, and then decode's",
     )
     decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
     max_model_len: int | None = Field(
@@ -94,7 +96,8 @@ class VllmOptions(EngineOptions):
     def environment(self, role: Role, rank: int) -> dict[str, str]:
         """The user's environment for one instance."""
         own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
-        devices = self.decode_devices if role == "decode" else self.prefill_devices
+        whole = (*self.prefill_devices, *self.decode_devices)
+        devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
         chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
         return {**self.env, **chosen, **own}
 
