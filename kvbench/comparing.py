@@ -182,7 +182,8 @@ def _columns(rows: Sequence[LoadRow], compared: Compared, asked: Asked) -> list[
     if any(row.answer for row in rows):
         columns.append(Column("max_request_rate", "max rate (req/s)"))
         columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
-        columns.append(Column("max_request_rate_per", f"per {_unit(rows)} (req/s)"))
+        unit = _unit(rows)
+        columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
     columns += [Column(key, heading, brief) for key, heading, brief in _SERVE]
     return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
 
@@ -209,7 +210,7 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
         "max_request_rate": row.answer,
         "engines": row.size.engines,
         "gpus": row.size.gpus,
-        "max_request_rate_per": rate / count if rate is not None and count else None,
+        f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
         **{
             key: whole[key] if not key.endswith(("_ms", "_s", "_throughput")) else figures[key]
             for key in figures

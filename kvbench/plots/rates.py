@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvbench.core.enginecount import first_unequal
 from kvbench.plots.style import (
     PALETTES,
     Look,
@@ -133,7 +134,13 @@ _REFUSED: Final[dict[str, Any]] = {
 
 
 def _rate_legend(rows: Sequence[Row], look: Mapping[str, Look], palette: Palette) -> list[Line2D]:
-    handles = [handle(name, marker=item.marker, color=item.colour) for name, item in look.items()]
+    # Of unequal numbers of engines the picture says how many each has: its lines are no comparison.
+    sizes = {row.cell.connector: row.size for row in rows}
+    uneven = first_unequal(sizes.values()) is not None
+    handles = [
+        handle(f"{name}: {sizes[name].text()}" if uneven else name, marker=item.marker, color=item.colour)
+        for name, item in look.items()
+    ]
     outcomes = {row.outcome for row in rows}
     if "at_least" in outcomes:
         handles.append(
