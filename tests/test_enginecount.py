@@ -23,12 +23,15 @@ from kvbench.core.ahead import pairs
 from kvbench.core.enginecount import Size, first_unequal, size_in, unequal, unit_of
 from kvbench.core.loadrow import LoadRow
 from kvbench.core.records import Cell, RequestRecord
+from kvbench.core.scenario import scenario_schema
 from kvbench.core.ttftparts import parts_of
 from kvbench.engines.vllm import VllmOptions
+from kvbench.errors import ScenarioError
 from kvbench.export import prometheus
 from kvbench.launchers.fleet import device_env
 from kvbench.notes import ahead
 from kvbench.planning import plan_of
+from kvbench.plots.rates import max_rate_figure
 from kvbench.report import render_terminal, write_report
 from kvbench.runs import Run, load_run
 from kvbench.scenario_files import load_scenario, registry
@@ -337,17 +340,39 @@ def test_two_engines_share_the_load_behind_the_router(tmp_path: Path) -> None:
 
 
 def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:
-    assert "aggregated" in json.dumps(_schema())
-    with pytest.raises(Exception, match=r"deployment\.aggregated must be at least 1, not 0"):
+    known = scenario_schema(registry())["$defs"]["Deployment"]["properties"]["aggregated"]
+    assert "prefill and decode instances together" in known["description"]
+    with pytest.raises(ScenarioError, match=r"deployment\.aggregated must be at least 1, not 0"):
         load_scenario("quickstart", ["deployment.aggregated=0"])
-    with pytest.raises(Exception, match=r"deployment\.aggregated must be a whole number"):
+    with pytest.raises(ScenarioError, match=r"deployment\.aggregated must be a whole number"):
         load_scenario("quickstart", ["deployment.aggregated=two"])
-    with pytest.raises(Exception, match="did you mean `aggregated`"):
+    with pytest.raises(ScenarioError, match="did you mean `aggregated`"):
         load_scenario("quickstart", ["deployment.agregated=2"])
+    with pytest.raises(ScenarioError, match="counts engines that kvbench starts, and an external server is"):
+        load_scenario(
+            "quickstart",
+            [
+                "deployment.engine=external",
+                "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
+                "deployment.aggregated=2",
+            ],
+        )
 
 
-def _schema() -> Any:
-    from kvbench.core.scenario import scenario_schema
+def test_the_picture_says_how_many_engines_each_line_has(uneven: Run) -> None:
+    figure = max_rate_figure(uneven)
+    assert figure is not None
+    words = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert words[:2] == ["aggregated (1)", "nixl (2)"]
+    assert "by unequal numbers of engines (n)" in figure.axes[0].get_ylabel()
 
-    schema = scenario_schema(registry())
-    return schema["$defs"]["Deployment"]["properties"] if "Deployment" in schema.get("$defs", {}) else schema
+
+def test_a_plan_says_how_many_engines_stand_against_each_other() -> None:
+    for words, said in (
+        ((), "1P1D against 2 engines without P/D"),
+        (("2",), "against 2"),
+        (("1",), "1 engine "),
+    ):
+        sets = tuple(f"deployment.aggregated={count}" for count in words)
+        text = kvbench("plan", "quickstart", sets=sets).out
+        assert said in text
