@@ -11,7 +11,7 @@ from typing import Final
 from kvbench.core.binding import LIMIT_WORDS
 from kvbench.core.breakdown import PART_WORDS
 from kvbench.routercost import FIGURE_WORDS, RouterCost, difference
-from kvbench.tables import MISSING, Row, number, percent
+from kvbench.tables import MISSING, Row, number, percent, shared_unit
 
 _FIGURES: Final = ("mean", "p50", "p90", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
@@ -19,13 +19,15 @@ _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 
 def result(rows: Sequence[Row]) -> str:
     """The highest rates, what binds them, and how each was found."""
-    header = ["connector", "input", "output", "max rate (req/s)", "limit", "search", "met (%)"]
+    unit = shared_unit(rows)
+    header = ["connector", "input", "output", "max rate (req/s)", f"per {unit}", "limit", "search", "met (%)"]
     body = [
         [
             row.cell.connector,
             f"{row.cell.input_len}",
             f"{row.cell.output_len}",
             row.rate_text(),
+            number(row.rate_per(unit)),
             LIMIT_WORDS.get(row.limit, MISSING),
             row.search + (", confirmed" if row.confirmed else ""),
             with_interval(row.values),
@@ -50,7 +52,8 @@ def with_interval(values: Mapping[str, float | None]) -> str:
 WHY_AHEAD: Final = (
     "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
     "it, and two rates are ordered only if their intervals do not overlap. In brackets: what the two "
-    "intervals allow for their ratio. They do not cover how much a repeated run would differ."
+    "intervals allow for their ratio. They do not cover how much a repeated run would differ. Rates of "
+    "unequal numbers of engines (GPUs, where known) are not compared; those per engine are."
 )
 
 WHICH_TRIAL: Final = (

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench import transfer_comparison, transfer_report
+from kvbench.core.enginecount import Unit, unit_of
 from kvbench.core.findings import KIND_WORDS, Statement
 from kvbench.core.loadrow import LoadRow
 from kvbench.errors import InputError
@@ -144,13 +145,15 @@ def sheets(compared: Compared, asked: Asked) -> list[Sheet]:
     order = [asked.group, *asked.sort] if asked.group else list(asked.sort)
     order += [axis for axis in ("input_len", "output_len", compared.by, "rate") if axis not in order]
     rows = sorted(compared.rows, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
-    columns = _columns(rows, compared, asked)
+    columns, unit = _columns(rows, compared, asked), _unit(rows)
     if not asked.group:
-        return [Sheet("", columns, [_flat(row) for row in rows])] if rows else []
+        return [Sheet("", columns, [_flat(row, unit) for row in rows])] if rows else []
     title = _AXIS_TITLES[asked.group]
     return [
         Sheet(
-            f"{title} = {level if level is not None else 'not told'}", columns, [_flat(row) for row in mine]
+            f"{title} = {level if level is not None else 'not told'}",
+            columns,
+            [_flat(row, unit) for row in mine],
         )
         for level, mine in groupby(rows, key=lambda row: row.axes.get(asked.group))
     ]
@@ -178,6 +181,9 @@ def _columns(rows: Sequence[LoadRow], compared: Compared, asked: Asked) -> list[
     columns = [Column(axis, _AXIS_TITLES[axis], axis in brief) for axis in order]
     if any(row.answer for row in rows):
         columns.append(Column("max_request_rate", "max rate (req/s)"))
+        columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
+        unit = _unit(rows)
+        columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
     columns += [Column(key, heading, brief) for key, heading, brief in _SERVE]
     return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
 
@@ -187,7 +193,13 @@ def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
     return axis != by and len(told) == len({level for level, _ in told})
 
 
-def _flat(row: LoadRow) -> dict[str, Any]:
+def _unit(rows: Iterable[LoadRow]) -> Unit:
+    """What rates are divided by: GPUs if they are known of all rows, else engines."""
+    return unit_of(row.size for row in rows)
+
+
+def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
+    rate, count = row.answer_rate, row.size.count(unit)
     figures = {key: row.get(key) for key, _, _ in _SERVE}
     whole = {
         key: int(value) if value is not None and value == int(value) else value
@@ -196,6 +208,9 @@ def _flat(row: LoadRow) -> dict[str, Any]:
     return {
         **row.axes,
         "max_request_rate": row.answer,
+        "engines": row.size.engines,
+        "gpus": row.size.gpus,
+        f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
         **{
             key: whole[key] if not key.endswith(("_ms", "_s", "_throughput")) else figures[key]
             for key in figures

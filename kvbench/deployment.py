@@ -1,4 +1,4 @@
-"""A running deployment: an aggregated server or a P/D pair with its router, from start to stop."""
+"""A running deployment: engines without P/D, or P/D pairs, with their router, from start to stop."""
 
 from __future__ import annotations
 

@@ -61,6 +61,14 @@ _PLAIN: Final = {
     ),
     "lower": Metric("max_request_rate_lower_per_second", "Lower end of its interval.", "{request}/s"),
     "upper": Metric("max_request_rate_upper_per_second", "Upper end of its interval.", "{request}/s"),
+    "max_request_rate_per_engine": Metric(
+        "max_request_rate_per_engine_per_second", "Highest request rate by engine.", "{request}/s"
+    ),
+    "max_request_rate_per_gpu": Metric(
+        "max_request_rate_per_gpu_per_second", "Highest request rate by GPU, where known.", "{request}/s"
+    ),
+    "engines": Metric("engines", "Engines that served it.", "{engine}"),
+    "gpus": Metric("gpus", "GPUs of these, where known.", "{gpu}"),
     "slo_attainment": Metric("slo_attainment_ratio", "Share of requests that met every limit of the SLO."),
     "achieved_request_rate": Metric("achieved_request_rate_per_second", "Requests completed.", "{request}/s"),
     "request_goodput": Metric(

@@ -143,7 +143,7 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[
         port
         for each in plan.deployments
         for instance in each.instances
-        if deployment.roles.host_of(instance.name) == name
+        if deployment.host_name(instance.name) == name
         for port in (instance.port, *instance.all_side_ports, instance.group_port or 0)
     }
     if deployment.roles.host_of("router") == name:

@@ -8,16 +8,18 @@ the equal rate after a search. Of a search the trial that supports its answer is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from kvbench.comparison import Comparison, compare
+from kvbench.comparison import Comparison, compare, parted, unequal_text
 from kvbench.core.ahead import AXES
 from kvbench.core.claims import Claim, read_claims
-from kvbench.core.findings import Statement, conclude
+from kvbench.core.enginecount import size_in
+from kvbench.core.findings import UNEQUAL_ADVICE, Statement, conclude
 from kvbench.core.hardware import prefill_work
 from kvbench.core.loadrow import Axis, LoadRow, Setting, known_model, prefill_peaks
 from kvbench.core.records import TrialRecord
@@ -52,13 +54,17 @@ def searched_rows(run: Run, name: str = "") -> list[LoadRow]:
     """The trials that support the answers of the run's searches."""
     trials = {trial.trial_id: trial for trial in run.all_trials}
     return [
-        _row_of(run, trials[row.trial_id], name, answer=row.answer.text())
+        replace(
+            _row_of(run, trials[row.trial_id], name),
+            answer=row.answer.text(),
+            answer_rate=row.answer.max_request_rate,
+        )
         for row in summary_table(run)
         if row.trial_id and row.outcome != "one_rate"
     ]
 
 
-def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False, answer: str = "") -> LoadRow:
+def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False) -> LoadRow:
     settings = _settings(trial)
     figures = {key: value for key, value in serve_values(trial).items() if isinstance(value, (int, float))}
     figures |= _more(trial)
@@ -79,7 +85,7 @@ def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False, an
         origin=_origin(trial),
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
-        answer=answer,
+        size=size_in(run.plan, run.environment, trial.cell.connector),
     )
 
 
@@ -254,8 +260,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
     found = []
     for (input_len, output_len), mine in places.items():
         place = f"{input_len:,} in, {output_len:,} out"
-        told = [each for each in mine if each.ratio is not None]
-        untold = [each for each in mine if each.ratio is None]
+        told, untold, unfair = parted(mine)
         if told:
             text = f"{place}: highest request rate, {'; '.join(each.text() for each in told)}"
             found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(told)))
@@ -264,6 +269,11 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
             text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
             advice = "search more closely (search.precision), or repeat the search and compare the runs"
             found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(untold)))
+        if unfair:
+            text = f"{place}: highest request rate, {unequal_text(unfair)}"
+            found.append(
+                Statement("untold", "unequal_size", text, UNEQUAL_ADVICE, evidence=_compared(unfair))
+            )
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvbench.comparison import Comparison, compare
+from kvbench.comparison import Comparison, compare, parted, unequal_text
 from kvbench.conditions import ELSEWHERE
 from kvbench.core.binding import LIMIT_WORDS
 from kvbench.core.findings import KIND_WORDS
@@ -183,9 +183,12 @@ def ahead(rows: Sequence[Row]) -> list[str]:
     lines = []
     for (input_len, output_len), group in groups.items():
         where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
-        told = [each.text() for each in group if each.ratio is not None]
-        open_ = [f"{each.ahead} and {each.behind}" for each in group if each.ratio is None]
-        if open_:
-            told.append(f"cannot be told apart: {', '.join(open_)}")
+        ordered, alike, unfair = parted(group)
+        told = [each.text() for each in ordered]
+        if alike:
+            names = (f"{each.ahead} and {each.behind}" for each in alike)
+            told.append(f"cannot be told apart: {', '.join(names)}")
+        if unfair:
+            told.append(unequal_text(unfair))
         lines.append(f"{where}: {'; '.join(told)}")
     return lines

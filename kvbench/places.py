@@ -69,7 +69,7 @@ class Places:
         except KvbenchError:
             return None  # its start will tell
         for each in planned.instances:
-            for host in deployment.roles.nodes(each.name):
+            for host in deployment.nodes_of(each.name):
                 told = self._fleet[host].ask(
                     "unusable",
                     120.0,

@@ -75,13 +75,25 @@ def _print_header(plan: Plan, console: Console) -> None:
     console.print(f"scenario   {scenario.name}", markup=False)
     model, ranks = scenario.model, deployment.tensor_parallel_size
     console.print(f"model      {model.name}, {model.kv_dtype} KV, TP {ranks}", markup=False)
-    console.print(f"engine     {deployment.engine}, {deployment.prefill}P{deployment.decode}D", markup=False)
+    console.print(f"engine     {deployment.engine}, {_engines(plan)}", markup=False)
     for heading, (tier, slo) in zip(["SLO", *[""] * len(slos)], slos.items(), strict=False):
         console.print(f"{heading:<10} {tier + ': ' if tier else ''}{slo.text()}", markup=False)
     rates = f" at {', '.join(f'{rate:g}' for rate in search.rates)} req/s" if search.rates else ""
     beside = ", burst beside it" if search.compare_burst else ""
     console.print(f"method     {search.method}{rates}{beside}", markup=False)
     console.print(f"seed       {scenario.seed}\n", markup=False)
+
+
+def _engines(plan: Plan) -> str:
+    """How many engines each kind of deployment has: ``1P1D against 2 engines without P/D``."""
+    deployment = plan.scenario.deployment
+    if deployment.engine == "external":
+        return "as many as there are behind the URL"
+    measured = [each.instances for each in plan.deployments if not each.reference_only]
+    whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())
+    words = [f"{deployment.prefill}P{deployment.decode}D"] * any(m[0].role != "aggregated" for m in measured)
+    words += [f"{len(whole)} engine{'s' * (len(whole) > 1)} without P/D"] * bool(whole)
+    return " against ".join(words)
 
 
 def _deployments_table(plan: Plan) -> Table:

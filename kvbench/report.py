@@ -19,6 +19,7 @@ from rich.text import Text
 from kvbench import transfer_report
 from kvbench.comparison import compare
 from kvbench.core.binding import LIMIT_SHORT
+from kvbench.core.enginecount import Unit
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
 from kvbench.errors import InputError, StoreError
 from kvbench.files import said_clearly, write_bytes, write_csv, write_json
@@ -33,7 +34,17 @@ from kvbench.routercost import RouterCost, router_costs
 from kvbench.runs import Run, load_run
 from kvbench.serve_tables import Table as MethodTable
 from kvbench.statements import statements
-from kvbench.tables import MISSING, Row, engine_word, number, percent, summary_table, time_line, trial_values
+from kvbench.tables import (
+    MISSING,
+    Row,
+    engine_word,
+    number,
+    percent,
+    shared_unit,
+    summary_table,
+    time_line,
+    trial_values,
+)
 
 __all__ = ["FORMATS", "command", "render_terminal", "summary_table", "write_report"]
 
@@ -271,11 +282,16 @@ def title(run: Run) -> str:
 
 
 def _table(rows: Sequence[Row], names: Mapping[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    # Two blanks between columns, not three: so a hundred columns hold one figure more.
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
+    )
+    unit = shared_unit(rows)
     if names:
         table.add_column("run", no_wrap=True)
     table.add_column("connector", no_wrap=True, max_width=14)
-    for heading in ("input\nlen", "max rate\nreq/s [interval]", "met\n%", "TTFT ms\nP50 / P99"):
+    per = "req/s\n/GPU" if unit == "GPU" else "req/s\n/eng"
+    for heading in ("input\nlen", "max rate\nreq/s [interval]", per, "met\n%", "TTFT ms\nP50 / P99"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
     for heading in ("TPOT ms\nP50 / P99", "KV MB\n/req", "KV ms\n/req"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
@@ -291,17 +307,18 @@ def _table(rows: Sequence[Row], names: Mapping[str, str]) -> Table:
             table.add_section()
         last = lengths
         run = [names[row.run_id]] if names else []
-        table.add_row(*run, *(Text(cell) for cell in _cells(row)), *limits[place : place + 1])
+        table.add_row(*run, *(Text(cell) for cell in _cells(row, unit)), *limits[place : place + 1])
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, unit: Unit) -> list[str]:
     values = row.values
     size = values["kv_bytes_per_request"]
     return [
         row.cell.connector,
         f"{row.cell.input_len}",
         row.answer.text(),
+        number(row.rate_per(unit)),
         percent(values["slo_attainment"]),
         pair(values["ttft_ms_p50"], values["ttft_ms_p99"]),
         pair(values["tpot_ms_p50"], values["tpot_ms_p99"]),

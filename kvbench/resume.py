@@ -22,7 +22,8 @@ from kvbench import environment
 from kvbench.calibration import measured_run
 from kvbench.cell import Fixed
 from kvbench.conditions import ELSEWHERE, differences
-from kvbench.core.plan import Plan
+from kvbench.core.enginecount import instance_names
+from kvbench.core.plan import AGGREGATED, Plan
 from kvbench.core.processes import RUN_TAG_ENV
 from kvbench.core.records import Method
 from kvbench.core.scenario import Scenario, parse_scenario
@@ -159,7 +160,7 @@ def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
             "that could not do this yet",
             hint="begin anew",
         )
-    text = json.dumps(run.plan.get("scenario"))
+    text = json.dumps(_as_it_was(run))
     scenario = parse_scenario(text, f"{run.path}/plan.json", registry())
     plan = plan_of(scenario)
     now = json.loads(json.dumps(plan.to_json()))
@@ -171,6 +172,20 @@ def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
         )
     fixed = Fixed(asked["rate"], asked.get("both_modes", False)) if asked.get("rate") else None
     return scenario, plan, fixed
+
+
+def _as_it_was(run: Run) -> Any:
+    """The folder's scenario; of a kvbench that knew no number of aggregated engines, with those it had."""
+    scenario = run.plan.get("scenario")
+    deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
+    if not isinstance(deployment, dict) or "aggregated" in deployment:
+        return scenario
+    measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
+    engines = [instance_names(run.plan, each.get("label")) for each in measured]
+    counts = [len(names) for names in engines if names and names[0].startswith(AGGREGATED)]
+    if not counts or deployment.get("engine") == "external":
+        return scenario
+    return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
 
 
 def _require_kind(run: Run, kind: str) -> None:

@@ -14,7 +14,7 @@ from kvbench.notes import notes
 from kvbench.provenance import SIMULATED, caption, mark_of, scenario_of, slo_of
 from kvbench.runs import Run
 from kvbench.serve_tables import about, serve_values
-from kvbench.tables import MISSING, number, percent, summary_table
+from kvbench.tables import MISSING, number, percent, shared_unit, summary_table
 from kvbench.transfer_tables import blocks_text, time_text, way_text
 
 MOST_ROWS: Final = 40
@@ -61,11 +61,13 @@ def _table(run: Run, kind: str) -> tuple[Sequence[str], list[list[str]]]:
         return _transfers(run.transfer_records())
     rows = summary_table(run)
     if rows or not run.other_trials:
-        return _SEARCHED, [
+        unit = shared_unit(rows)
+        return [word.format(unit=unit) for word in _SEARCHED], [
             [
                 row.cell.connector,
                 f"{row.cell.input_len:,}",
                 row.answer.text(),
+                number(row.rate_per(unit)),
                 percent(row.values["slo_attainment"]),
                 number(row.values["ttft_ms_p50"]),
                 number(row.values["ttft_ms_p99"]),
@@ -84,8 +86,8 @@ def _table(run: Run, kind: str) -> tuple[Sequence[str], list[list[str]]]:
 
 
 _SEARCHED: Final = (
-    "connector", "input", "max rate (req/s) [interval]", "met %", "TTFT P50 (ms)", "TTFT P99 (ms)",
-    "TPOT P50 (ms)", "KV (ms)", "limit",
+    "connector", "input", "max rate (req/s) [interval]", "per {unit}", "met %", "TTFT P50 (ms)",
+    "TTFT P99 (ms)", "TPOT P50 (ms)", "KV (ms)", "limit",
 )  # fmt: skip
 _TRIED_KEYS: Final = (
     "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms",

@@ -148,8 +148,8 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
 def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:
     """How requests go to P and D, as JSON: what the router gets, and the load generator in direct mode.
 
-    Keys: connector, version, options, prefill, decode. None without P/D, where requests go straight to the
-    server, and for servers that somebody else started, of which only one URL is known.
+    Keys: connector, version, options, prefill (empty without P/D), decode. None for a single engine, to which
+    requests go straight, and for servers that somebody else started, of which only one URL is known.
     """
     if plan.router_port is None or scenario.deployment.engine == "external":
         return None

@@ -119,7 +119,7 @@ def _model_lines(answers: Answers) -> list[str]:
 def _deployment_lines(answers: Answers, machine: Machine) -> list[str]:
     lines = [
         f"  engine: {answers.engine}",
-        "  prefill: 1               # x and y of xPyD",
+        "  prefill: 1               # x and y of xPyD; aggregated has as many engines as both",
         "  decode: 1",
         "  tensor_parallel_size: 1",
         "  engine_options:",

@@ -107,9 +107,9 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
 
 
 def _searched(pair: Searched) -> dict[str, Any]:
-    """Two searched rates. ``one`` is ahead if that is told."""
+    """Two searched rates; of unequal numbers of engines, those per engine. ``one`` is ahead if told."""
     return {
-        "figure": "max_request_rate",
+        "figure": "max_request_rate" + (f"_per_{pair.per.lower()}" if pair.per else ""),
         "place": f"{pair.input_len:,} in, {pair.output_len:,} out",
         "one": pair.ahead,
         "other": pair.behind,
@@ -124,6 +124,9 @@ def _searched(pair: Searched) -> dict[str, Any]:
 def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
     """Two loads that were offered as such: a row each figure, whether anything can be told of it or not."""
     for pair in found:
+        if pair.unequal:
+            names = {"figure": "", "place": pair.place, "one": pair.one, "other": pair.other}
+            yield {**names, "told": False, "text": f"cannot be told: {pair.reason()}"}
         for each in pair.ratios:
             told = each.told and not pair.why_not
             yield {

@@ -281,7 +281,9 @@ class Sweep:
         self._launcher = self._places.launcher(planned, self._store.logs / folder, specs_dir)
         planned = with_ports_at(planned, self._scenario.deployment, self._launcher)
         self._record_processes(planned)
-        self._watcher.stage(f"{planned.label}: starting {len(planned.instances)} instance(s)")
+        count = len(planned.instances)
+        if self._scenario.deployment.engine != "external":  # which nobody starts, nor counts
+            self._watcher.stage(f"{planned.label}: starting {count} engine{'s' * (count > 1)}")
         deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
         self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
         return deployment

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 from kvbench.core.binding import Binding
 from kvbench.core.breakdown import PARTS
+from kvbench.core.enginecount import Size, Unit, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.provenance import SIMULATED
 from kvbench.runs import CellResult, Run
@@ -111,10 +112,17 @@ class Row:
     findings: Mapping[str, int] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
     name: str = ""
+    size: Size = field(default_factory=Size)
+    """Engines and GPUs that its rate was found on."""
 
     @property
     def outcome(self) -> Outcome:
         return self.answer.outcome
+
+    def rate_per(self, unit: Unit) -> float | None:
+        """The highest rate by engine or GPU; None without a rate that was searched, or a known number."""
+        rate, count = self.answer.max_request_rate, self.size.count(unit)
+        return None if rate is None or not count or self.outcome == "one_rate" else rate / count
 
     def rate_text(self) -> str:
         text = self.answer.text()
@@ -132,6 +140,10 @@ class Row:
             "lower": self.answer.lower,
             "upper": self.answer.upper,
             "censored": self.outcome == "at_least",
+            "engines": self.size.engines,
+            "gpus": self.size.gpus,
+            "max_request_rate_per_engine": self.rate_per("engine"),
+            "max_request_rate_per_gpu": self.rate_per("GPU"),
             **self.values,
             "transport": self.transport,
             "kv_source": self.kv_source,
@@ -193,7 +205,13 @@ def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
         findings=dict(levels),
         labels=tuple(labels),
         name=f"{cell.connector}@{name}" if name else cell.connector,
+        size=size_in(run.plan, run.environment, cell.connector),
     )
+
+
+def shared_unit(rows: Iterable[Row]) -> Unit:
+    """What a table divides its rates by: GPUs if they are known of all rows, else engines."""
+    return unit_of(row.size for row in rows)
 
 
 def _search_reason(answer: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ def surroundings(scenario: Scenario, connector: Connector, options: Any) -> dict
     deployed = scenario.deployment
     hardware = hardware_here(scenario)
     peak = None if hardware is None else hardware.peak_flops
-    instances = deployed.prefill if connector.disaggregated else 1
+    instances = deployed.prefill if connector.disaggregated else deployed.aggregated_engines
     if peak is not None and deployed.engine == "emulated":
         peak /= float(getattr(deployed.engine_options, "time_scale", 1.0))
     asked = nics_asked(options)

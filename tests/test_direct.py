@@ -80,15 +80,35 @@ def test_the_router_and_the_generator_get_the_same_dispatch() -> None:
     for planned in plan_of(scenario).deployments:
         direct = dispatch_spec(scenario, planned)
         routers = [spec.spec for spec in process_specs(scenario, planned) if spec.name == "router"]
-        if planned.router_port is None:
-            assert (direct, routers) == (None, [])
-            continue
         (router,) = routers
         assert direct is not None
         assert router is not None
         assert set(direct) == {"connector", "version", "options", "prefill", "decode"}
         assert direct.items() <= router.items()
-        assert len(direct["prefill"]) == 2
+        lone = planned.connector == "aggregated"
+        assert (len(direct["prefill"]), len(direct["decode"])) == ((0, 3) if lone else (2, 1))
+
+
+def test_a_single_engine_has_no_router_and_no_dispatch() -> None:
+    scenario, _ = load_scenario("quickstart", ["deployment.aggregated=1"])
+    planned = plan_of(scenario).deployments[0]
+    assert dispatch_spec(scenario, planned) is None
+    assert [spec.name for spec in process_specs(scenario, planned)] == ["aggregated-0"]
+
+
+def test_lone_engines_are_asked_in_turn_without_the_router(tmp_path: Path) -> None:
+    with deployed(tmp_path, "aggregated", SLOW) as (deployment, launcher):
+        direct = deployment.endpoints.direct
+        assert direct is not None
+        assert direct["prefill"] == []
+        result = offer(deployment, launcher, direct)
+        assert [record.error for record in result.records] == [""] * 8
+        pages = deployment.metrics()
+        served = {
+            name: page.total("vllm:request_success_total") for name, page in pages.items() if page is not None
+        }
+        assert (served["aggregated-0"], served["aggregated-1"]) == (4, 4)
+        assert not router_requests(pages)
 
 
 @pytest.mark.parametrize("connector", PAIRS)
@@ -152,7 +172,8 @@ def test_a_bench_tells_what_the_router_adds(tmp_path: Path) -> None:
     run = the_run(tmp_path)
     tcp = [trial for trial in run.trials if trial.cell.connector == "tcp"]
     assert [trial.engine["load_mode"] for trial in tcp] == ["router", "direct", "direct", "router"]
-    assert [trial.engine["load_mode"] for trial in run.trials if trial not in tcp] == [""]
+    lone = [trial for trial in run.trials if trial not in tcp]
+    assert [trial.engine["load_mode"] for trial in lone] == ["router", "direct", "direct", "router"]
     assert tcp[0].seed == tcp[1].seed != tcp[2].seed == tcp[3].seed
     for trial in tcp:
         rows = run.requests(trial.trial_id)

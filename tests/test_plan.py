@@ -15,8 +15,10 @@ from pydantic import BaseModel
 from kvbench.core.estimates import expected_trials, kv_footprint, trial_requests
 from kvbench.core.models import MODELS
 from kvbench.core.plan import LAST_PORT, Plan, make_plan, trial_seed
-from kvbench.core.scenario import Registry, Search, parse_scenario
+from kvbench.core.scenario import Registry, Scenario, Search, parse_scenario
 from kvbench.errors import InputError
+from kvbench.planning import plan_of
+from kvbench.scenario_files import registry
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,39 @@ def test_processes_and_ports() -> None:
     assert [each.name for each in instances] == ["prefill-0", "prefill-1", "decode-0"]
     assert [each.side_port is None for each in instances] == [False, False, True]
     assert all(each.side_port for each in by_label["pull"].instances)
-    assert [each.name for each in by_label["aggregated"].instances] == ["aggregated-0"]
-    assert by_label["aggregated"].router_port is None
-    assert sorted(made.ports) == list(range(5000, 5000 + 1 + 6 + 7))
+    assert [each.name for each in by_label["aggregated"].instances] == [f"aggregated-{i}" for i in range(3)]
+    assert sorted(made.ports) == list(range(5000, 5000 + 4 + 6 + 7))
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 12))
+def test_engines_without_pd_are_as_many_as_p_and_d_unless_it_is_said(
+    prefill: int, decode: int, said: int | None
+) -> None:
+    wish = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
+    wish += () if said is None else (f"deployment.aggregated={said}",)
+    whole, *pairs = plan(*wish).deployments
+    assert len(whole.instances) == (said or prefill + decode)
+    assert {each.role for each in whole.instances} == {"aggregated"}
+    assert (whole.router_port is None) == (len(whole.instances) == 1)
+    assert {len(each.instances) for each in pairs} == {prefill + decode}
+
+
+def test_one_engine_gives_true_outputs_and_none_is_counted_behind_a_url() -> None:
+    reference = plan("deployment.prefill=3", connectors="[push]").deployments[0]
+    assert (reference.reference_only, len(reference.instances)) == (True, 1)
+    assert reference.router_port is None
+    (external,) = plan_of(external_scenario()).deployments
+    assert (len(external.instances), external.router_port) == (1, None)
+
+
+def external_scenario() -> Scenario:
+    """A server behind a URL, as `--base-url` makes it."""
+    text = (
+        "version: 1\nmodel: {name: external}\nconnectors: [aggregated]\n"
+        "deployment: {engine: external, engine_options: {base_url: 'http://127.0.0.1:1'}}\n"
+        "workload: {input_len: 64, output_len: 4}\nslo: {ttft_ms: 250}\n"
+    )
+    return parse_scenario(text, "x.yaml", registry())
 
 
 def test_without_an_aggregated_connector_a_reference_is_added() -> None:
@@ -90,7 +122,7 @@ def test_without_an_aggregated_connector_a_reference_is_added() -> None:
 def test_port_zero_leaves_all_ports_to_the_launch() -> None:
     made = plan(base_port=0)
     assert made.ports == ()
-    assert [each.router_port for each in made.deployments] == [None, 0, 0]
+    assert [each.router_port for each in made.deployments] == [0, 0, 0]
     assert made.deployments[1].instances[0].side_port == 0
 
 

@@ -37,24 +37,49 @@ def test_every_kind_of_run_says_who_is_ahead_or_that_it_cannot_be_told(path: Pat
 
 @pytest.mark.parametrize("name", ["quickstart", "vllm-cpu-tiny"])
 def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
+    """Rates are compared where the numbers of engines are equal, else those per engine."""
     run = load_run(REFERENCE / name)
     rows = summary_table(run)
-    rates = {(row.cell.connector, row.cell.input_len): row.answer for row in rows}
-    said = [each for each in statements(run) if each.kind == "ahead"]
+    known = {(row.cell.connector, row.cell.input_len): row for row in rows}
     checked = 0
-    for each in said:
+    for each in statements(run):
+        if each.rule not in ("rate_ahead", "unequal_size"):
+            continue
         length = int(each.text.split(" in,")[0].replace(",", ""))
         for one, ratio, other, low, high in re.findall(
             r"(\w+) ([\d.]+)× (\w+) \[([\d.]+), ([\d.]+)\]", each.text
         ):
-            ahead, behind = rates[one, length], rates[other, length]
-            assert ahead.max_request_rate is not None
-            assert behind.max_request_rate is not None
-            assert float(ratio) == pytest.approx(ahead.max_request_rate / behind.max_request_rate, abs=0.006)
+            ahead, behind = known[one, length], known[other, length]
+            fair = ahead.size == behind.size
+            assert fair == (each.kind == "ahead")
+            counts = (1, 1) if fair else (ahead.size.engines or 0, behind.size.engines or 0)
+            rates = [
+                (row.answer.max_request_rate or 0.0) / count
+                for row, count in zip((ahead, behind), counts, strict=True)
+            ]
+            assert float(ratio) == pytest.approx(rates[0] / rates[1], abs=0.006)
             assert float(low) <= float(ratio) <= float(high)
-            assert (ahead.lower or 0) > (behind.upper or 0)
+            assert (ahead.answer.lower or 0) / counts[0] > (behind.answer.upper or 0) / counts[1]
             checked += 1
     assert checked == sum(pair.ratio is not None for pair in compare(rows)) > 0
+
+
+def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
+    """One engine without P/D against P and D: 1.9 times by the rates, which nobody says any more."""
+    rows = summary_table(load_run(REFERENCE / "vllm-cpu-tiny"))
+    assert {row.cell.connector: row.size.engines for row in rows} == {
+        "aggregated": 1, "nixl": 2, "nixl_push": 2, "mooncake": 2,
+    }  # fmt: skip
+    assert {row.size.gpus for row in rows} == {None}
+    found = statements(load_run(REFERENCE / "vllm-cpu-tiny"))
+    ahead = " ".join(each.text for each in found if each.kind == "ahead")
+    assert "aggregated" not in ahead
+    unequal = [each for each in found if each.rule == "unequal_size"]
+    assert [each.kind for each in unequal] == ["untold"] * 3
+    for each in unequal:
+        assert "cannot be compared directly: 2 engines (" in each.text
+        assert " against 1 engine (aggregated); per engine: " in each.text
+        assert "deployment.aggregated" in each.advice
 
 
 def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -211,14 +212,14 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
         running.wait_for("checking outputs at 64 tokens")
         run = the_run(tmp_path)
         wait_until(lambda: len(the_run(tmp_path).trials) > 0)
-        (engine,) = [each for each in tagged_processes(run) if "kvbench.emulator" in " ".join(each.cmdline())]
+        engine, _ = [each for each in tagged_processes(run) if "kvbench.emulator" in " ".join(each.cmdline())]
         engine.kill()
         done = running.finish()
     finally:
         running.kill()
     run = the_run(tmp_path)
     assert done.status == 1, done.text
-    assert "aggregated-0 was killed by signal 9" in done.text
+    assert re.search(r"aggregated-[01] was killed by signal 9", done.text)
     assert [result.status for result in run.cells if result.cell.connector == "tcp"] == ["done", "done"]
     assert "failed" in {result.status for result in run.cells if result.cell.connector == "aggregated"}
 

@@ -234,7 +234,7 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:
     done = kvbench("timeline", str(traced), "aggregated-in64-out4-01")
     assert done.status == 0, done.text
-    assert "client, aggregated-0" in done.out
+    assert "client, router, aggregated-0" in done.out
     wrong = kvbench("timeline", str(traced), "nonsense")
     assert wrong.status == 2
     assert "aggregated-in64-out4-01" in wrong.err

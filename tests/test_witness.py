@@ -37,7 +37,10 @@ def test_the_emulated_hardware_is_what_its_timing_stands_for() -> None:
 def test_hardware_and_links_may_be_stated() -> None:
     sets = ("deployment.hardware=8xH100", "model.active_parameters=7e9", "deployment.nic_gbit=400")
     known = surroundings(scenario(*sets), connectors.get("aggregated"), None)
-    assert known["prefill_flops"] == 8 * 1979e12
+    assert known["prefill_flops"] == 2 * 8 * 1979e12  # as many engines as P and D together
+    assert known["hardware"] == "2 × 8 × H100"
+    lone = scenario(*sets, "deployment.aggregated=1")
+    assert surroundings(lone, connectors.get("aggregated"), None)["prefill_flops"] == 8 * 1979e12
     assert known["prefill_work"].flop(10) == 2 * 7e9 * 10
     assert known["kv_line_rate"] == 50e9
     with pytest.raises(InputError, match="no known GPU"):

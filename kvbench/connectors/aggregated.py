@@ -1,4 +1,4 @@
-"""No P/D: one server prefills and decodes. The baseline in each table."""
+"""No P/D: each engine prefills and decodes. The baseline in each table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.connectors.base import Connector, PrefillPeer
 
 
 class Aggregated(Connector):
-    """One server, no KV transfer."""
+    """Engines that each do all of it, taken in turn; no KV transfer."""
 
     name = "aggregated"
     title = "aggregated (no P/D)"

@@ -16,6 +16,7 @@ from itertools import combinations
 from statistics import NormalDist
 from typing import Final, Literal
 
+from kvbench.core.enginecount import first_unequal
 from kvbench.core.loadrow import Axis, LoadRow, figure_text
 from kvbench.core.stats import t_quantile
 from kvbench.core.suspicions import burst, not_kept_up
@@ -86,6 +87,8 @@ class Pair:
     scope: Literal["runs", "requests", ""] = ""
     why_not: tuple[str, ...] = ()
     rows: tuple[LoadRow, ...] = field(default=(), repr=False)
+    unequal: bool = False
+    """Whether its rows are of unequal numbers of engines or GPUs: then it has no ratios."""
 
     @property
     def told(self) -> tuple[Ratio, ...]:
@@ -182,6 +185,12 @@ def _at_rates(
     by: str, one: tuple[str, Sequence[LoadRow]], other: tuple[str, Sequence[LoadRow]], place: str
 ) -> Iterable[Pair]:
     names = one[0], other[0]
+    sizes = first_unequal(row.size for _, rows in (one, other) for row in rows)
+    if sizes is not None:
+        # Latencies at one rate, too: twice the engines have half the load each.
+        why = f"they are of unequal size, {sizes[0].text()} against {sizes[1].text()}"
+        yield Pair(by, *names, place, (), "", (why,), (*one[1], *other[1]), unequal=True)
+        return
     rates = [sorted({row.request_rate or 0.0 for row in rows}) for _, rows in (one, other)]
     common = [rate for rate in rates[0] if rate in rates[1]]
     if not common:

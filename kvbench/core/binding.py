@@ -46,8 +46,10 @@ LIMIT_WORDS: Final[Mapping[str, str]] = {
 LIMIT_SHORT: Final[Mapping[str, str]] = {
     **LIMIT_WORDS,
     "prefill": "prefill",
+    "transfer": "transfer",
     "tpot": "TPOT",
     "decode_slots": "slots",
+    "undetermined": "unclear",
 }
 """Where a table is narrow."""
 assert set(LIMIT_WORDS) == set(get_args(LimitKind))

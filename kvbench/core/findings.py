@@ -141,11 +141,14 @@ def _untold(told: Sequence[Pair]) -> Iterable[Statement]:
     for pairs_ in groups.values():
         text = pairs_[0].untold_at([pair.place for pair in pairs_], pairs_)
         rows = tuple(dict.fromkeys(row.origin or row.key for pair in pairs_ for row in pair.rows))
-        yield Statement(
-            "untold", f"{pairs_[0].by}_ahead", text, _UNTOLD_ADVICE, "note", rows, _evidence(pairs_)
-        )
+        advice = UNEQUAL_ADVICE if pairs_[0].unequal else _UNTOLD_ADVICE
+        yield Statement("untold", f"{pairs_[0].by}_ahead", text, advice, "note", rows, _evidence(pairs_))
 
 
+UNEQUAL_ADVICE: Final = (
+    "give both as many engines (deployment.aggregated, by default as many as P and D together), and measure "
+    "again"
+)
 _UNTOLD_ADVICE: Final = "run each setting several times, in turns, at a rate that both keep up with"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvbench.core.enginecount import Size
 from kvbench.core.hardware import Hardware, PrefillWork, hardware_of, peak_flops_16bit, prefill_work
 from kvbench.core.records import Cell
 from kvbench.core.slo import Limit
@@ -77,6 +78,10 @@ class LoadRow:
     """The rate that a script beside a read-in result asks for."""
     answer: str = ""
     """The search's answer in words, where this row is the load that supports it."""
+    answer_rate: float | None = None
+    """The rate of that answer, in requests per second."""
+    size: Size = field(default_factory=Size)
+    """Engines and GPUs that served it."""
 
     def get(self, figure: str) -> float | None:
         """A figure's value; the median and P50 stand for each other."""

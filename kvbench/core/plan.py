@@ -2,7 +2,9 @@
 
 One deployment serves all input lengths of its connector. The aggregated one comes first, since
 its greedy outputs are what those of the others are compared with; if the scenario has none, a
-reference deployment is added that only gives these outputs.
+reference deployment is added that only gives these outputs. A deployment without P/D has as many
+engines as the scenario's P and D together, unless the scenario says how many: else the one that has more
+hardware would be ahead.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ class InstancePlan:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """What is launched for one connector: its instances, prefill first, and the router of a P/D pair."""
+    """What is launched for one connector: its instances, prefill first, and the router before them.
+
+    One engine without P/D needs no router.
+    """
 
     label: str
     connector: str
@@ -220,11 +225,12 @@ def _deployment(
     reference_only: bool,
 ) -> DeploymentPlan:
     wanted = scenario.deployment
-    counts: list[tuple[Role, int]] = [("aggregated", 1)]
-    router_port = None
+    # Behind a URL is what is there; and true outputs, which are not timed, one engine gives as well.
+    lone = reference_only or wanted.engine == "external"
+    counts: list[tuple[Role, int]] = [("aggregated", 1 if lone else wanted.aggregated_engines)]
     if info is not None and info.disaggregated:
         counts = [("prefill", wanted.prefill), ("decode", wanted.decode)]
-        router_port = ports.take()
+    router_port = ports.take() if sum(count for _, count in counts) > 1 else None
     instances = []
     for role, count in counts:
         side = 0 if info is None else info.side_ports(role, wanted.tensor_parallel_size)

@@ -44,6 +44,7 @@ def contradictions(data: Mapping[str, Any]) -> list[Problem]:
         *_methods(data),
         *_search(data),
         *_load(data),
+        *_engines(data),
         *_labels(data),
         *_lengths(data),
         *_hosts(data),
@@ -141,6 +142,13 @@ def _load(data: Mapping[str, Any]) -> Iterator[Problem]:
     if external and _section(data, "load").get("mode") == "direct":
         text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
         yield Problem(("load", "mode"), text)
+
+
+def _engines(data: Mapping[str, Any]) -> Iterator[Problem]:
+    deployment = _section(data, "deployment")
+    if deployment.get("engine") == "external" and deployment.get("aggregated") is not None:
+        text = "deployment.aggregated counts engines that kvbench starts, and an external server is there"
+        yield Problem(("deployment", "aggregated"), text, ("deployment", "engine"))
 
 
 def _hosts(data: Mapping[str, Any]) -> Iterator[Problem]:

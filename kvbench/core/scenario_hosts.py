@@ -118,7 +118,9 @@ class Roles(Section):
 
     prefill: HostGroups = Field((), description="hosts of the prefill instances; a list in the list: of one")
     decode: HostGroups = Field((), description="hosts of the decode instances")
-    aggregated: HostGroups = Field((), description="host of a server without P/D; by default prefill's first")
+    aggregated: HostGroups = Field(
+        (), description="hosts of the engines without P/D; by default those of prefill and decode"
+    )
     router: HostNames = Field((), description="host of the router and of helpers; by default prefill's first")
     loadgen: HostNames = Field((), description="host of the load generator; by default the router's")
 
@@ -132,7 +134,9 @@ class Roles(Section):
         if role in ("prefill", "decode"):
             return ()
         first = (self.prefill or self.decode or tuple((each,) for each in self.loadgen))[:1]
-        return first if role == "aggregated" else tuple(each[:1] for each in first)
+        if role == "aggregated":
+            return (*self.groups("prefill"), *self.groups("decode")) or first
+        return tuple(each[:1] for each in first)
 
     def of(self, role: str) -> tuple[str, ...]:
         """All hosts of a role, in their order."""

@@ -34,7 +34,7 @@ from kvbench.core.scenario_base import (
     typed,
 )
 from kvbench.core.scenario_checks import nearest
-from kvbench.core.scenario_hosts import FarHost, HostName, Roles
+from kvbench.core.scenario_hosts import NODE, FarHost, HostName, Roles
 from kvbench.core.scenario_launchers import RayOptions, SlurmOptions
 from kvbench.core.scenario_text import quoted, shorten
 
@@ -111,7 +111,7 @@ class CommandPrefix(Section):
     prefill: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each prefill instance")
     decode: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each decode instance")
     aggregated: tuple[PrefixWord, ...] = Field(
-        (), max_length=64, description="before the server of a deployment without P/D"
+        (), max_length=64, description="before each engine of a deployment without P/D"
     )
 
     @field_validator("*", mode="before")
@@ -136,6 +136,13 @@ class Deployment(Section):
     roles: Roles = Field(default_factory=Roles, description="which role runs on which of the hosts")
     prefill: int = Field(1, ge=1, le=64, description="prefill instances (x in xPyD)")
     decode: int = Field(1, ge=1, le=64, description="decode instances (y in xPyD)")
+    aggregated: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="engines of a deployment without P/D, behind the router where there are several; by "
+        "default as many as prefill and decode instances together, so that both have the same hardware",
+    )
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="tensor-parallel ranks per instance")
     router_processes: int = Field(
         1, ge=1, le=64, description="processes of the router on its port; each keeps one core busy at most"
@@ -170,20 +177,39 @@ class Deployment(Section):
         default_factory=NoOptions, validate_default=True, description="options of the engine"
     )
 
+    @property
+    def aggregated_engines(self) -> int:
+        """How many engines a deployment without P/D has."""
+        return self.aggregated or self.prefill + self.decode
+
     def host_of(self, role: str) -> str:
-        """The address of a role's first instance; the router and an aggregated server are on ``host``."""
+        """The address of a role's first instance; the router is on ``host``."""
         return self.address_of(f"{role}-0")
 
     def address_of(self, process: str) -> str:
         """The address of a process by its name, such as ``decode-1`` or ``router``; helpers: the router's."""
         if self.hosts:
-            return self.hosts[self.roles.host_of(process)].address
-        role = process.partition("-")[0]
+            return self.hosts[self.host_name(process)].address
+        role = self._seat(process).partition("-")[0]
         return {"prefill": self.prefill_host, "decode": self.decode_host}.get(role) or self.host
+
+    def host_name(self, process: str) -> str:
+        """The name of the host of a process. Only where hosts are named."""
+        return self.roles.host_of(self._seat(process))
 
     def nodes_of(self, instance: str) -> tuple[str, ...]:
         """The hosts that an instance spans, by their names; none where no hosts are named."""
-        return self.roles.nodes(instance) if self.hosts else ()
+        return self.roles.nodes(self._seat(instance)) if self.hosts else ()
+
+    def _seat(self, process: str) -> str:
+        """Whose place a process takes: engines without P/D stand where P and D would, on the same devices."""
+        role, _, end = process.partition("-")
+        number, sign, node = end.partition(NODE)
+        if role != "aggregated" or self.roles.aggregated or not number.isdecimal():
+            return process
+        place = int(number) % (self.prefill + self.decode)
+        own = f"prefill-{place}" if place < self.prefill else f"decode-{place - self.prefill}"
+        return f"{own}{sign}{node}"
 
     @property
     def used_hosts(self) -> dict[str, FarHost]:

@@ -26,9 +26,17 @@ def parts_of(record: RequestRecord) -> Parts | None:
     if first is None or sent is None:
         return None
     client = max(0.0, sent - record.scheduled_s)
-    if record.prefill_sent_s is None or record.decode_first_byte_s is None:
-        return None if record.decode_sent_s is not None else Parts(client, 0.0, first - sent, None)
     byte = record.decode_first_byte_s
+    if record.prefill_sent_s is None:
+        begun = record.decode_sent_s
+        if begun is None:
+            return Parts(client, 0.0, first - sent, None)
+        if byte is None:
+            return None
+        # Engines without P/D behind the router: what it calls decode is all that there is.
+        return Parts(client, max(0.0, begun - sent) + max(0.0, first - byte), max(0.0, byte - begun), None)
+    if byte is None:
+        return None
     answered = min(record.prefill_answered_s or byte, byte)
     begun = max(answered, min(record.decode_sent_s or answered, byte))
     router = (record.prefill_sent_s - sent) + (begun - answered) + max(0.0, first - byte)

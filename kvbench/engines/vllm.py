@@ -51,7 +51,7 @@ class VllmOptions(EngineOptions):
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
     prefill_devices: tuple[str, ...] = Field(
         (),
-        description="CUDA_VISIBLE_DEVICES of each prefill instance; aggregated servers take these, then the "
+        description="CUDA_VISIBLE_DEVICES of each prefill instance; engines without P/D take these, then the "
         "decode instances'. By default this host's GPUs are dealt out in turn",
     )
     decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
@@ -98,11 +98,8 @@ class VllmOptions(EngineOptions):
     def environment(self, role: Role, rank: int) -> dict[str, str]:
         """The user's environment for one instance."""
         own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
-        devices = {
-            "prefill": self.prefill_devices,
-            "decode": self.decode_devices,
-            "aggregated": self.prefill_devices + self.decode_devices,
-        }[role]
+        whole = (*self.prefill_devices, *self.decode_devices)
+        devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
         chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
         return {**self.env, **chosen, **own}
 

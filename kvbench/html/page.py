@@ -29,7 +29,7 @@ from kvbench.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.routercost import RouterCost
 from kvbench.runs import Run
 from kvbench.statements import as_notes, by_kind, statements
-from kvbench.tables import MISSING, Row, number, percent, time_line
+from kvbench.tables import MISSING, Row, number, percent, shared_unit, time_line
 from kvbench.transfer_answers import models_text
 from kvbench.transfer_tables import flat_row, tabled, time_text
 
@@ -151,6 +151,8 @@ _RESULT: Final = {
     "input_len": "input (tokens)",
     "output_len": "output (tokens)",
     "max_request_rate": "max rate (req/s)",
+    "max_request_rate_per_engine": "per engine (req/s)",
+    "max_request_rate_per_gpu": "per GPU (req/s)",
     "limit": "limit",
     "slo_attainment": "met (%)",
     "ttft_ms_p50": "TTFT P50 (ms)",
@@ -211,7 +213,9 @@ def _result(summary: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> HtmlTa
         "slo_attainment": [celltables.with_interval(row.values) for row in rows],
         "kv_bytes_per_request": [_megabytes(row.values["kv_bytes_per_request"]) for row in rows],
     }
-    return csv_table("summary", "One line per connector and input length", summary, _RESULT, texts)
+    other = "max_request_rate_per_engine" if shared_unit(rows) == "GPU" else "max_request_rate_per_gpu"
+    headings = {key: words for key, words in _RESULT.items() if key != other}
+    return csv_table("summary", "One line per connector and input length", summary, headings, texts)
 
 
 def _megabytes(size: float | None) -> str:

@@ -69,7 +69,7 @@ class Fleet(Mapping[str, Agent]):
         hosts = self._deployment.hosts
         addresses = {hosts[name].address: agent for name, agent in self._agents.items()}
         launcher = RemoteLauncher(
-            dict(self._agents), self._deployment.roles.host_of, self.run_tag, log_dir, addresses
+            dict(self._agents), self._deployment.host_name, self.run_tag, log_dir, addresses
         )
         return launcher.with_env(env or {})
 
@@ -155,7 +155,7 @@ def device_env(deployment: Deployment, instances: Sequence[str]) -> dict[str, di
     taken: dict[str, int] = {}
     found: dict[str, dict[str, str]] = {}
     for name in instances:
-        nodes = deployment.roles.nodes(name)
+        nodes = deployment.nodes_of(name)
         size = deployment.tensor_parallel_size // len(nodes)
         for number, host in enumerate(nodes):
             devices = deployment.hosts[host].devices

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvbench.core.enginecount import Unit, first_unequal, unequal
 from kvbench.plots.style import (
     PALETTES,
     Look,
@@ -75,7 +76,8 @@ def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
     axes.grid(False, axis="x")
     axes.set_xlabel("input length (tokens)")
-    axes.set_ylabel("max request rate (req/s)")
+    unit = _uneven(rows)
+    axes.set_ylabel("max request rate (req/s)" + (f"\nby unequal numbers of {unit}s (n)" if unit else ""))
     rated = [row.answer for row in rows if row.answer.max_request_rate]
     values = [value for each in rated for value in (each.lower, each.max_request_rate, each.upper) if value]
     if not values:
@@ -123,6 +125,12 @@ def _draw_rates(axes: Axes, rows: Sequence[Row], x: Sequence[float], look: Look,
             )
 
 
+def _uneven(rows: Sequence[Row]) -> Unit | None:
+    """In what the connectors' hardware differs; then each is shown with its number, since lines would lie."""
+    pair = first_unequal(row.size for row in rows)
+    return None if pair is None else unequal(*pair)
+
+
 _NONE: Final[dict[str, Any]] = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
 _REFUSED: Final[dict[str, Any]] = {
     "linestyle": "",
@@ -133,7 +141,12 @@ _REFUSED: Final[dict[str, Any]] = {
 
 
 def _rate_legend(rows: Sequence[Row], look: Mapping[str, Look], palette: Palette) -> list[Line2D]:
-    handles = [handle(name, marker=item.marker, color=item.colour) for name, item in look.items()]
+    unit = _uneven(rows)
+    counts = {row.cell.connector: row.size.count(unit) for row in rows} if unit else {}
+    handles = [
+        handle(f"{name} ({counts[name] or '?'})" if unit else name, marker=item.marker, color=item.colour)
+        for name, item in look.items()
+    ]
     outcomes = {row.outcome for row in rows}
     if "at_least" in outcomes:
         handles.append(
