@@ -147,7 +147,7 @@ def test_the_kernels_stamp_is_kept(sockets: Sockets) -> None:
 def read_together(
     sockets: Sockets, owner: Owner, theirs: socket.socket, apart_s: float
 ) -> tuple[int, int, int]:
-    """Two sends so far apart that are read at once: when each came (ns), and the doubt about the first (ns)."""
+    """Two sends so far apart that are read at once: when each came, and the doubt about the first (ns)."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         assert time.monotonic() < deadline

@@ -49,7 +49,7 @@ class Loop:
         self._empty_ns: dict[int, int] = {}
         """Of each that Python reads: a time at which nothing of it lay unread."""
         self._looked_ns = self._scanned_ns = 0
-        """In Python: the last look for what is readable; and one that told of all of it, which was then served."""
+        """In Python: the last look for what is readable, and the last that told of all of it, which was served."""
         self._plain = None if compiled is None else compiled.Streams()
         """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}

@@ -60,7 +60,7 @@ class Figures:
         self.fallbacks += fallbacks
 
     def doubted(self, doubts_ns: array[int], first_doubt_ns: int) -> None:
-        """A request's tokens whose times are bounded and not known (ns too late at most), and its first token."""
+        """A request's tokens whose times may be too late, by so many ns at most, and its first token."""
         self._doubts_ns.extend(doubts_ns)
         self._first_doubts_ns.append(first_doubt_ns)
 
@@ -105,7 +105,7 @@ def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str,
 
 
 def _doubts(name: str, doubts_ns: array[int], of: int) -> dict[str, float]:
-    """By how much times may be too late (ms): 99 of 100 by no more than the first, none by more than the other.
+    """By how much times may be too late (ms): 99 of 100 by no more than the first, none beyond the other.
 
     ``of`` times there are; those that are not in ``doubts_ns`` are exact.
     """
