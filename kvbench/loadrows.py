@@ -80,6 +80,7 @@ def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False, an
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
         answer=answer,
+        client_late=any(finding.gate == "client_limited" for finding in trial.findings),
     )
 
 

@@ -117,7 +117,7 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("cut_prompt"),
     _told(_lie("merged_tokens", "workload.output_len=16")),
     _lie("answer_at_once", "workload.output_len=16"),
-    _told(_lie("canned_answers", "workload.output_len=16")),
+    _told(_lie("canned_answers", "workload.output_len=16", "search.min_requests=60")),
     # What no part of kvbench has to lie about: the load itself, and the machine.
     Case("late_client", "client_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.loadgen"),
     Case("late_router", "router_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.router"),

@@ -44,6 +44,7 @@ class ClientFigures:
     gc_collections: float | None = None
     first_error_p99_ms: float | None = None
     first_error_max_ms: float | None = None
+    token_error_p50_ms: float | None = None
     token_error_p99_ms: float | None = None
     token_error_max_ms: float | None = None
     reads: float | None = None

@@ -1,4 +1,4 @@
-"""Gates on what the answers themselves tell, of any server: was it this prompt, token by token, and an answer?
+"""Gates on what answers themselves tell, of any server: to this prompt, token by token, and by a model?
 
 They need nothing but the streams, so that they hold for servers of which kvbench knows nothing else.
 """
@@ -22,6 +22,9 @@ AT_ONCE_TOKEN_S: Final = 1e-4
 """No model decodes one sequence faster than this a token, and a flushed answer comes faster."""
 AT_ONCE_SHARE: Final = 0.05
 """Of the time since the request was sent, in which all of its answer came."""
+PROMPT_LOOK_MS: Final = 2.5
+"""A client that is in time looks at its sockets each millisecond: half of the chunks that it reads together
+came within twice that."""
 LEAST_ANSWERS: Final = 20
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
@@ -49,13 +52,13 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     return Finding(
         "wrong_prompt_length",
         "invalid" if far > evidence.limits.wrong_length_share * len(told) else level,  # type: ignore[arg-type]
-        f"the server read other prompts than were sent: its usage tells {read} prompt tokens where {sent} were "
-        f"sent, and such differences in {count} of {len(told)} answers",
-        "it cuts prompts, so this is the latency of shorter ones: raise its context length (max_model_len), and "
-        "turn truncation off (truncate_prompt_tokens, --allow-auto-truncate)"
+        f"the server read other prompts than were sent: {count} of {len(told)} answers tell so in their "
+        f"usage, mostly {read} prompt tokens where {sent} were sent",
+        "it cuts prompts, so this is the latency of shorter ones: raise its context length (max_model_len) "
+        "and turn truncation off (truncate_prompt_tokens, --allow-auto-truncate)"
         if shorter
-        else "it puts tokens before the prompt, as a BOS or a template, or takes the ids for text: ask it to take "
-        "them as they are, or read its input length as the larger one",
+        else "it puts tokens before the prompt, as a BOS or a template, or takes the ids for text: have it "
+        "take them as they are, or name the input length that it tells",
         {"sent": sent, "read": read, "answers": count, "told": len(told), "far": far},
     )
 
@@ -73,8 +76,8 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
     return Finding(
         "tokens_per_event",
         "note",
-        f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens came in {events} events with "
-        "text. ITL is the time from event to event; TPOT is by the tokens of the usage",
+        f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens came in {events} events "
+        "with text. ITL is the time from event to event; TPOT is by the tokens of the usage",
         "for the time of each token, ask the server to send each by itself (vLLM: stream interval 1, no "
         "speculation); tokens without text, as parts of a character, count here, too",
         {"tokens": tokens, "events": events},
@@ -93,18 +96,18 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     flushed = [each for each in told if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(told):
         return None
-    if evidence.client.look_ms > evidence.limits.client_lag_ms:
-        return None
+    if (evidence.client.token_error_p50_ms or 0.0) > PROMPT_LOOK_MS:
+        return None  # it may have been the client that let them pile up
     judged = any(evidence.slo.tightest(metric) is not None for metric in ("ttft_ms", "tpot_ms"))
     whole = flushed[0]
     took_ms = 1e3 * ((whole.last_token_s or 0.0) - (whole.first_token_s or 0.0))
     return Finding(
         "answer_at_once",
         "invalid" if judged else "warning",
-        f"{len(flushed)} of {len(told)} answers came whole at their end, as {whole.output_len} tokens within "
-        f"{took_ms:.2f} ms: TTFT is then the whole latency, and TPOT means nothing",
-        "something on the way collects the stream: turn buffering off in the proxy (nginx: proxy_buffering off), "
-        "and see that the server streams; or judge e2el_ms alone",
+        f"{len(flushed)} of {len(told)} answers came whole at their end, as {whole.output_len} tokens "
+        f"within {took_ms:.2f} ms: TTFT is then the whole latency, and TPOT means nothing",
+        "something on the way collects the stream: turn buffering off in the proxy (nginx: proxy_buffering "
+        "off), and see that the server streams; or judge e2el_ms alone",
         {"at_once": len(flushed), "answers": len(told), "tokens": whole.output_len, "took_ms": took_ms},
     )
 

@@ -77,6 +77,8 @@ class LoadRow:
     """The rate that a script beside a read-in result asks for."""
     answer: str = ""
     """The search's answer in words, where this row is the load that supports it."""
+    client_late: bool = False
+    """The load generator was late, as a gate has found: what is slow need not be the server."""
 
     def get(self, figure: str) -> float | None:
         """A figure's value; the median and P50 stand for each other."""

@@ -293,20 +293,27 @@ def _merged_tokens(server: EngineServer) -> None:
     _in_streams(server, merge)
 
 
+class _Held:
+    """A response whose stream is held back until its end."""
+
+    def __init__(self, response: http1.Response) -> None:
+        self._response = response
+        self._data: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._response, name)
+
+    def write(self, data: bytes) -> None:
+        self._data.append(data)
+
+    def end(self) -> None:
+        self._response.write(b"".join(self._data))
+        self._response.end()
+
+
 def _answer_at_once(server: EngineServer) -> None:
     def hold(answer: StreamAnswer) -> None:
-        held: list[bytes] = []
-
-        def write(original: Callable[[bytes], Any], data: bytes) -> None:
-            held.append(data)
-
-        def end(original: Callable[[], Any]) -> None:
-            release(b"".join(held))
-            original()
-
-        release = answer.response.write
-        _wrap(answer.response, "write", write)
-        _wrap(answer.response, "end", end)
+        setattr(answer, "response", _Held(answer.response))  # noqa: B010 - it is no response
 
     _in_streams(server, hold)
 

@@ -19,8 +19,8 @@ class Script:
     """``head`` goes before the first bytes; ``plain`` tokens all alike, then ``last`` and what follows it.
 
     The last bytes are due ``later_gaps`` gaps and ``late_s`` seconds after a first token would be, if they
-    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is sent
-    as soon as the request has come.
+    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is
+    sent as soon as the request has come.
     """
 
     head: bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 from zlib import crc32
@@ -72,14 +72,14 @@ def parse_head(data: bytes | bytearray) -> Head | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a completion request asks for. ``prompt_tokens`` of a text are its words; ``prompt`` is a CRC-32."""
+    """What a completion request asks for. ``prompt_tokens`` of a text are its words, ``prompt`` a CRC-32."""
 
     output_len: int | None
     prompt_tokens: int
     stream: bool
     usage: bool
     produces_kv: bool
-    prompt: int = 0
+    prompt: int = field(default=0, compare=False)
 
 
 def parse_body(body: bytes) -> Wanted:

@@ -75,7 +75,7 @@ class Answer:
         self.malformed = ""
         self.first_body_ns: int | None = None
         self.doubts_ns = array("i")
-        """Of each token whose read brought another one after it: how much earlier than its stamp it may have come."""
+        """Of each token whose read brought another one after it: by how much its stamp may be too late."""
         self.first_doubt_ns = 0
         """The same of the first token."""
 
@@ -88,9 +88,9 @@ class Answer:
     ) -> None:
         """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
 
-        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A doubt
-        (int32) is how much earlier than its stamp the first bytes of a read may have come. ``crc`` is the
-        text's up to the last read that is a number.
+        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A
+        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``crc`` is
+        the text's up to the last read that is a number.
         """
         if doubts is None:
             doubts = memoryview(bytes(4 * len(reads))).cast("i")
@@ -113,7 +113,7 @@ class Answer:
                     position += 1
 
     def expected(self) -> tuple[bytes, bytes, int] | None:
-        """If the next byte begins a chunk: what stood around the text of those before, once known, and the CRC-32
+        """If the next byte begins a chunk: what stood around the text of those before, once known; the CRC-32
         of the text so far.
         """
         known = self._known

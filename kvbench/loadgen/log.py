@@ -12,8 +12,8 @@ READ_MEMORY_BYTES: Final = 400
 """About what a read of one token takes that is kept whole, with its times."""
 
 Taken = tuple[list[bytes | int], bytes, bytes, bytes, int, int]
-"""Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says; and the
-CRC-32 of the answer's text up to the last read that was as expected."""
+"""Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says; and
+the CRC-32 of the answer's text up to the last read that was as expected."""
 
 
 class Log(Protocol):

@@ -20,8 +20,8 @@ READ_BYTES: Final = 4096
 EVENTS_AT_ONCE: Final = 64
 """Reads between two looks at the clock: about 0.3 ms."""
 SLICE_S: Final = 0.001
-"""Waiting is cut into pieces of so long. Each that ends in vain shows that nothing had come until it began, which
-bounds how early the first of several chunks may have come that are read together."""
+"""Waiting is cut into pieces of so long. Each that ends in vain shows that nothing had come until it began,
+which bounds how early the first of several chunks may have come that are read together."""
 USUAL_END: Final = b"\n\n\r\n"
 """How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
 
@@ -49,7 +49,7 @@ class Loop:
         self._empty_ns: dict[int, int] = {}
         """Of each that Python reads: a time at which nothing of it lay unread."""
         self._looked_ns = self._scanned_ns = 0
-        """In Python: the last look for what is readable, and the last that told of all of it, which was served."""
+        """In Python: the last look for what is readable, and the last that told of all, which was served."""
         self._plain = None if compiled is None else compiled.Streams()
         """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}

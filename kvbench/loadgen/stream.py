@@ -157,8 +157,9 @@ class StreamReader:
             if not isinstance(count, int):
                 continue
             if count > MAX_TOKENS:
-                figure = str(count) if count < 10**30 else f"of {count.bit_length() * 3 // 10} digits or so"
-                self._fail("bad_stream", f"the usage's {name} is {figure}, which no answer can have")
+                digits = str(count)
+                told = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
+                self._fail("bad_stream", f"the usage's {name} is {told}, which no answer can have")
             else:
                 setattr(self, name, count)
 
