@@ -11,7 +11,7 @@ _LATENCY: Final = {
     "ttft": "time to first token, from the scheduled send",
     "ttft_sent": "time to first token, from the real send",
     "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1)",
-    "itl": "gap between two token events",
+    "itl": "gap between two events that brought text",
     "e2el": "time to the last token, from the scheduled send",
 }
 _FIGURE: Final = {"mean": "mean", "median": "median", "p50": "median"} | {
@@ -52,6 +52,9 @@ _STEADY: Final = {
     "client_send_lag_ms_p50": "how late the client sent; median (ms)",
     "client_send_lag_ms_p99": "how late the client sent; 99th percentile (ms)",
     "client_chunk_lag_ms_p99": "how late the client read; 99th percentile (ms)",
+    "client_first_error_ms_p99": "by how much times of first tokens may be too late, as the client read late "
+    "what had come one after the other; 99th percentile (ms)",
+    "client_token_error_ms_p99": "the same of all tokens; 99th percentile (ms)",
     "client_loop_lag_ms_p99": "how late the client's event loop was; 99th percentile (ms)",
     "client_cpu_share": "CPU that a client's process used (0–1)",
 }
@@ -158,13 +161,15 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "error": "class of the failure; empty for success",
         "error_detail": "what was said of the failure",
         "status": "HTTP status",
-        "itl_s": "gaps between the token events, a list (s)",
+        "itl_s": "gaps between the events that brought text, a list (s)",
         "router_received_s": "when the router had the request (s)",
         "prefill_sent_s": "when P was asked (s)",
         "prefill_answered_s": "when P had answered (s)",
         "decode_sent_s": "when D was asked (s)",
         "decode_first_byte_s": "when D's first byte came (s)",
         "stamps": "where the times of what was received come from: kernel or read",
+        "prompt_tokens": "the prompt's length as the server's usage tells it (tokens)",
+        "text_crc": "CRC-32 of the answer's text, equal for equal answers",
     },
     "telemetry": {
         "trial_id": _ABOUT["trial_id"],

@@ -86,6 +86,7 @@ def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False) ->
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
         size=size_in(run.plan, run.environment, trial.cell.connector),
+        client_late=any(finding.gate == "client_limited" for finding in trial.findings),
     )
 
 

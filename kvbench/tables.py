@@ -55,6 +55,8 @@ ENGINE_KEYS: Final[Mapping[str, str]] = {
     "client_send_lag_ms_p50": "client.send_lag_p50_ms",
     "client_send_lag_ms_p99": "client.send_lag_p99_ms",
     "client_chunk_lag_ms_p99": "client.chunk_lag_p99_ms",
+    "client_first_error_ms_p99": "client.first_error_p99_ms",
+    "client_token_error_ms_p99": "client.token_error_p99_ms",
     "client_loop_lag_ms_p99": "client.loop_lag_p99_ms",
     "client_cpu_share": "client.cpu_share",
 }

@@ -25,7 +25,7 @@ from kvbench.loadgen.trial import Trial
 HOST = "127.0.0.1"
 OUTPUT_LEN = 3
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-TOKEN = b'data: {"choices":[{"index":0,"text":""}],"usage":null}\n\n'
+TOKEN = b'data: {"choices":[{"index":0,"text":" a"}],"usage":null}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
 DONE = b"data: [DONE]\n\n"
 LAST = b"0\r\n\r\n"

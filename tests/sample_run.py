@@ -30,6 +30,8 @@ CLIENT: dict[str, Any] = {
     "send_lag_p50_ms": 0.05,
     "send_lag_p99_ms": 0.31,
     "chunk_lag_p99_ms": 0.42,
+    "first_error_p99_ms": 0.0,
+    "token_error_p99_ms": 0.21,
     "loop_lag_p99_ms": 0.4,
     "cpu_share": 0.21,
     "workers": 1,

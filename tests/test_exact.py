@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,7 +146,9 @@ def events(answer: bytes) -> list[Any]:
 def test_a_stream_has_its_tokens_and_its_usage(tmp_path: Path) -> None:
     with exact(tmp_path, text=" word") as server:
         told = events(ask(server, completion(close=True, max_tokens=4)))
-        assert [item["choices"][0]["text"] for item in told[:4]] == [" word"] * 4
+        *texts, last = [item["choices"][0]["text"] for item in told[:4]]
+        assert texts == [" word"] * 3
+        assert re.fullmatch(" [0-9a-f]{8}", last)  # by the prompt
         assert [item["choices"][0]["finish_reason"] for item in told[:4]] == [None, None, None, "length"]
         assert told[4]["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
         assert told[5:] == ["[DONE]"]
@@ -194,7 +197,7 @@ def test_an_answer_that_is_not_streamed_comes_when_its_last_token_is_due(tmp_pat
         row = server.log()["requests"][0]
     told = json.loads(answer)
     assert told["usage"]["completion_tokens"] == 5
-    assert told["choices"][0]["text"] == " a" * 5
+    assert re.fullmatch(" a a a a [0-9a-f]{8}", told["choices"][0]["text"])
     assert told["kv_transfer_params"]["do_remote_prefill"] is True
     due = row["arrival_s"] + FAST["first_token_s"] + 4 * FAST["gap_s"]
     assert row["first_due_s"] == pytest.approx(due, abs=1e-9)

@@ -254,6 +254,36 @@ def test_keeping_up_does_not_mind_the_last_requests_drain() -> None:
     assert "6.25 of 10 req/s" in finding.message
 
 
+def test_long_requests_that_take_no_longer_at_the_end_have_kept_up() -> None:
+    """Requests of 9 s, offered for 10 s: two fifths of the rate was completed, and nothing was ever late."""
+    figures = {"duration_s": 19.1, "request_throughput": 100 / 19.1, "p50_e2el_ms": 9_000.0}
+    steady = make_row(requests=100, figures={**figures, "mean_e2el_ms": 9_000.0, "p99_e2el_ms": 9_100.0})
+    assert not_kept_up(steady) is None
+    grown = replace(steady, figures={**steady.figures, "p99_e2el_ms": 9_400.0})
+    assert not_kept_up(grown) is not None
+    assert not_kept_up(replace(grown, client_late=True)) is None
+
+
+@given(
+    rate=st.floats(1, 100), capacity=st.floats(0.1, 0.9), e2el_s=st.floats(0.1, 30), n=st.integers(100, 5000)
+)
+def test_a_queue_that_grows_is_always_seen(rate: float, capacity: float, e2el_s: float, n: int) -> None:
+    """Request i of n comes at i / rate and ends at i / (rate × capacity) + its own time."""
+    times = np.arange(n) / rate
+    latencies = times / capacity - times + e2el_s
+    duration_s = float(times[-1] + latencies[-1])
+    figures = {
+        "duration_s": duration_s,
+        "request_throughput": n / duration_s,
+        "mean_e2el_ms": float(latencies.mean()) * 1e3,
+        **{f"p{p}_e2el_ms": float(np.percentile(latencies, p)) * 1e3 for p in (50, 99)},
+    }
+    row = replace(make_row(rate=rate), requests=n, figures=figures)
+    median_s = figures["p50_e2el_ms"] / 1e3
+    if burst(row) is None and median_s > 0.25 * n / rate:
+        assert not_kept_up(row) is not None
+
+
 def test_figures_that_contradict_each_other() -> None:
     finding = contradictory(make_row(figures={"request_throughput": 12.0, "p99_tpot_ms": 8.0}))
     assert finding is not None

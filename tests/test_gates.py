@@ -239,6 +239,29 @@ LIES: list[tuple[str, str, Evidence]] = [
 ]
 
 
+LIES += [
+    ("wrong_prompt_length", "invalid", evidence([replace(r, prompt_tokens=INPUT // 2) for r in GOOD])),
+    ("wrong_prompt_length", "invalid", evidence([replace(r, prompt_tokens=INPUT + 50) for r in GOOD])),
+    ("wrong_prompt_length", "warning", evidence([replace(r, prompt_tokens=INPUT + 5) for r in GOOD])),
+    ("wrong_prompt_length", "note", evidence([replace(r, prompt_tokens=INPUT + 1) for r in GOOD])),
+    (
+        "wrong_prompt_length",
+        "warning",
+        evidence([replace(GOOD[0], prompt_tokens=1), *(replace(r, prompt_tokens=INPUT) for r in GOOD[1:])]),
+    ),
+    ("tokens_per_event", "note", evidence([replace(r, itl_s=[0.02] * 2) for r in GOOD])),
+    ("answer_at_once", "invalid", evidence([request(i, gap_s=0.0) for i in range(N)])),
+    (
+        "same_answers",
+        "warning",
+        evidence(
+            [replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
+            engines=engines(decode={"generation_tokens": 9 * N}),
+        ),
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("gate", "level", "lie"), LIES, ids=[f"{gate}-{i}" for i, (gate, _, _) in enumerate(LIES)]
 )
@@ -261,9 +284,17 @@ def test_a_late_client_refuses_a_miss_that_it_may_have_caused() -> None:
     assert judge(evidence(BAD, client=ClientFigures(send_lag_p99_ms=8)))[0] == "missed"
 
 
-def test_with_the_kernel_s_stamps_a_late_look_harms_nothing() -> None:
+def test_with_the_kernel_s_stamps_a_late_look_harms_what_was_read_together() -> None:
     late = ClientFigures(send_lag_p99_ms=1, chunk_lag_p99_ms=500, loop_lag_p99_ms=500, stamps="kernel")
-    assert fired(evidence(GOOD, client=late)) == {}
+    assert fired(evidence(GOOD, client=late)) == {}  # each chunk had a read, and so a stamp, of its own
+    for error in ({"first_error_p99_ms": 6.0}, {"token_error_p99_ms": 6.0}):
+        assert fired(evidence(GOOD, client=replace(late, **error))) == {"client_limited": "warning"}
+        gross = dict.fromkeys(error, 60.0)
+        assert fired(evidence(GOOD, client=replace(late, **gross))) == {"client_limited": "invalid"}
+    # 205 ms would be 200 if the first tokens had come as early as they may have.
+    barely = [request(i, ttft_s=0.205 if i % 5 == 0 else 0.1) for i in range(N)]
+    assert judge(evidence(barely, client=replace(late, first_error_p99_ms=6.0)))[0] == "invalid"
+    assert judge(evidence(BAD, client=replace(late, first_error_p99_ms=6.0)))[0] == "missed"
     assert "client_limited" in fired(evidence(GOOD, client=replace(late, stamps="mixed")))
     assert "client_limited" in fired(evidence(GOOD, client=replace(late, send_lag_p99_ms=6)))
 

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -75,7 +76,10 @@ def said_by(answer: Answer) -> dict[str, Any]:
         "reusable": answer.keep_alive and not answer.surplus,
         "malformed": bool(answer.malformed),
         "tokens": list(stream.token_stamps),
+        "text": stream.text_crc,
+        "empty": stream.empty_events,
         "usage": stream.completion_tokens,
+        "prompt": stream.prompt_tokens,
         "done": stream.done,
         "half": stream.half,
         "error": (stream.error, stream.detail),
@@ -182,8 +186,8 @@ def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, 
             theirs.sendall(read)
             assert streams.turn(epoll.fileno(), 1000, 1, NEVER_NS, [], []) == 1
             if place in ends or place == len(reads):
-                brought, _, _, _ = log.take(1000, 0, 0)
-                answer.take(brought, stamps_of(range(place - len(brought), place)))
+                brought, _, _, _, _, crc = log.take(1000, 0, 0)
+                answer.take(brought, stamps_of(range(place - len(brought), place)), crc=crc)
                 if answer.complete or answer.malformed:
                     break
                 if (expected := answer.expected()) is not None:
@@ -255,10 +259,11 @@ def test_compiled_or_not_the_same_chunks_are_usual(
     }
     reads, start = [b"".join(read) for read in sized], min(start, len(sized))
     counts: list[int] = []
-    found = READS.usual(reads, start, first, after, counts)
+    found, crc = READS.usual(reads, start, first, after, counts, 7)
+    assert crc == crc32(b"".join(b"".join(read) for read in texts[start : start + found]), 7)
     assert counts == [len(read) for read in sized[start : start + found]]
     for one in (one for read in sized[start : start + found] for one in read):
-        # Python knows a length once it has seen it.
+        # Python knows a length once it has seen it; one of an event without text it is never told.
         assert usual_in_python([one], 0, known, []) == (len(one) in known.before)
     if start + found < len(
         sized
@@ -318,9 +323,12 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
     stamps = [*(stamp_of(each + offset) for each in real), NO_STAMP, NO_STAMP]
     reads = [1_250_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
     wanted = [1_200_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
-    log = b"".join(map(TIMES.pack, stamps, reads))
+    # Nothing lay there before: the sending; just before the read; the same, after the stamp; …
+    since = [sent - 5, 1_299_000_000, 1_400_000_001, 1_500_000_000, 0]
+    log = b"".join(map(TIMES.pack, stamps, reads, since))
     for times in (1, 5):  # few are not counted as many are
-        came, lags, useless = arrivals(log * times, sent, offset)
+        came, lags, doubts, useless = arrivals(log * times, sent, offset)
         assert list(memoryview(came).cast("q")) == wanted * times
         assert list(memoryview(lags).cast("i")) == [50_000_000, 0, 0, 0, 0] * times
+        assert list(memoryview(doubts).cast("i")) == [200_000_000, 1_000_000, 0, 0, 600_000_000] * times
         assert useless == 4 * times

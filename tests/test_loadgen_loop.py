@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hostile import HOST
@@ -50,7 +51,7 @@ class Owner:
 
     def take(self, since_ns: int = 0) -> tuple[list[int], list[int], int]:
         """When the bytes of all reads came and when they were read, and how many stamps were of no use."""
-        _, came, lags, useless = self.log.take(10**6, since_ns, measured_offset_ns())
+        _, came, lags, _, useless, _ = self.log.take(10**6, since_ns, measured_offset_ns())
         came_ns = list(memoryview(came).cast("q"))
         lags_ns = list(memoryview(lags).cast("i"))
         assert len(came_ns) == len(lags_ns)
@@ -141,6 +142,74 @@ def test_the_kernels_stamp_is_kept(sockets: Sockets) -> None:
         sockets.turn_until(lambda: len(owner.log) > 0)
         (came,), (read,), useless = owner.take(sent)
         assert useless or sent - SLACK_NS <= came < read_from <= read
+
+
+def read_together(
+    sockets: Sockets, owner: Owner, theirs: socket.socket, apart_s: float
+) -> tuple[int, int, int]:
+    """Two sends so far apart that are read at once: when each came, and the doubt about the first (ns)."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < deadline
+        sockets.loop.turn(0.0)
+        first_ns = time.monotonic_ns()
+        theirs.sendall(USUAL)
+        time.sleep(apart_s)
+        theirs.sendall(USUAL)
+        sockets.turn_until(lambda: owner.data.endswith(USUAL * 2))
+        reads, came, _, doubts, useless, _ = owner.log.take(10**6, first_ns, measured_offset_ns())
+        if not useless:  # the kernel begins to take stamps some time after it was asked to
+            assert reads == [USUAL * 2]
+            return first_ns, memoryview(came).cast("q")[0], memoryview(doubts).cast("i")[0]
+
+
+def test_of_sends_that_are_read_together_the_first_is_in_doubt(sockets: Sockets) -> None:
+    """One read has one stamp, that of its last bytes: the others are late by what the client looked late."""
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+    if not connection._stamping:
+        pytest.skip("this kernel takes no stamps")
+    first_ns, stamp_ns, doubt_ns = read_together(sockets, owner, theirs, apart_s=0.03)
+    assert stamp_ns - first_ns > 0.03e9 - SLACK_NS
+    assert doubt_ns >= stamp_ns - first_ns - SLACK_NS  # which is what the stamp is wrong by
+
+
+@given(st.integers(0, 3))
+def test_what_comes_together_is_not_in_doubt_beyond_the_last_look(waited: int) -> None:
+    """A server that sends several chunks at once makes no client late."""
+    for way in (None, READS):
+        made = Sockets(way)
+        try:
+            owner = Owner()
+            _, theirs = made.streamed(owner)
+            theirs.sendall(USUAL)
+            made.turn_until(lambda owner=owner: bool(owner.log))
+            time.sleep(0.01)  # however long ago the last chunk was
+            made.loop.turn(waited / 1e3)
+            before_ns = time.monotonic_ns()
+            made.loop.turn(waited / 1e3)
+            theirs.sendall(USUAL * 3)
+            made.turn_until(lambda owner=owner: owner.data.endswith(USUAL * 3))
+            _, came, _, doubts, _, _ = owner.log.take(10**6, 0, measured_offset_ns())
+            came_ns, doubt_ns = memoryview(came).cast("q")[-1], memoryview(doubts).cast("i")[-1]
+            assert 0 <= doubt_ns <= came_ns - before_ns + SLACK_NS
+        finally:
+            made.close()
+
+
+def test_what_a_full_buffer_left_behind_is_as_old_as_its_beginning(sockets: Sockets) -> None:
+    owner = Owner()
+    connection, theirs = sockets.streamed(owner)
+    sockets.loop.turn(0.0)
+    first_ns = time.monotonic_ns()
+    theirs.sendall(bytes(READ_BYTES + 5))
+    time.sleep(0.02)
+    theirs.sendall(USUAL)
+    sockets.turn_until(lambda: owner.data.endswith(USUAL))
+    reads, came, _, doubts, useless, _ = owner.log.take(10**6, first_ns, measured_offset_ns())
+    assert list(map(len, reads)) == [READ_BYTES, 5 + len(USUAL)]  # type: ignore[arg-type]
+    last_ns, doubt_ns = memoryview(came).cast("q")[-1], memoryview(doubts).cast("i")[-1]
+    assert useless or not connection._stamping or doubt_ns >= last_ns - first_ns - SLACK_NS
 
 
 def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
@@ -404,9 +473,11 @@ def test_chunks_as_expected_are_counted_and_others_kept() -> None:
 
     usual, odd = token(b" word"), token(b"a quote \\" + b'" in it')
     assert sent(usual) == [usual]  # nothing is expected yet
-    owner.log.expect(BEGIN, AFTER)
-    assert sent(usual, token(b""), usual + token(b"~ ~")) == [1, 1, 2]
+    owner.log.expect(BEGIN, AFTER, crc32(b"before"))
+    assert sent(usual, usual + token(b"~ ~")) == [1, 2]
     assert owner.log.held < 100
+    *_, crc = owner.log.take(100, 0, 0)
+    assert crc == crc32(b" word word~ ~", crc32(b"before"))
     assert sent(usual, odd, usual) == [1, odd, usual]  # after another read nothing is expected any more
     for other in (
         usual[:-1],
@@ -415,8 +486,10 @@ def test_chunks_as_expected_are_counted_and_others_kept() -> None:
         token(b"\x7f"),
         b"0" + usual[1:],
         odd + usual,
+        token(b""),  # no text, no token
+        usual + token(b""),
     ):
-        owner.log.expect(BEGIN, AFTER)
+        owner.log.expect(BEGIN, AFTER, 0)
         assert sent(other) == [other]
     loop.close()
 
@@ -428,17 +501,18 @@ def test_chunks_as_expected_are_counted_and_others_kept() -> None:
             st.binary(min_size=1, max_size=40),
             st.sampled_from([0, 10**18, 10**18 + 5 * 10**6, 10**18 - 10**7, 2 * 10**18]),
             st.integers(0, 10**7),
+            st.integers(-(10**7), 10**7),
         ),
         max_size=20,
     ),
     st.lists(st.integers(0, 9), max_size=5),
 )
-def test_the_two_logs_say_the_same(reads: list[tuple[bytes, int, int]], takes: list[int]) -> None:
+def test_the_two_logs_say_the_same(reads: list[tuple[bytes, int, int, int]], takes: list[int]) -> None:
     compiled, python = READS.Log(), PythonLog()
-    for data, real_ns, later_ns in reads:
+    for data, real_ns, later_ns, since_ns in reads:
         stamp = struct.pack("=6q", *divmod(real_ns, 10**9), 0, 0, 0, 0)
         for log in (compiled, python):
-            log.add(data, stamp, 10**15 + later_ns)
+            log.add(data, stamp, 10**15 + later_ns, 10**15 + since_ns)
     for most in [*takes, 100]:
         assert compiled.reads == python.reads
         assert len(compiled) == len(python)
@@ -470,12 +544,13 @@ def test_the_compiled_part_refuses_what_it_cannot_read() -> None:
     with pytest.raises(TypeError):
         log.add("x", bytes(48), 0)
     with pytest.raises(ValueError, match="two line feeds"):
-        log.expect(b"data: ", b"}")
-    assert log.take(-1, 0, 0) == ([], b"", b"", 0)
+        log.expect(b"data: ", b"}", 0)
+    assert log.take(-1, 0, 0) == ([], b"", b"", b"", 0, 0)
+    assert streams.empty_ns(-1) == streams.empty_ns(5) == 0
     assert READS.gaps(array("q")) == READS.gaps(array("q", [5])) == b""
     with pytest.raises(OSError, match="Bad file"):
         READS.set_timer(-1, 1)
     with pytest.raises(TypeError):
-        READS.usual((), 0, b"", b"", [])
+        READS.usual((), 0, b"", b"", [], 0)
     with pytest.raises(ValueError, match="start"):
-        READS.usual([], -1, b"", b"", [])
+        READS.usual([], -1, b"", b"", [], 0)

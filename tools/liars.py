@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +76,11 @@ def _missed(case: Case) -> Case:
     )
 
 
+def _told(case: Case) -> Case:
+    """One that is told beside the number, which stands."""
+    return replace(case, verdicts=("met", "missed", "invalid"))
+
+
 # Prefill of `quick` computes at most 45 k tokens a second at this length: with so many parameters 80 % of an
 # A10's peak. No GPU is stood for; the figures only have to be possible for the honest engine.
 _PHYSICS: Final = (
@@ -109,6 +114,10 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("lost_requests"),
     _lie("restart"),
     _lie("shedding"),
+    _lie("cut_prompt"),
+    _told(_lie("merged_tokens", "workload.output_len=16")),
+    _lie("answer_at_once", "workload.output_len=16"),
+    _told(_lie("canned_answers", "workload.output_len=16", "search.min_requests=60")),
     # What no part of kvbench has to lie about: the load itself, and the machine.
     Case("late_client", "client_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.loadgen"),
     Case("late_router", "router_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.router"),
@@ -140,8 +149,8 @@ class Outcome:
 
     @property
     def caught(self) -> bool:
-        level = "invalid" if self.case.verdicts == ("invalid",) else "warning"
-        return self.told.get(self.case.gate) == level and self.verdict in self.case.verdicts
+        levels = ("invalid",) if self.case.verdicts == ("invalid",) else ("warning", "note")
+        return self.told.get(self.case.gate) in levels and self.verdict in self.case.verdicts
 
 
 def unable(case: Case) -> str:

@@ -24,6 +24,10 @@ class ClientFigures:
     ``cpu_share`` and ``run_queue_wait_share`` are seconds per second of one process (1 is a whole core).
     ``send_lag``: planned to real send. ``chunk_lag``: the kernel had the bytes, to when they were read.
     ``stamps``: where receive times come from: "kernel", "read" (when the program got to it) or "mixed".
+    ``first_error``, ``token_error``: by how much the times of first tokens, and of all, may be too late. Of
+    chunks that came one after the other and were read together the kernel tells the last one's stamp; the
+    others came after the last look at their socket that found nothing, and that is all that is known.
+    ``reads`` brought ``chunks``.
     """
 
     send_lag_p50_ms: float | None = None
@@ -38,6 +42,13 @@ class ClientFigures:
     run_queue_wait_share: float | None = None
     stamps: str = ""
     gc_collections: float | None = None
+    first_error_p99_ms: float | None = None
+    first_error_max_ms: float | None = None
+    token_error_p50_ms: float | None = None
+    token_error_p99_ms: float | None = None
+    token_error_max_ms: float | None = None
+    reads: float | None = None
+    chunks: float | None = None
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ClientFigures:
@@ -51,10 +62,14 @@ class ClientFigures:
 
     @property
     def look_ms(self) -> float:
-        """By how much receive times may be late. With the kernel's stamps a late look harms none of them."""
+        """By how much receive times may be late, 99 of 100 no more than this.
+
+        With the kernel's stamps a late look harms only those that were read together with later ones.
+        """
+        error_ms = max(self.first_error_p99_ms or 0.0, self.token_error_p99_ms or 0.0)
         if self.stamps == "kernel":
-            return 0.0
-        return max(self.loop_lag_p99_ms or 0.0, self.chunk_lag_p99_ms or 0.0)
+            return error_ms
+        return max(error_ms, self.loop_lag_p99_ms or 0.0, self.chunk_lag_p99_ms or 0.0)
 
     @property
     def worst_send_ms(self) -> float:
@@ -62,9 +77,10 @@ class ClientFigures:
 
     @property
     def worst_look_ms(self) -> float:
+        error_ms = max(self.first_error_max_ms or 0.0, self.token_error_max_ms or 0.0, self.look_ms)
         if self.stamps == "kernel":
-            return 0.0
-        return max(self.loop_lag_max_ms or 0.0, self.chunk_lag_max_ms or 0.0, self.look_ms)
+            return error_ms
+        return max(error_ms, self.loop_lag_max_ms or 0.0, self.chunk_lag_max_ms or 0.0)
 
 
 @dataclass(frozen=True)

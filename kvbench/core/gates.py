@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvbench.core import (
+    gates_answers,
     gates_client,
     gates_machine,
     gates_physics,
@@ -60,6 +61,9 @@ GATES: Final[tuple[Gate, ...]] = (
     gates_requests.failed_requests,
     gates_requests.server_restarted,
     gates_requests.wrong_length,
+    gates_answers.wrong_prompt_length,
+    gates_answers.answer_at_once,
+    gates_answers.same_answers,
     gates_requests.shedding,
     gates_transfer.kv_failures,
     gates_transfer.kv_expired,
@@ -85,6 +89,7 @@ GATES: Final[tuple[Gate, ...]] = (
     gates_steady.not_steady,
     gates_steady.too_short,
     gates_machine.machine_disturbed,
+    gates_answers.tokens_per_event,
 )
 """In the order of importance: the first refusal becomes the verdict's reason."""
 

@@ -26,7 +26,8 @@ def client_limited(evidence: Evidence) -> Finding | None:
     """The load generator neither sent late nor saw answers late.
 
     evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
-    whichever is larger. Where the kernel stamps what arrives, a late look at it harms nothing.
+    whichever is larger. Where the kernel stamps what arrives, a late look harms only chunks that were read
+    together with later ones: each may have come as early as the last look that found nothing.
     limits: a client on another machine than the servers still shares their network. It had a descriptor and
     a port for each connection, too: without them its requests fail, and no server knows of it.
     """
@@ -52,7 +53,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
     return Finding(
         "client_limited",
         "invalid" if refused else "warning",
-        f"the load generator was late: sends by {client.send_ms:.1f} ms and its looks at answers by "
+        f"the load generator was late: sends by {client.send_ms:.1f} ms and its looks at answers by up to "
         f"{client.look_ms:.1f} ms (P99); {allowed:.1f} ms are allowed",
         "free CPU on the load generator's machine, give it a machine of its own, add workers (load.workers), "
         "or offer a lower rate",
@@ -60,6 +61,10 @@ def client_limited(evidence: Evidence) -> Finding | None:
             "send_lag_p99_ms": client.send_lag_p99_ms,
             "send_lag_max_ms": client.send_lag_max_ms,
             "chunk_lag_p99_ms": client.chunk_lag_p99_ms,
+            "first_error_p99_ms": client.first_error_p99_ms,
+            "token_error_p99_ms": client.token_error_p99_ms,
+            "reads": client.reads,
+            "chunks": client.chunks,
             "loop_lag_p99_ms": client.loop_lag_p99_ms,
             "allowed_ms": allowed,
             "cpu_share": client.cpu_share,

@@ -36,6 +36,10 @@ Lie = Literal[
     "lost_requests",
     "restart",
     "shedding",
+    "cut_prompt",
+    "merged_tokens",
+    "answer_at_once",
+    "canned_answers",
 ]
 
 
@@ -75,6 +79,10 @@ LIES: Final[dict[str, Deceit]] = {
     "lost_requests": Deceit("D does not count every fourth request", "lost_requests"),
     "restart": Deceit("counters begin anew, as after a restart", "server_restarted"),
     "shedding": Deceit("every fourth request is turned away with 503", "shedding"),
+    "cut_prompt": Deceit("the usage tells that prompts were cut in half", "wrong_prompt_length"),
+    "merged_tokens": Deceit("four tokens share an event", "tokens_per_event"),
+    "answer_at_once": Deceit("a stream is held back until it is whole", "answer_at_once"),
+    "canned_answers": Deceit("every prompt has the same answer", "same_answers"),
 }
 """By name, as in ``engine_options.lie``."""
 

@@ -82,6 +82,8 @@ class LoadRow:
     """The rate of that answer, in requests per second."""
     size: Size = field(default_factory=Size)
     """Engines and GPUs that served it."""
+    client_late: bool = False
+    """The load generator was late, as a gate has found: what is slow need not be the server."""
 
     def get(self, figure: str) -> float | None:
         """A figure's value; the median and P50 stand for each other."""

@@ -91,6 +91,10 @@ class RequestRecord:
     """When the kernel handed the request's last byte to the network device; None if it did not tell."""
     stamps: Literal["", "kernel", "read"] = ""
     """Where the times of what was received come from: the kernel's receive stamps, or the client's reads."""
+    prompt_tokens: int | None = None
+    """The prompt's length as the server's usage tells it; None if it does not."""
+    text_crc: int | None = None
+    """CRC-32 of the answer's text, by which equal answers are told; None if there was none."""
 
     @property
     def ok(self) -> bool:

@@ -160,11 +160,17 @@ def not_kept_up(row: LoadRow) -> Finding | None:
     )
     if done is None or rate is None or arrivals_s is None or e2el_s is None or burst(row) is not None:
         return None
+    if row.client_late:
+        return None  # then nobody knows whose fault it is
     n, duration_s = row.requests or 0, row.get("duration_s")
     drain_s = (duration_s if duration_s is not None else n / done) - arrivals_s
     median_ms = row.get("p50_e2el_ms") or _median_e2el(row)
     # The last requests alone make a run longer than its arrivals; that is no failure to keep up.
-    ordinary = median_ms is not None and median_ms <= 0.25e3 * arrivals_s and drain_s * 1e3 <= 1.5 * median_ms
+    ordinary = (
+        median_ms is not None
+        and (median_ms <= 0.25e3 * arrivals_s or _steady(row, arrivals_s))
+        and drain_s * 1e3 <= 1.5 * median_ms
+    )
     if done >= KEPT_UP * rate or ordinary:
         return None
     return Finding(
@@ -176,6 +182,17 @@ def not_kept_up(row: LoadRow) -> Finding | None:
         "compare what was completed per second, and latencies only at rates that both keep up with",
         {"excess": rate / done, "completed_per_s": done, "offered_per_s": rate, "drain_s": drain_s},
     )
+
+
+def _steady(row: LoadRow, arrivals_s: float) -> bool:
+    """Whether latencies cannot have grown by what is left over of the load, however long a request takes.
+
+    Latencies that grow evenly end as far above their median as they began below it.
+    """
+    p50_ms, p99_ms = row.get("p50_e2el_ms"), row.get("p99_e2el_ms")
+    if p50_ms is None or p99_ms is None:
+        return False
+    return 2 * (p99_ms - p50_ms) <= 1e3 * arrivals_s * (1 / KEPT_UP - 1)
 
 
 def _median_e2el(row: LoadRow) -> float | None:

@@ -101,8 +101,8 @@ class StreamAnswer(Answer):
 
     def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
         super().__init__(response, wanted, public_id, model)
-        self._count = 0
-        self._plain = not (wanted.continuous_usage or wanted.return_token_ids)
+        self.count = 0
+        self.plain = not (wanted.continuous_usage or wanted.return_token_ids)
         head, _, tail = json.dumps(self._event({"text": _MARK}, None)).partition(json.dumps(_MARK)[1:-1])
         self._head = f"data: {head}".encode()
         self._tail = f"{tail}\n\n".encode()
@@ -111,12 +111,12 @@ class StreamAnswer(Answer):
         response = self.response
         if response.closed:
             return
-        self._count += 1
+        self.count += 1
         if not response.started:
             response.start_stream(200, "text/event-stream; charset=utf-8")
             if self.wanted.chat:
                 self._write(self._event({"role": "assistant"}, None))
-        if finish_reason is None and self._plain:
+        if finish_reason is None and self.plain:
             response.write(b"%b t%d%b" % (self._head, token, self._tail))
             return
         self._write(self._token_event(token, finish_reason))
@@ -128,16 +128,16 @@ class StreamAnswer(Answer):
         choice = event["choices"][0]
         if self.wanted.return_token_ids:
             choice["token_ids"] = [token]
-            if self._count == 1:
+            if self.count == 1:
                 (event if self.wanted.chat else choice)["prompt_token_ids"] = self.prompt_ids()
         if self.wanted.continuous_usage:
-            event["usage"] = self.usage(self._count)
+            event["usage"] = self.usage(self.count)
         return event
 
     def _last(self) -> None:
         if self.wanted.include_usage:
             event = self._event({"text": ""}, None)
-            self._write({**event, "choices": [], "usage": self.usage(self._count)})
+            self._write({**event, "choices": [], "usage": self.usage(self.count)})
         self.response.write(b"data: [DONE]\n\n")
         self.response.end()
 

@@ -17,7 +17,7 @@ import numpy as np
 from kvbench.core.enginestep import Request
 from kvbench.core.kvcache import U64, BlockPool
 from kvbench.core.timing import StepLoad, TimingProfile
-from kvbench.emulator.answers import Answer, error_json
+from kvbench.emulator.answers import Answer, StreamAnswer, error_json
 from kvbench.emulator.handoff import Handoff
 from kvbench.emulator.live import Live
 
@@ -32,6 +32,7 @@ CAP: Final = 2
 DRIFT_PER_S: Final = 1.5
 REST_S: Final = 1.0
 LATE_S: Final = 0.12
+MERGED: Final = 4
 
 
 def plant(server: EngineServer) -> None:
@@ -241,6 +242,92 @@ def _shedding(server: EngineServer) -> None:
     _wrap(server.api, "_generate", generate)
 
 
+# ---------------------------------------------------------------- the stream
+
+
+def _in_streams(server: EngineServer, wrap: Callable[[StreamAnswer], None]) -> None:
+    """Puts a lie into each stream of whoever answers clients, but the first ones."""
+    turn = _Turns(1)
+
+    def submit(original: Callable[[Live], None], live: Live) -> None:
+        if isinstance(live.sink, StreamAnswer) and turn():
+            wrap(live.sink)
+        original(live)
+
+    if _role(server) != "prefill":
+        _wrap(server.engine, "submit", submit)
+
+
+def _cut_prompt(server: EngineServer) -> None:
+    def halved(usage: Callable[[int], dict[str, Any]], tokens: int) -> dict[str, Any]:
+        told = usage(tokens)
+        return {**told, "prompt_tokens": told["prompt_tokens"] // 2}
+
+    _in_streams(server, lambda answer: _wrap(answer, "usage", halved))
+
+
+def _merged_tokens(server: EngineServer) -> None:
+    def merge(answer: StreamAnswer) -> None:
+        held: list[str] = []
+
+        def event(
+            original: Callable[[dict[str, str], str | None], dict[str, Any]],
+            content: dict[str, str],
+            reason: str | None,
+        ) -> dict[str, Any]:
+            told = {"text": "".join([*held, content.get("text", "")])}
+            held.clear()
+            return original(told, reason)
+
+        def on_token(original: Callable[[int, str | None], None], token: int, reason: str | None) -> None:
+            if reason is None and (answer.count + 1) % MERGED and answer.count:
+                held.append(f" t{token}")
+                answer.count += 1
+            else:
+                answer.plain = False
+                original(token, reason)
+
+        _wrap(answer, "_event", event)
+        _wrap(answer, "on_token", on_token)
+
+    _in_streams(server, merge)
+
+
+class _Held:
+    """A response whose stream is held back until its end."""
+
+    def __init__(self, response: http1.Response) -> None:
+        self._response = response
+        self._data: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._response, name)
+
+    def write(self, data: bytes) -> None:
+        self._data.append(data)
+
+    def end(self) -> None:
+        self._response.write(b"".join(self._data))
+        self._response.end()
+
+
+def _answer_at_once(server: EngineServer) -> None:
+    def hold(answer: StreamAnswer) -> None:
+        setattr(answer, "response", _Held(answer.response))  # noqa: B010 - it is no response
+
+    _in_streams(server, hold)
+
+
+def _canned_answers(server: EngineServer) -> None:
+    def can(answer: StreamAnswer) -> None:
+        def on_token(original: Callable[[int, str | None], None], token: int, reason: str | None) -> None:
+            original(1 + answer.count, reason)
+
+        _wrap(answer, "on_token", on_token)
+
+    _in_streams(server, can)
+
+
 # ---------------------------------------------------------------- the KV's way
 
 
@@ -352,6 +439,10 @@ _PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
     "lost_requests": _lost_requests,
     "restart": _restart,
     "shedding": _shedding,
+    "cut_prompt": _cut_prompt,
+    "merged_tokens": _merged_tokens,
+    "answer_at_once": _answer_at_once,
+    "canned_answers": _canned_answers,
 }
 _HANDOFF_PLANTS: Final[dict[str, Callable[[EngineServer, Handoff], None]]] = {
     "decode_recomputes": _decode_recomputes,

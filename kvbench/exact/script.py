@@ -9,6 +9,8 @@ from kvbench.exact import wire
 from kvbench.exact.spec import ExactSpec, Trouble
 
 CUT_SHORT: Final = ("early_close", "half_event", "reset", "error_event")
+LAST_TEXT: Final = " 00000000"
+"""Of the last token; the prompt's CRC-32 takes the zeros' place."""
 INSTEAD: Final = ("error_body_200", "status", "redirect")
 
 
@@ -17,7 +19,8 @@ class Script:
     """``head`` goes before the first bytes; ``plain`` tokens all alike, then ``last`` and what follows it.
 
     The last bytes are due ``later_gaps`` gaps and ``late_s`` seconds after a first token would be, if they
-    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent.
+    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is
+    sent as soon as the request has come.
     """
 
     head: bytes
@@ -29,6 +32,7 @@ class Script:
     never: bool = False
     outcome: str = "complete"
     last_tokens: int = 1
+    early: bytes = b""
 
 
 class Playwright:
@@ -38,27 +42,32 @@ class Playwright:
         self._spec = spec
         self._trouble = spec.troubles()
         self.token = wire.event(spec.model, [wire.choice(spec.text)])
-        self._last_token = wire.event(spec.model, [wire.choice(spec.text, "length")])
+        self._last_token = wire.event(spec.model, [wire.choice(LAST_TEXT, "length")])
+        self._empty = wire.event(spec.model, [wire.choice("")])
 
     def script(self, index: int, wanted: wire.Wanted, output_len: int, *, close: bool) -> Script:
         """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
         trouble = self._trouble if self._trouble is not None and self._trouble.hits(index) else None
         usage_off = trouble.usage_off if trouble is not None and trouble.kind == "wrong_usage" else 0
-        usage = wire.usage_of(wanted.prompt_tokens, output_len + usage_off)
+        prompt_off = trouble.prompt_off if trouble is not None and trouble.kind == "wrong_prompt" else 0
+        usage = wire.usage_of(wanted.prompt_tokens + prompt_off, output_len + usage_off)
+        last_text = LAST_TEXT
+        if trouble is None or trouble.kind != "canned":
+            last_text = f" {wanted.prompt:08x}"
         if wanted.stream:
-            script = self._streamed(output_len, usage if wanted.usage else None)
+            script = self._streamed(output_len, last_text, usage if wanted.usage else None)
         else:
-            body = wire.whole_completion(
-                self._spec.model, self._spec.text * output_len, usage, produces_kv=wanted.produces_kv
-            )
+            text = self._spec.text * (output_len - 1) + last_text
+            body = wire.whole_completion(self._spec.model, text, usage, produces_kv=wanted.produces_kv)
             script = Script(b"", 0, wire.plain(200, body), later_gaps=output_len - 1, last_tokens=output_len)
         if close:
             script = replace(script, then="close")
         return script if trouble is None else self._troubled(script, trouble)
 
-    def _streamed(self, output_len: int, usage: dict[str, int] | None) -> Script:
+    def _streamed(self, output_len: int, last_text: str, usage: dict[str, int] | None) -> Script:
         told = b"" if usage is None else wire.event(self._spec.model, [], usage)
-        last = b"".join((self._last_token, told, wire.DONE, wire.LAST_CHUNK))
+        last_token = self._last_token.replace(LAST_TEXT.encode(), last_text.encode())
+        last = b"".join((last_token, told, wire.DONE, wire.LAST_CHUNK))
         return Script(wire.STREAM_HEAD, output_len - 1, last)
 
     def _troubled(self, script: Script, trouble: Trouble) -> Script:
@@ -74,6 +83,13 @@ class Playwright:
             )
         if kind in CUT_SHORT:
             return self._cut_short(script, trouble)
+        if kind == "empty_first":
+            return replace(script, head=b"", early=script.head + self._empty)
+        if kind == "merged":
+            return replace(script, plain=-(-(script.plain + 1) // trouble.per_event) - 1)
+        if kind == "at_once":
+            whole = self.token * script.plain + script.last
+            return replace(script, plain=0, last=whole, later_gaps=script.plain, last_tokens=script.plain + 1)
         return script
 
     def _instead(self, trouble: Trouble) -> bytes:

@@ -328,3 +328,5 @@ class ExactServer:
         connection.stream, stream.connection = stream, connection
         stream.send = connection.sock.send
         self._timetable.admit(stream, script)
+        if script.early:
+            self._write(connection, script.early)

@@ -21,6 +21,11 @@ TROUBLES: Final = (
     "redirect",
     "never_answer",
     "late",
+    "empty_first",
+    "wrong_prompt",
+    "merged",
+    "at_once",
+    "canned",
     "refuse",
 )
 
@@ -34,7 +39,10 @@ class Trouble:
     tells an error and ends. ``wrong_usage`` tells ``usage_off`` tokens more than were sent.
     ``error_body_200``, ``redirect`` and ``status`` (number ``status``) answer at the time of the first
     token. ``never_answer`` does nothing, ``late`` comes ``late_s`` later, and ``refuse`` stops listening
-    after ``connections``.
+    after ``connections``. ``empty_first`` sends the head and an event without text as soon as it is asked,
+    ``wrong_prompt`` tells ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
+    into each event, ``at_once`` sends all when the last token is due, and ``canned`` answers every prompt
+    alike.
     """
 
     kind: str
@@ -44,6 +52,8 @@ class Trouble:
     """Or only these, counted from 0 in order of arrival."""
     after_tokens: int = 1
     usage_off: int = -1
+    prompt_off: int = -1
+    per_event: int = 4
     status: int = 503
     late_s: float = 1.0
     connections: int = 0
@@ -61,6 +71,8 @@ class Trouble:
             )
         if self.every < 1 or self.after_tokens < 0 or self.late_s < 0 or self.connections < 0:
             raise InputError("the spec: trouble.every must be at least 1, its other numbers not negative")
+        if self.per_event < 1:
+            raise InputError(f"the spec: trouble.per_event must be at least 1, it is {self.per_event}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class ExactSpec:
     service_s: float = 0.0
     """With queue md1: how long the server is busy with one request, whose first token comes at the end."""
     text: str = " a"
-    """Each token's text."""
+    """Each token's text but the last one's, which tells the prompt: other prompts, other answers."""
     spin_s: float = 0.0
     """The last so many seconds before a deadline are spent awake: exacter, and costs a core."""
     trouble: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,8 @@
 
 #define SLACK_NS 100000       /* as in clock.py */
 #define LONGEST_NS INT32_MAX  /* as in clock.py */
-#define KEPT_BYTES 24         /* of a read, besides its bytes: struct times and its place in the list */
+#define KEPT_BYTES 32         /* of a read, besides its bytes: struct times and its place in the list */
+#define CRC_32 0xedb88320u    /* zlib's polynomial, bits reversed */
 
 struct log {
     PyObject_HEAD
@@ -15,6 +16,7 @@ struct log {
     Py_ssize_t count, room;  /* of times: as many as reads, and as fit */
     Py_ssize_t bytes;        /* of the reads that are kept */
     PyObject *begin, *after; /* what is expected around a chunk's text; NULL: nothing */
+    uint32_t crc;            /* of the answer's text up to the last read that was as expected */
 };
 
 static const char USUAL_END[4] = {'\n', '\n', '\r', '\n'};
@@ -26,6 +28,28 @@ ends_as_usual(const char *data, Py_ssize_t size)
 }
 
 /* chunks that are known but for their text */
+
+static uint32_t crc_table[256];
+
+void
+prepare_log(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t value = byte;
+        for (int bit = 0; bit < 8; bit++)
+            value = value & 1 ? value >> 1 ^ CRC_32 : value >> 1;
+        crc_table[byte] = value;
+    }
+}
+
+/* As zlib.crc32 of Python goes on from `crc`. */
+static uint32_t
+crc_on(uint32_t crc, const unsigned char *text, const unsigned char *end)
+{
+    for (crc = ~crc; text < end; text++)
+        crc = crc_table[(crc ^ *text) & 0xff] ^ crc >> 8;
+    return ~crc;
+}
 
 static int
 is_plain(const unsigned char *text, const unsigned char *end)
@@ -57,43 +81,55 @@ size_line(const char *data, const char *end, Py_ssize_t *size)
     return *size <= end - at ? at - data : 0;
 }
 
-/* How many chunks a read brings if each is a size line, `begin`, plain text and `after`; else 0. */
+/* How many chunks a read brings if each is a size line, `begin`, plain text and `after`; else 0. An event without
+   text is no token, and so not usual. `crc` goes on over the texts. */
 static long
-usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *after)
+usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *after, uint32_t *crc)
 {
     const char *end = data + bytes;
     Py_ssize_t begin_size = PyBytes_GET_SIZE(begin), after_size = PyBytes_GET_SIZE(after), size, line;
     long count = 0;
+    uint32_t on = *crc;
     for (; data < end; data += size, count++) {
         line = size_line(data, end, &size);
         data += line;
-        if (line == 0 || begin_size + after_size > size || memcmp(data, PyBytes_AS_STRING(begin), begin_size) != 0 ||
-            memcmp(data + size - after_size, PyBytes_AS_STRING(after), after_size) != 0 ||
-            !is_plain((const unsigned char *)data + begin_size, (const unsigned char *)data + size - after_size))
+        if (line == 0 || begin_size + after_size >= size || memcmp(data, PyBytes_AS_STRING(begin), begin_size) != 0 ||
+            memcmp(data + size - after_size, PyBytes_AS_STRING(after), after_size) != 0)
             return 0;
+        const unsigned char *text = (const unsigned char *)data + begin_size;
+        const unsigned char *text_end = (const unsigned char *)data + size - after_size;
+        if (!is_plain(text, text_end))
+            return 0;
+        on = crc_on(on, text, text_end);
     }
+    *crc = on;
     return count;
 }
 
 PyDoc_STRVAR(usual_doc,
-"usual(reads, start, begin, after, counts) -> int\n\n"
+"usual(reads, start, begin, after, counts, crc) -> (int, crc)\n\n"
 "How many reads, from `start` on, are chunks whose texts alone are new, each `begin`, then characters that JSON\n"
-"does not escape, then `after`, or have been found so before; how many there are in each goes to `counts`.");
+"does not escape, at least one, then `after`, or have been found so before; how many there are in each goes to\n"
+"`counts`. The CRC-32 of the texts goes on from `crc`, without those that were found so before.");
 
 static PyObject *
 usual(PyObject *module, PyObject *arguments)
 {
     PyObject *reads, *begin, *after, *counts;
     Py_ssize_t start, index;
-    if (!PyArg_ParseTuple(arguments, "O!nSSO!", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts))
+    unsigned int told;
+    if (!PyArg_ParseTuple(arguments, "O!nSSO!I", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts,
+                          &told))
         return NULL;
+    uint32_t crc = told;
     if (start < 0)
         return PyErr_Format(PyExc_ValueError, "start is %zd", start);
     for (index = start; index < PyList_GET_SIZE(reads); index++) {
         PyObject *read = PyList_GET_ITEM(reads, index), *number;
         if (PyBytes_Check(read)) {
             Py_ssize_t known = PyBytes_GET_SIZE(begin);
-            long count = known ? usual_chunks(PyBytes_AS_STRING(read), PyBytes_GET_SIZE(read), begin, after) : 0;
+            long count =
+                known ? usual_chunks(PyBytes_AS_STRING(read), PyBytes_GET_SIZE(read), begin, after, &crc) : 0;
             if (count == 0)
                 break;
             number = PyLong_FromLong(count);
@@ -105,7 +141,7 @@ usual(PyObject *module, PyObject *arguments)
         if (failed)
             return NULL;
     }
-    return PyLong_FromSsize_t(index - start);
+    return Py_BuildValue("nI", index - start, (unsigned int)crc);
 }
 
 /* the log of a stream */
@@ -157,7 +193,7 @@ keep_read(Log *self, const char *data, Py_ssize_t size, const struct times *time
 {
     *kept = NULL;
     if (self->begin != NULL) {
-        long chunks = usual_chunks(data, size, self->begin, self->after);
+        long chunks = usual_chunks(data, size, self->begin, self->after, &self->crc);
         if (chunks > 0)
             return note(self, PyLong_FromLong(chunks), times);
         expect_nothing(self);
@@ -173,7 +209,7 @@ keep_read(Log *self, const char *data, Py_ssize_t size, const struct times *time
 }
 
 PyDoc_STRVAR(log_add_doc,
-"add(data, stamp, read_ns) -> None\n\n"
+"add(data, stamp, read_ns, since_ns=read_ns) -> None\n\n"
 "A read, with the kernel's ``struct scm_timestamping`` (or zeros). Nothing is expected any more.");
 
 static PyObject *
@@ -182,14 +218,14 @@ log_add(Log *self, PyObject *arguments)
     PyObject *data;
     const char *stamp;
     Py_ssize_t stamp_bytes;
-    long long read_ns;
+    long long read_ns, since_ns = INT64_MAX;
     int64_t timespec[2];
-    if (!PyArg_ParseTuple(arguments, "Sy#L", &data, &stamp, &stamp_bytes, &read_ns))
+    if (!PyArg_ParseTuple(arguments, "Sy#L|L", &data, &stamp, &stamp_bytes, &read_ns, &since_ns))
         return NULL;
     if (stamp_bytes < (Py_ssize_t)sizeof timespec)
         return PyErr_Format(PyExc_ValueError, "a stamp of %zd bytes", stamp_bytes);
     memcpy(timespec, stamp, sizeof timespec);
-    struct times times = {timespec[0] * 1000000000 + timespec[1], read_ns};
+    struct times times = {timespec[0] * 1000000000 + timespec[1], read_ns, since_ns};
     expect_nothing(self);
     if (keep_read(self, PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &times, &data) < 0)
         return NULL;
@@ -198,15 +234,17 @@ log_add(Log *self, PyObject *arguments)
 }
 
 PyDoc_STRVAR(log_expect_doc,
-"expect(begin, after) -> None\n\n"
-"The next byte begins a chunk. A read in which each chunk is ``begin``, characters that JSON does not escape and\n"
-"``after`` is from now on kept as their number alone, until a read comes that is not.");
+"expect(begin, after, crc) -> None\n\n"
+"The next byte begins a chunk. A read in which each chunk is ``begin``, characters that JSON does not escape (one\n"
+"at least) and ``after`` is from now on kept as their number alone, until a read comes that is not; the CRC-32 of\n"
+"the text goes on from ``crc``.");
 
 static PyObject *
 log_expect(Log *self, PyObject *arguments)
 {
     PyObject *begin, *after;
-    if (!PyArg_ParseTuple(arguments, "SS", &begin, &after))
+    unsigned int crc;
+    if (!PyArg_ParseTuple(arguments, "SSI", &begin, &after, &crc))
         return NULL;
     if (!ends_as_usual(PyBytes_AS_STRING(after), PyBytes_GET_SIZE(after))) {
         PyErr_SetString(PyExc_ValueError, "a chunk of an event ends with two line feeds and CRLF");
@@ -214,6 +252,7 @@ log_expect(Log *self, PyObject *arguments)
     }
     Py_XSETREF(self->begin, Py_NewRef(begin));
     Py_XSETREF(self->after, Py_NewRef(after));
+    self->crc = crc;
     Py_RETURN_NONE;
 }
 
@@ -235,9 +274,17 @@ take_reads(Log *self, Py_ssize_t count)
     return taken;
 }
 
-/* clock.py's arrivals: when bytes came (int64 each), how long they lay (int32 each). How many stamps are useless. */
+static int32_t
+clipped(int64_t time_ns)
+{
+    return time_ns < 0 ? 0 : time_ns < LONGEST_NS ? (int32_t)time_ns : LONGEST_NS;
+}
+
+/* clock.py's arrivals: when bytes came (int64 each), how long they lay, and how much earlier some of them may have
+   come (int32 each). How many stamps are useless. */
 static long
-arrivals(const struct times *times, Py_ssize_t count, int64_t sent_ns, int64_t offset_ns, char *came, char *lags)
+arrivals(const struct times *times, Py_ssize_t count, int64_t sent_ns, int64_t offset_ns, char *came, char *lags,
+         char *doubts)
 {
     long useless = 0;
     for (Py_ssize_t index = 0; index < count; index++) {
@@ -248,16 +295,19 @@ arrivals(const struct times *times, Py_ssize_t count, int64_t sent_ns, int64_t o
         }
         if (came_ns > read_ns)
             came_ns = read_ns;
-        int32_t lag_ns = read_ns - came_ns < LONGEST_NS ? (int32_t)(read_ns - came_ns) : LONGEST_NS;
+        int64_t since_ns = times[index].since_ns > sent_ns ? times[index].since_ns : sent_ns;
+        int32_t lag_ns = clipped(read_ns - came_ns), doubt_ns = since_ns < came_ns ? clipped(came_ns - since_ns) : 0;
         memcpy(came + index * sizeof came_ns, &came_ns, sizeof came_ns);
         memcpy(lags + index * sizeof lag_ns, &lag_ns, sizeof lag_ns);
+        memcpy(doubts + index * sizeof doubt_ns, &doubt_ns, sizeof doubt_ns);
     }
     return useless;
 }
 
 PyDoc_STRVAR(log_take_doc,
-"take(most, sent_ns, offset_ns) -> (reads, came, lags, useless)\n\n"
-"Takes the first reads out, at most so many: bytes, or a number of expected chunks; then as clock.arrivals.");
+"take(most, sent_ns, offset_ns) -> (reads, came, lags, doubts, useless, crc)\n\n"
+"Takes the first reads out, at most so many: bytes, or a number of expected chunks; then as clock.arrivals, and\n"
+"the text's CRC-32 up to the last read that was as expected.");
 
 static PyObject *
 log_take(Log *self, PyObject *arguments)
@@ -269,18 +319,20 @@ log_take(Log *self, PyObject *arguments)
     count = count < 0 ? 0 : count < self->count ? count : self->count;
     PyObject *came = PyBytes_FromStringAndSize(NULL, count * sizeof(int64_t));
     PyObject *lags = PyBytes_FromStringAndSize(NULL, count * sizeof(int32_t));
-    PyObject *reads = came != NULL && lags != NULL ? take_reads(self, count) : NULL;
+    PyObject *doubts = PyBytes_FromStringAndSize(NULL, count * sizeof(int32_t));
+    PyObject *reads = came != NULL && lags != NULL && doubts != NULL ? take_reads(self, count) : NULL;
     if (reads == NULL) {
         Py_XDECREF(came);
         Py_XDECREF(lags);
+        Py_XDECREF(doubts);
         return NULL;
     }
-    long useless =
-        arrivals(self->times, count, sent_ns, offset_ns, PyBytes_AS_STRING(came), PyBytes_AS_STRING(lags));
+    long useless = arrivals(self->times, count, sent_ns, offset_ns, PyBytes_AS_STRING(came), PyBytes_AS_STRING(lags),
+                            PyBytes_AS_STRING(doubts));
     self->count -= count;
     if (self->count > 0)
         memmove(self->times, self->times + count, self->count * sizeof *self->times);
-    return Py_BuildValue("NNNl", reads, came, lags, useless);
+    return Py_BuildValue("NNNNlI", reads, came, lags, doubts, useless, (unsigned int)self->crc);
 }
 
 static PyObject *

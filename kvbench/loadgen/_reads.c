@@ -18,22 +18,36 @@
 #define STAMP_BYTES 48     /* struct scm_timestamping with timespecs of 64 bits; as in wire.py */
 #define STAMPING 37        /* SCM_TIMESTAMPING, asm-generic/socket.h; as in wire.py */
 
-/* A stream that is read. */
+#define SLICE_NS 1000000   /* as in loop.py */
+
+/* A stream that is read. `empty_ns`: a time at which nothing of it lay unread. */
 struct stream {
     Log *log;
     PyObject *owner;
+    int64_t empty_ns;
 };
 
 typedef struct {
     PyObject_HEAD
     int size;               /* of the table */
     struct stream *streams; /* by descriptor; a log of NULL: none */
+    int left;               /* whether a read of this turn filled the buffer, so that more may lie there */
+    int64_t scanned_ns;     /* a look that told of every descriptor that was readable, and all were served */
+    int64_t served_ns;      /* the same, of the last turn: its caller has yet to serve the others */
 } Streams;
 
 static PyTypeObject *log_type;
 
 /* One buffer for all: the GIL is held from the reading to the copying. */
 static char buffer[READ_BYTES];
+
+static int64_t
+monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 /* Reads once. The number of bytes, 0 at the end, -1 with errno; the kernel's stamp, or zero for none. */
 static ssize_t
@@ -52,10 +66,8 @@ receive(int fd, struct times *times)
     } while (count < 0 && errno == EINTR);
     if (count < 0)
         return count;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
     times->stamp_ns = 0;
-    times->read_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    times->read_ns = monotonic_ns();
     struct cmsghdr *told = CMSG_FIRSTHDR(&message);
     if (told != NULL && told->cmsg_level == SOL_SOCKET && told->cmsg_type == STAMPING &&
         told->cmsg_len == CMSG_LEN(STAMP_BYTES)) {
@@ -91,11 +103,13 @@ keep(const struct stream *stream, Py_ssize_t count, const struct times *times, P
     return append_pair(noticed, stream->owner, kept);
 }
 
-/* Reads a stream that is readable, when, and notes what its owner must hear of. 0, or -1 with an exception. */
+/* Reads a stream that is readable, and notes what its owner must hear of. `now_ns` is a moment ago, and then when it
+   was read. 0, or -1 with an exception. */
 static int
-read_stream(int fd, const struct stream *stream, PyObject *noticed, int64_t *read_ns)
+read_stream(Streams *self, int fd, const struct stream *stream, PyObject *noticed, int64_t *now_ns)
 {
-    struct times times;
+    struct times times = {.since_ns = stream->empty_ns};
+    int64_t before_ns = *now_ns;
     ssize_t count = receive(fd, &times);
     if (count < 0) {
         if (errno == EAGAIN || errno == EWOULDBLOCK)
@@ -104,7 +118,12 @@ read_stream(int fd, const struct stream *stream, PyObject *noticed, int64_t *rea
         return append_pair(noticed, stream->owner,
                            PyObject_CallFunction(PyExc_OSError, "is", number, strerror(number)));
     }
-    *read_ns = times.read_ns;
+    *now_ns = times.read_ns;
+    if (times.since_ns < self->scanned_ns)
+        times.since_ns = self->scanned_ns;
+    int full = count == sizeof buffer; /* then the rest may be as old */
+    self->streams[fd].empty_ns = full ? times.since_ns : before_ns;
+    self->left |= full;
     if (count == 0)
         return append_pair(noticed, stream->owner, PyBytes_FromStringAndSize(NULL, 0));
     return keep(stream, count, &times, noticed);
@@ -118,7 +137,7 @@ stream_of(Streams *self, int fd)
 
 /* Serves one event. 0, or -1 with an exception. */
 static int
-serve(Streams *self, const struct epoll_event *event, PyObject *noticed, PyObject *others, int64_t *read_ns)
+serve(Streams *self, const struct epoll_event *event, PyObject *noticed, PyObject *others, int64_t *now_ns)
 {
     int fd = event->data.fd;
     const struct stream *found = event->events == EPOLLIN ? stream_of(self, fd) : NULL;
@@ -131,10 +150,29 @@ serve(Streams *self, const struct epoll_event *event, PyObject *noticed, PyObjec
     struct stream stream = *found; /* a garbage collection in between may run anything */
     Py_INCREF(stream.log);
     Py_INCREF(stream.owner);
-    int failed = read_stream(fd, &stream, noticed, read_ns);
+    int failed = read_stream(self, fd, &stream, noticed, now_ns);
     Py_DECREF(stream.owner);
     Py_DECREF(stream.log);
     return failed;
+}
+
+/* Waits as epoll_wait does, in slices, so that each wait that ends in vain shows that nothing had come until it
+   began. When the last one began goes to `looked_ns`. */
+static int
+look(Streams *self, int epoll_fd, struct epoll_event *events, int most, int timeout_ms, int64_t *looked_ns)
+{
+    int64_t until_ns = 0;
+    for (;;) {
+        *looked_ns = monotonic_ns();
+        if (until_ns == 0)
+            until_ns = timeout_ms < 0 ? INT64_MAX : *looked_ns + (int64_t)timeout_ms * 1000000;
+        int64_t left_ns = until_ns - *looked_ns;
+        int64_t wait_ns = left_ns < 0 ? 0 : left_ns < SLICE_NS ? left_ns : SLICE_NS;
+        int count = epoll_wait(epoll_fd, events, most, (int)((wait_ns + 999999) / 1000000));
+        if (count != 0 || left_ns <= SLICE_NS)
+            return count;
+        self->scanned_ns = self->served_ns = *looked_ns;
+    }
 }
 
 PyDoc_STRVAR(turn_doc,
@@ -150,27 +188,33 @@ streams_turn(Streams *self, PyObject *arguments)
     struct epoll_event events[MOST_EVENTS];
     int epoll_fd, timeout_ms, most, count;
     long long until_ns;
-    int64_t read_ns = 0;
+    int64_t looked_ns, now_ns;
     PyObject *noticed, *others;
     if (!PyArg_ParseTuple(arguments, "iiiLO!O!", &epoll_fd, &timeout_ms, &most, &until_ns, &PyList_Type, &noticed,
                           &PyList_Type, &others))
         return NULL;
+    most = most < MOST_EVENTS ? most : MOST_EVENTS;
+    self->scanned_ns = self->served_ns;
+    self->left = 0;
     Py_BEGIN_ALLOW_THREADS
-    count = epoll_wait(epoll_fd, events, most < MOST_EVENTS ? most : MOST_EVENTS, timeout_ms);
+    count = look(self, epoll_fd, events, most, timeout_ms, &looked_ns);
     Py_END_ALLOW_THREADS
     if (count < 0) {
         if (errno != EINTR)
             return PyErr_SetFromErrno(PyExc_OSError);
         if (PyErr_CheckSignals() < 0)
             return NULL;
-        count = 0;
+        return PyLong_FromLong(0);
     }
+    now_ns = looked_ns;
     for (int index = 0; index < count; index++) {
-        if (index && read_ns >= until_ns) /* a level-triggered epoll tells of the others again */
+        if (index && now_ns >= until_ns) /* a level-triggered epoll tells of the others again */
             return PyLong_FromLong(index);
-        if (serve(self, &events[index], noticed, others, &read_ns) < 0)
+        if (serve(self, &events[index], noticed, others, &now_ns) < 0)
             return NULL;
     }
+    if (count < most && !self->left) /* whatever is not among them had nothing to read then */
+        self->served_ns = looked_ns;
     return PyLong_FromLong(count);
 }
 
@@ -201,7 +245,7 @@ take_out(Streams *self, int fd)
     if (found == NULL)
         return;
     struct stream stream = *found;
-    *found = (struct stream){NULL, NULL};
+    *found = (struct stream){NULL, NULL, 0};
     Py_DECREF(stream.owner);
     Py_DECREF(stream.log);
 }
@@ -222,7 +266,7 @@ streams_add(Streams *self, PyObject *arguments)
     if (make_room(self, fd) < 0)
         return NULL;
     take_out(self, fd);
-    self->streams[fd] = (struct stream){(Log *)Py_NewRef(log), Py_NewRef(owner)};
+    self->streams[fd] = (struct stream){(Log *)Py_NewRef(log), Py_NewRef(owner), monotonic_ns()};
     Py_RETURN_NONE;
 }
 
@@ -235,6 +279,17 @@ streams_remove(Streams *self, PyObject *descriptor)
     if (fd >= 0 && fd < self->size)
         take_out(self, (int)fd);
     Py_RETURN_NONE;
+}
+
+static PyObject *
+streams_empty_ns(Streams *self, PyObject *descriptor)
+{
+    long fd = PyLong_AsLong(descriptor);
+    if (fd == -1 && PyErr_Occurred())
+        return NULL;
+    struct stream *found = fd >= 0 && fd < self->size ? stream_of(self, (int)fd) : NULL;
+    int64_t empty_ns = found != NULL && found->empty_ns > self->scanned_ns ? found->empty_ns : self->scanned_ns;
+    return PyLong_FromLongLong(empty_ns);
 }
 
 static int
@@ -311,6 +366,8 @@ set_timer(PyObject *module, PyObject *arguments)
 static PyMethodDef streams_methods[] = {
     {"add", (PyCFunction)streams_add, METH_VARARGS, streams_add_doc},
     {"remove", (PyCFunction)streams_remove, METH_O, "remove(fd) -> None: before the descriptor is closed."},
+    {"empty_ns", (PyCFunction)streams_empty_ns, METH_O,
+     "empty_ns(fd) -> int: a time (CLOCK_MONOTONIC) at which nothing of the stream lay unread."},
     {"turn", (PyCFunction)streams_turn, METH_VARARGS, turn_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -361,6 +418,7 @@ PyInit__reads(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
+    prepare_log();
     log_type = (PyTypeObject *)add_type(module, &log_spec, "Log");
     if (log_type == NULL || add_type(module, &streams_spec, "Streams") == NULL ||
         PyModule_AddFunctions(module, log_functions) < 0)

@@ -8,15 +8,19 @@
 
 #include <stdint.h>
 
-/* When a read's bytes came by the kernel's stamp (real time, 0 for none), and when it was done (monotonic). */
+/* When a read's last bytes came by the kernel's stamp (real time, 0 for none), when it was done, and since when
+   bytes of it may have lain there: at `since_ns` there was nothing to read (both monotonic). */
 struct times {
-    int64_t stamp_ns, read_ns;
+    int64_t stamp_ns, read_ns, since_ns;
 };
 
 typedef struct log Log;
 
 extern PyType_Spec log_spec;
 extern PyMethodDef log_functions[];
+
+/* Before anything else of _log.c is used. */
+void prepare_log(void);
 
 /* Whether a read ends as one does that brought whole events in whole chunks. */
 int ends_as_usual(const char *data, Py_ssize_t size);

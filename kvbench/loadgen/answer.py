@@ -40,7 +40,9 @@ class Answer:
         "body_limit",
         "chunked",
         "complete",
+        "doubts_ns",
         "first_body_ns",
+        "first_doubt_ns",
         "head_seen",
         "headers",
         "keep_alive",
@@ -72,32 +74,50 @@ class Answer:
         """More came than the answer: the connection is out of step."""
         self.malformed = ""
         self.first_body_ns: int | None = None
+        self.doubts_ns = array("i")
+        """Of each token whose read brought another one after it: by how much its stamp may be too late."""
+        self.first_doubt_ns = 0
+        """The same of the first token."""
 
-    def take(self, reads: list[bytes | int], stamps: memoryview) -> None:
+    def take(
+        self,
+        reads: list[bytes | int],
+        stamps: memoryview,
+        doubts: memoryview | None = None,
+        crc: int | None = None,
+    ) -> None:
         """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
 
-        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64.
+        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A
+        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``crc`` is
+        the text's up to the last read that is a number.
         """
+        if doubts is None:
+            doubts = memoryview(bytes(4 * len(reads))).cast("i")
+        if crc is not None and reads and isinstance(reads[0], int):
+            self.stream.text_crc = crc  # numbers come before all bytes that are not taken in yet
         position = 0
         while position < len(reads):
             if self._regular():
-                position += self._take_regular(reads[position:], stamps[position:])
+                position += self._take_regular(reads[position:], stamps[position:], doubts[position:])
             if position < len(reads):
-                read, stamp = reads[position], stamps[position]
+                read, stamp, doubt = reads[position], stamps[position], doubts[position]
                 assert isinstance(read, bytes)
                 end = 0 if self.head_seen else read.find(HEAD_END) + len(HEAD_END)
                 if len(HEAD_END) <= end < len(read):
                     # What comes with the head may be the first of the usual chunks.
-                    self._feed(read[:end], stamp)
+                    self._feed(read[:end], stamp, 0)
                     reads[position] = read[end:]
                 else:
-                    self._feed(read, stamp)
+                    self._feed(read, stamp, doubt)
                     position += 1
 
-    def expected(self) -> tuple[bytes, bytes] | None:
-        """If the next byte begins a chunk: what stood around the text of those before, once known."""
+    def expected(self) -> tuple[bytes, bytes, int] | None:
+        """If the next byte begins a chunk: what stood around the text of those before, once known; the CRC-32
+        of the text so far.
+        """
         known = self._known
-        return (known.begin, known.after) if known.begin and self._regular() else None
+        return (known.begin, known.after, known.crc) if known.begin and self._regular() else None
 
     def closed(self) -> None:
         """The connection was closed in order: the end of an answer without a length."""
@@ -114,7 +134,7 @@ class Answer:
         """Whether the next byte begins a chunk of an event stream, and an event."""
         return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
 
-    def _take_regular(self, reads: list[bytes | int], stamps: memoryview) -> int:
+    def _take_regular(self, reads: list[bytes | int], stamps: memoryview, doubts: memoryview) -> int:
         """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
         known, position = self._known, 0
         tokens: list[int] = []
@@ -123,7 +143,7 @@ class Answer:
                 plain = self.usual(reads, position, known, tokens)
                 position += plain
                 if not plain:
-                    tokens.append(known[reads[position]])  # type: ignore[index]
+                    tokens.append(known.tokens_in(cast(bytes, reads[position])))
                     position += 1
         except UnusualError:
             pass
@@ -140,19 +160,28 @@ class Answer:
         if tokens.count(1) == with_tokens:
             self.stream.token_stamps.frombytes(stamps[:with_tokens].tobytes())
         else:
+            for number, doubt in zip(tokens, doubts, strict=False):
+                if number > 1:
+                    self._doubt(number, doubt)
             self.stream.token_stamps.extend(chain.from_iterable(map(repeat, stamps[:count], tokens)))
         if not self.stream.token_stamps:  # then there was no usual read either
             chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
             self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
         return count
 
+    def _doubt(self, tokens: int, doubt_ns: int) -> None:
+        """So many tokens of one read, which are about to be noted, have the last one's stamp."""
+        if not self.stream.token_stamps:
+            self.first_doubt_ns = doubt_ns
+        self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
+
     # the general way
 
-    def _feed(self, data: bytes, stamp: int) -> None:
+    def _feed(self, data: bytes, stamp: int, doubt_ns: int) -> None:
         if self.complete or self.malformed:
             self.surplus = True
             return
-        self._stamp = stamp
+        self._stamp, before = stamp, len(self.stream.token_stamps)
         if not self.head_seen:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -168,6 +197,11 @@ class Answer:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()
             self._take_body(body, stamp)
+            tokens = len(self.stream.token_stamps) - before
+            if tokens > 1:
+                self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
+                if not before:
+                    self.first_doubt_ns = doubt_ns
         # Within or after a size line, the last callback was another one, or the last byte is no line feed.
         self._at_boundary = self._at_boundary and self.chunked and data[-2:] == b"\r\n"
 

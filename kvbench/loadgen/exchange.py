@@ -114,10 +114,15 @@ class Exchange:
         stream.finish(whole=self.failure is None)
         record.status = answer.status
         record.output_len = stream.completion_tokens or 0
+        record.prompt_tokens = stream.prompt_tokens
         if leg.reads:
             record.stamps = "read" if leg.fallbacks else "kernel"
         tokens = stream.token_stamps
-        if tokens and answer.status == 200:
+        if not tokens and self._one_without_text() and leg.last_ns is not None:
+            # A token without text, as half of a character is: it came no later than the answer's end.
+            record.first_token_s = record.last_token_s = relative_s(leg.last_ns, start_ns)
+        elif tokens and answer.status == 200:
+            record.text_crc = stream.text_crc
             record.first_token_s = relative_s(tokens[0], start_ns)
             record.last_token_s = relative_s(tokens[-1], start_ns)
             assert isinstance(tokens, array)
@@ -159,14 +164,22 @@ class Exchange:
             return failure
         return _stream_failure(answer, failure) or self._length_failure(answer)
 
+    def _one_without_text(self) -> bool:
+        """Whether the answer is one token, as was asked, and that has no text."""
+        assert self.stream is not None
+        stream = self.stream.answer.stream
+        return stream.completion_tokens == self.record.requested_output_len == 1 and stream.empty_events > 0
+
     def _length_failure(self, answer: Answer) -> Failure:
         tokens, wanted = answer.stream.completion_tokens, self.record.requested_output_len
         if tokens is None:
             return "bad_stream", "the stream carries no usage, so its tokens cannot be counted"
         if tokens != wanted:
             return "wrong_length", f"{tokens} tokens instead of {wanted}"
-        if not answer.stream.token_stamps:
-            return "bad_stream", "the stream carries no token events"
+        if not answer.stream.token_stamps and not self._one_without_text():
+            empty = answer.stream.empty_events
+            told = f": all of its {empty} token events are without text" if empty else ""
+            return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{told}"
         return "", ""
 
 
@@ -174,7 +187,7 @@ def _stream_failure(answer: Answer, failure: Failure | None) -> Failure | None:
     """What is wrong with the stream itself, or with how it ended."""
     stream = answer.stream
     if stream.error:
-        if stream.error == "bad_stream" and not stream.token_stamps:
+        if stream.error == "bad_stream" and not stream.token_stamps and not stream.event_seen:
             return whole_body_error(bytes(answer.body))
         return stream.error, stream.detail
     if failure is not None:

@@ -125,13 +125,14 @@ class Leg:
         if self.ended or not log:
             return False
         trial, answer = self.exchange.trial, self.answer
-        reads, came_ns, lags_ns, useless = log.take(READS_AT_ONCE, self.sent_ns, trial.clock.offset_ns)
+        taken = log.take(READS_AT_ONCE, self.sent_ns, trial.clock.offset_ns)
+        reads, came_ns, lags_ns, doubts_ns, useless, crc = taken
         trial.figures.read(lags_ns, useless)
         stamps = memoryview(came_ns).cast("q")
         self.reads += len(stamps)
         self.last_ns = stamps[-1]
         self.fallbacks += useless
-        answer.take(reads, stamps)
+        answer.take(reads, stamps, memoryview(doubts_ns).cast("i"), crc)
         if answer.complete:
             self._finish()
         elif answer.malformed:

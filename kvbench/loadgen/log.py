@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvbench.loadgen.clock import TIMES, arrivals
+from kvbench.loadgen.clock import NEVER_NS, TIMES, arrivals
 from kvbench.loadgen.compiled import READS
 
 READ_MEMORY_BYTES: Final = 400
 """About what a read of one token takes that is kept whole, with its times."""
 
-Taken = tuple[list[bytes | int], bytes, bytes, int]
-"""Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says."""
+Taken = tuple[list[bytes | int], bytes, bytes, bytes, int, int]
+"""Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says; and
+the CRC-32 of the answer's text up to the last read that was as expected."""
 
 
 class Log(Protocol):
@@ -26,13 +27,17 @@ class Log(Protocol):
     def held(self) -> int:
         """About how many bytes of memory that takes."""
 
-    def add(self, data: bytes, stamp: bytes, read_ns: int, /) -> None:
-        """A read, the kernel's stamp of it (``wire.NO_STAMP`` for none), and when it was done (monotonic)."""
+    def add(self, data: bytes, stamp: bytes, read_ns: int, since_ns: int = ..., /) -> None:
+        """A read, the kernel's stamp of it (``wire.NO_STAMP`` for none), and when it was done (monotonic).
 
-    def expect(self, begin: bytes, after: bytes, /) -> None:
+        ``since_ns``: a time at which nothing of it had come yet; by default that of the read.
+        """
+
+    def expect(self, begin: bytes, after: bytes, crc: int, /) -> None:
         """The next byte begins a chunk: ``begin``, characters that JSON does not escape, and ``after``.
 
-        A read that brings such chunks alone may be kept as their number, up to one that does not.
+        A read that brings such chunks alone may be kept as their number, up to one that does not. ``crc`` is
+        the CRC-32 of the answer's text so far.
         """
 
     def take(self, most: int, sent_ns: int, offset_ns: int, /) -> Taken:
@@ -54,18 +59,17 @@ class PythonLog:
     def held(self) -> int:
         return len(self.reads) * READ_MEMORY_BYTES
 
-    def add(self, data: bytes, stamp: bytes, read_ns: int) -> None:
+    def add(self, data: bytes, stamp: bytes, read_ns: int, since_ns: int = NEVER_NS) -> None:
         self.reads.append(data)
-        self._times += TIMES.pack(stamp, read_ns)
+        self._times += TIMES.pack(stamp, read_ns, since_ns)
 
-    def expect(self, begin: bytes, after: bytes) -> None:
+    def expect(self, begin: bytes, after: bytes, crc: int) -> None:
         pass
 
     def take(self, most: int, sent_ns: int, offset_ns: int) -> Taken:
         reads, times = self.reads[:most], self._times[: most * TIMES.size]
         del self.reads[:most], self._times[: most * TIMES.size]
-        came_ns, lags_ns, useless = arrivals(times, sent_ns, offset_ns)
-        return reads, came_ns, lags_ns, useless
+        return reads, *arrivals(times, sent_ns, offset_ns), 0
 
     def __len__(self) -> int:
         return len(self.reads)

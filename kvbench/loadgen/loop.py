@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from kvbench.loadgen.clock import NEVER_NS
 from kvbench.loadgen.compiled import READS
 from kvbench.loadgen.log import Log
 from kvbench.loadgen.wire import ANCILLARY_BYTES, MORE_FOLLOWS, NO_STAMP, Connection
@@ -18,7 +19,9 @@ FAILED: Final = select.EPOLLERR
 READ_BYTES: Final = 4096
 EVENTS_AT_ONCE: Final = 64
 """Reads between two looks at the clock: about 0.3 ms."""
-NEVER_NS: Final = 2**63 - 1
+SLICE_S: Final = 0.001
+"""Waiting is cut into pieces of so long. Each that ends in vain shows that nothing had come until it began,
+which bounds how early the first of several chunks may have come that are read together."""
 USUAL_END: Final = b"\n\n\r\n"
 """How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
 
@@ -42,10 +45,16 @@ class Loop:
 
     def __init__(self, compiled: Any = READS) -> None:
         self._epoll = select.epoll()
-        self._streams: dict[int, tuple[Any, Log, Reading]] = {}
+        self._streams: dict[int, tuple[Any, Log, Reading, bool]] = {}
+        self._empty_ns: dict[int, int] = {}
+        """Of each that Python reads: a time at which nothing of it lay unread."""
+        self._looked_ns = self._scanned_ns = 0
+        """In Python: the last look for what is readable, and the last that told of all, which was served."""
         self._plain = None if compiled is None else compiled.Streams()
         """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}
+        self._left = False
+        """Whether a read of this turn filled the buffer."""
         # One for all: a new one for each read, cut down to what came, would leave the heap full of holes.
         self._buffers = [memoryview(bytearray(READ_BYTES))]
 
@@ -70,11 +79,14 @@ class Loop:
 
     def stream(self, connection: Connection, reading: Reading) -> None:
         """From now on everything that comes is read into the log at once."""
-        self._streams[connection.fd] = (connection.read, reading.log, reading)
+        self._streams[connection.fd] = (connection.read, reading.log, reading, connection.plain)
         if self._plain is not None and connection.plain:
             self._plain.add(connection.fd, reading.log, reading)
+        else:
+            self._empty_ns[connection.fd] = time.monotonic_ns()
 
     def end_stream(self, fd: int) -> None:
+        self._empty_ns.pop(fd, None)
         if self._streams.pop(fd, None) is not None and self._plain is not None:
             self._plain.remove(fd)
 
@@ -85,7 +97,7 @@ class Loop:
         """
         noticed: list[tuple[Reading, bytes | OSError]] = []
         if self._plain is None:
-            others = self._epoll.poll(timeout_s, EVENTS_AT_ONCE)
+            others = self._look(timeout_s)
             count = len(others)
         else:
             others = []
@@ -107,7 +119,26 @@ class Loop:
             callback = self._watchers.get(fd)
             if callback is not None:
                 callback(event)
+        if count < EVENTS_AT_ONCE and not self._left:  # whatever was not among them had nothing to read then
+            self._scanned_ns = self._looked_ns
         return count
+
+    def _look(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What is readable and so on; waits for it, in slices."""
+        until = math.inf if timeout_s < 0 else time.monotonic() + timeout_s
+        self._left = False
+        while True:
+            self._looked_ns = time.monotonic_ns()
+            left = until - self._looked_ns / 1e9
+            found = self._epoll.poll(max(0.0, min(left, SLICE_S)), EVENTS_AT_ONCE)
+            if found or left <= SLICE_S:
+                return found
+            self._scanned_ns = self._looked_ns
+
+    def _since_ns(self, fd: int) -> int:
+        """A time at which nothing of a stream lay unread."""
+        scanned_ns: int = self._scanned_ns if self._plain is None else self._plain.empty_ns(fd)
+        return max(self._empty_ns.get(fd, 0), scanned_ns)
 
     def _read_all(
         self, events: list[tuple[int, int]], noticed: list[tuple[Reading, bytes | OSError]]
@@ -122,7 +153,7 @@ class Loop:
                 others.append((fd, event))
                 continue
             try:
-                read, log, reading = streams[fd]
+                read, log, reading, plain = streams[fd]
             except KeyError:
                 others.append((fd, event))
                 continue
@@ -144,7 +175,11 @@ class Loop:
                 noticed.append((reading, b""))
                 continue
             data = view[:count].tobytes()
-            log.add(data, stamp, monotonic_ns())
+            log.add(data, stamp, monotonic_ns(), self._since_ns(fd))
+            if count == READ_BYTES:  # then more may lie there that is as old
+                self._left = True
+            elif plain and self._plain is None:
+                self._empty_ns[fd] = self._looked_ns
             if data[-4:] != USUAL_END:
                 noticed.append((reading, data))
         return others, more
@@ -154,7 +189,7 @@ class Loop:
         stream = self._streams.get(fd)
         if stream is None:
             return
-        read, log, reading = stream
+        read, log, reading, _ = stream
         flags = MORE_FOLLOWS
         while flags == MORE_FOLLOWS and fd in self._streams:
             try:
@@ -166,7 +201,8 @@ class Loop:
                 return
             data = self._buffers[0][:count].tobytes()
             if data:
-                log.add(data, ancillary[0][2] if ancillary else NO_STAMP, time.monotonic_ns())
+                stamp = ancillary[0][2] if ancillary else NO_STAMP
+                log.add(data, stamp, time.monotonic_ns(), self._since_ns(fd))
             reading.noticed(data)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from zlib import crc32
 
 from kvbench.core.records import RequestError
 
@@ -15,6 +16,9 @@ MAX_EVENT_BYTES: Final = 8 << 20
 MAX_EVENT_LINES: Final = 100_000
 _DECODE: Final = json.JSONDecoder().decode
 """As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
+_DELTAS: Final = ("content", "reasoning_content", "reasoning")
+MAX_TOKENS: Final = 2**31 - 1
+"""A usage that tells more is none."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -29,13 +33,22 @@ def clipped(data: bytes | str) -> str:
 class StreamReader:
     """Reads server-sent events (LF, CRLF or CR lines, comments, events split over reads).
 
-    A token event is an event with ``choices``, even if its text is empty. Several tokens may share
-    one event, so tokens are counted by ``usage`` and never by events. An event gets the stamp of the
-    read that completed it; stamps are in any unit.
+    A token event is an event that brings text: one whose ``choices`` have none says that something began, or
+    why it ended, and must not end TTFT. Several tokens may share one event, so tokens are counted by
+    ``usage`` and never by events. An event gets the stamp of the read that completed it; stamps are in any
+    unit.
     """
 
     token_stamps: MutableSequence[int] = field(default_factory=list)
+    empty_events: int = 0
+    """Events with ``choices`` and without text."""
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    """The prompt's length as the server counted it."""
+    text: str = ""
+    """Of the last token event that was decoded."""
+    text_crc: int = 0
+    """CRC-32 of the answer's whole text (UTF-8), which tells equal answers without keeping them."""
     done: bool = False
     half: bool = False
     """The stream ended in the middle of an event; known after ``finish``."""
@@ -49,6 +62,11 @@ class StreamReader:
     _size: int = 0
     """Its bytes."""
     _data: list[bytes] = field(default_factory=list)
+
+    @property
+    def event_seen(self) -> bool:
+        """Whether any event of a completion has come: a stream it is, then."""
+        return bool(self.token_stamps) or self.empty_events > 0
 
     @property
     def between_events(self) -> bool:
@@ -116,9 +134,34 @@ class StreamReader:
             self._fail("error_body", problem)
             return False
         usage = event.get("usage")
-        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
-            self.completion_tokens = usage["completion_tokens"]
-        return bool(event.get("choices"))
+        if isinstance(usage, dict):
+            self._take_usage(usage)
+        choices = event.get("choices")
+        if not choices:
+            return False
+        text = text_in(choices)
+        if not text:
+            self.empty_events += 1
+            return False
+        self.text = text
+        self.add_text(text.encode("utf-8", "surrogatepass"))
+        return True
+
+    def add_text(self, text: bytes) -> None:
+        """A token event's text, which may have come without being decoded."""
+        self.text_crc = crc32(text, self.text_crc)
+
+    def _take_usage(self, usage: dict[str, Any]) -> None:
+        for name in ("completion_tokens", "prompt_tokens"):
+            count = usage.get(name)
+            if not isinstance(count, int):
+                continue
+            if count > MAX_TOKENS:
+                digits = str(count)
+                told = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
+                self._fail("bad_stream", f"the usage's {name} is {told}, which no answer can have")
+            else:
+                setattr(self, name, count)
 
     def _begun(self) -> bytes:
         """The line that has begun."""
@@ -134,6 +177,18 @@ class StreamReader:
     def _fail(self, error: RequestError, detail: bytes | str) -> None:
         if not self.error:
             self.error, self.detail = error, clipped(detail)
+
+
+def text_in(choices: Any) -> str:
+    """The text that an event's choices bring, of completions or of chats; empty if there is none."""
+    parts = []
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            delta = choice.get("delta")
+            told = [choice.get("text")]
+            told += [delta.get(name) for name in _DELTAS] if isinstance(delta, dict) else []
+            parts += [text for text in told if isinstance(text, str)]
+    return "".join(parts)
 
 
 def error_in(event: dict[str, Any]) -> str:

@@ -311,6 +311,9 @@ class Trial:
         if record.error_detail:
             record.error_detail = hidden(record.error_detail, self._spec.api_key_env)
         self.figures.chunks += exchange.chunks
+        if exchange.chunks and exchange.stream is not None:
+            answer = exchange.stream.answer
+            self.figures.doubted(answer.doubts_ns, answer.first_doubt_ns)
         self._counts.settled(exchange, record)
 
     def _state(self, now: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class Figures:
         self.fallbacks = 0
         self.chunks = 0
         self._chunk_lags_ns = array("i")
+        self._doubts_ns = array("i")
+        self._first_doubts_ns = array("i")
         self._send_lags_s = array("d")
         self._beat_lags_s = array("d")
         self._worst_s = 0.0
@@ -56,6 +59,11 @@ class Figures:
         self._chunk_lags_ns.frombytes(lags_ns)
         self.fallbacks += fallbacks
 
+    def doubted(self, doubts_ns: array[int], first_doubt_ns: int) -> None:
+        """A request's tokens whose times may be too late, by so many ns at most, and its first token."""
+        self._doubts_ns.extend(doubts_ns)
+        self._first_doubts_ns.append(first_doubt_ns)
+
     def worst_ms(self) -> float:
         """The largest lag since this was last asked."""
         worst, self._worst_s = self._worst_s, 0.0
@@ -71,6 +79,8 @@ class Figures:
             **_percentiles("send_lag", self._send_lags_s, 1e3),
             **_percentiles("chunk_lag", self._chunk_lags_ns, 1e-6),
             **_percentiles("loop_lag", self._beat_lags_s, 1e3),
+            **_doubts("token_error", self._doubts_ns, self.chunks),
+            **_doubts("first_error", self._first_doubts_ns, len(self._first_doubts_ns)),
             "loop_stalls": sum(lag > STALL_S for lag in self._beat_lags_s),
             "cpu_share": round(cpu_s / wall_s, 4),
             "run_queue_wait_share": round((_run_queue_wait_s() - self._waited) / wall_s, 4),
@@ -92,6 +102,20 @@ def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str,
         f"{name}_{what}_ms": round(float(value), 4)
         for what, value in zip(("p50", "p99", "max"), found, strict=True)
     }
+
+
+def _doubts(name: str, doubts_ns: array[int], of: int) -> dict[str, float]:
+    """By how much times may be too late (ms): half of them, 99 of 100, and all by no more than that.
+
+    ``of`` times there are; those that are not in ``doubts_ns`` are exact.
+    """
+    ordered = np.sort(doubts_ns)
+    figures = {}
+    for what, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        place = math.ceil(share * of) - 1 - (of - len(ordered))
+        value_ns = float(ordered[place]) if 0 <= place < len(ordered) else 0.0
+        figures[f"{name}_{what}_ms"] = round(value_ns * 1e-6, 4)
+    return figures
 
 
 def _collections() -> int:
