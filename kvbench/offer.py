@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.burst import burst_requests
-from kvbench.core.ceiling import ceiling_length_s, ceiling_measured, ceiling_offsets, is_over
+from kvbench.core.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
 from kvbench.core.live import (
     Criterion,
     Decision,
@@ -54,6 +54,8 @@ class Offered:
 
     offsets_s: NDArray[np.float64]
     requests: Sequence[TracedRequest] | None = None
+    flood: Flood | None = None
+    """Of a ceiling probe."""
 
     @property
     def n(self) -> int:
@@ -71,11 +73,14 @@ def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] =
         requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
         return Offered(np.array([each.offset_s for each in requests]), requests)
     if wanted.ceiling and not trace:
-        return Offered(ceiling_offsets(wanted.rate, wanted.latency_s, burstiness, wanted.seed))
+        flood = plan_flood(wanted.rate, wanted.latency_s, burstiness, wanted.seed)
+        return Offered(flood.offsets_s, flood=flood)
     if trace:
         most = num_requests(scenario, wanted) if wanted.searched else None
         requests = scaled(trace, request_rate(trace) / wanted.rate, most)
-        return Offered(np.array([each.offset_s for each in requests]), requests)
+        offsets = np.array([each.offset_s for each in requests])
+        own = Flood(offsets, 0.0, float(offsets[-1]), wanted.latency_s) if wanted.ceiling else None
+        return Offered(offsets, requests, own)
     n = num_requests(scenario, wanted)
     return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))
 
@@ -87,7 +92,7 @@ def num_requests(scenario: Scenario, wanted: Wanted) -> int:
         return burst_requests(wanted.rate)
     seconds = search.trial_s
     if wanted.ceiling:
-        seconds = ceiling_length_s(wanted.latency_s)
+        seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * wanted.latency_s)
     elif wanted.searched:
         seconds = search.max_trial_s or max(seconds, trial_length_s(wanted.rate, wanted.latency_s))
     return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
@@ -105,11 +110,10 @@ class Watch:
         self._tiers = dict(tiers) if wanted.searched and not wanted.ceiling else {}
         self._asked = tier if tier in self._tiers else next(iter(self._tiers), "")
         self.decisions: dict[str, Decision] = {}
-        self._ceiling_s = offered.length_s if wanted.ceiling else math.inf
-        self._offsets_s, self._alone_s = offered.offsets_s, wanted.latency_s
-        self._ends_s: list[float] = []
-        self.ceiling_over_s = self._ceiling_s
-        """When a ceiling probe was ended, in seconds since its start."""
+        self._flood = offered.flood
+        self._flood_ends_s: NDArray[np.float64] = np.empty(0)
+        self.flooded_s = 0.0
+        """For how long a ceiling probe went on."""
         self._trials = {
             name: LiveTrial(
                 LiveConfig(
@@ -139,19 +143,17 @@ class Watch:
             decision = live.feed(progress.t_s, told, progress.waiting_first, progress.sent)
             if decision is not None:
                 self.decisions.setdefault(name, decision)
-        if self._ceiling_s < math.inf:
-            return self._ceiling_over(progress)
+        if self._flood is not None:
+            return self._flood_over(self._flood, progress)
         # Undecided is a decision, too: the time is up.
         return self.decision is not None
 
-    def _ceiling_over(self, progress: Progress) -> bool:
+    def _flood_over(self, flood: Flood, progress: Progress) -> bool:
         answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
-        self._ends_s += [float(self._offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
-        sent_s, now_s = self._offsets_s[: progress.sent], progress.t_s
-        over = now_s >= self._ceiling_s or is_over(np.array(self._ends_s), sent_s, now_s, self._alone_s)
-        if over:
-            self.ceiling_over_s = min(self.ceiling_over_s, now_s)
-        return over
+        ends = [float(flood.offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
+        self._flood_ends_s = np.append(self._flood_ends_s, ends)
+        self.flooded_s = progress.t_s
+        return flood.is_over(self._flood_ends_s, progress.t_s)
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
@@ -163,11 +165,10 @@ def _hopeless_s(slo: Slo, output_len: int) -> float:
     return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
 
 
-def ceiling_figures(records: Sequence[RequestRecord], until_s: float, latency_s: float) -> dict[str, Any]:
+def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: float) -> dict[str, Any]:
     """A ceiling probe's completions per second, and whether they are a ceiling, for its trial's summary."""
-    sent = sorted(record.scheduled_s for record in records if record.sent_s is not None)
     ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
-    found = ceiling_measured(ends, sent, until_s, latency_s)
+    found = flood.measured(ends, until_s)
     if found.completion_rate is None:
         return {}
     return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}

@@ -192,8 +192,8 @@ class TrialRunner:
             told["tiers"] = self._judged_tiers(plan, evidence, load, watch)
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
-        if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, watch.ceiling_over_s, plan.latency_s)
+        if offered.flood is not None:
+            told |= ceiling_figures(load.records, offered.flood, watch.flooded_s)
         labels = list(self._store.manifest.get("labels", []))
         if verdict == "measured" and reason:
             labels.append(SATURATED)
@@ -255,7 +255,7 @@ class TrialRunner:
 
         spec = self._load_spec(plan, offered.n)
         requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
-        if plan.purpose == "ceiling" and offered.requests is None:
+        if offered.flood is not None and offered.requests is None:
             spec["offsets_s"] = offered.offsets_s.tolist()
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)

@@ -190,8 +190,8 @@ class VirtualTrials(TrialRunner):
             told["tiers"] = self._judged_tiers(plan, evidence, load, watch)
         if watch.decision is not None:
             told["live"] = live_json(watch.decision)
-        if plan.purpose == "ceiling":
-            told |= ceiling_figures(load.records, watch.ceiling_over_s, plan.latency_s)
+        if offered.flood is not None:
+            told |= ceiling_figures(load.records, offered.flood, watch.flooded_s)
         saturated = [SATURATED] if verdict == "measured" and reason else []
         record = TrialRecord(
             trial_id=plan.trial_id,

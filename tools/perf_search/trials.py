@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.ceiling import ceiling_measured, ceiling_offsets, is_over
+from kvbench.core.ceiling import plan_flood
 from kvbench.core.live import (
     Criterion,
     Decision,
@@ -124,16 +124,12 @@ def search(
 
 
 def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> Measured:
-    """A climbing load: what was completed until that followed no more."""
-    at = ceiling_offsets(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
-    outcomes = run_open(system, at, rng, clock_s)
-    ends, t_s = np.sort(outcomes.end_s), 0.0
-    while t_s < at[-1]:
+    """A flood, and what was completed until that was known well enough."""
+    flood = plan_flood(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
+    ends, t_s = np.sort(run_open(system, flood.offsets_s, rng, clock_s).end_s), BEAT_S
+    while not flood.is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], t_s):
         t_s += BEAT_S
-        sent = at[: int(np.searchsorted(at, t_s, side="right"))]
-        if is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], sent, t_s, system.idle_s):
-            break
-    return ceiling_measured(ends, at[at <= t_s], t_s, system.idle_s)
+    return flood.measured(ends, t_s)
 
 
 def hint_near(system: System, rate: float, seed: int) -> Hint:
