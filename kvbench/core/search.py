@@ -226,7 +226,7 @@ class RateSearch:
         return figures
 
     def _measured_answer(self, root: Root, bracket: _Bracket) -> Answer:
-        settled, agrees = self._settled(root), "a further trial at {:g} agrees"
+        settled, agrees = self._settled(root), self._agreement()
         if settled is None:
             settled, agrees = self._fallen_back(root), "the highest rate met: {:g}"
         rate = settled if settled is not None else self._inside(root.median)
@@ -373,6 +373,16 @@ class RateSearch:
         moved = abs(math.log(self._inside(root.median) / last.rate))
         sharp = root.width <= precision * WIDTH
         return last.rate if sharp and moved <= precision * SHIFT else None
+
+    def _agreement(self) -> str:
+        """How the last trial confirms its rate: only one that was met does so by itself."""
+        last = self._told[-1]
+        support = None if last.verdict == "met" else self._support(last.rate)
+        return (
+            "a further trial at {:g} agrees"
+            if support is None
+            else f"met at {support.rate:g}; a further trial at {{:g}} leaves the answer there"
+        )
 
     def _support(self, rate: float) -> Told | None:
         """A trial that was met at that rate or up to the precision above it: the nearest, then the newest."""
