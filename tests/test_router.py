@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import lives
 
 from kvbench.core.handoff import engine_id_in
 from kvbench.errors import InputError
@@ -843,7 +843,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     parent.communicate(timeout=10)
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

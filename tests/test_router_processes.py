@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import still_living
 
 from kvbench.errors import PortInUseError
 from kvbench.http1 import Pool, Reply, Request, Response, fetch, serve
@@ -163,11 +164,6 @@ def until_listening(port: int) -> None:
         time.sleep(0.02)
 
 
-def gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, DEADLINE_S)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> None:
     with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
@@ -175,7 +171,7 @@ def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> Non
         workers = workers_of(process)
         process.send_signal(number)
         assert process.wait(DEADLINE_S) == 0
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_one_that_dies_ends_all_and_is_a_failure(tmp_path: Path) -> None:
@@ -184,7 +180,7 @@ def test_one_that_dies_ends_all_and_is_a_failure(tmp_path: Path) -> None:
         workers = workers_of(process)
         os.kill(workers[1].pid, signal.SIGKILL)
         assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_its_processes_end_with_it(tmp_path: Path) -> None:
@@ -193,7 +189,7 @@ def test_its_processes_end_with_it(tmp_path: Path) -> None:
         workers = workers_of(process)
         process.kill()
         process.wait(DEADLINE_S)
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_a_process_that_cannot_learn_the_engine_ids_ends_all_with_its_message(tmp_path: Path) -> None:

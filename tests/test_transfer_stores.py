@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 from faults import Seen
+from processes import below, lives
 from test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
 
 from kvbench import transfer
@@ -74,11 +75,7 @@ def until(what: Any, said: str) -> None:
 
 
 def masters_of(pid: int) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(pid).children(recursive=True)
-        if any("mooncake_master" in word for word in child.cmdline())
-    ]
+    return below("mooncake_master", of=pid)
 
 
 class Two:
@@ -287,10 +284,7 @@ def test_master_ends_with_its_owner_however_that_ends(mooncake: str) -> None:
         async with side(mooncake, LAYOUT, {"role": "target"}) as there:
             (master,) = masters_of(there.process.pid)
             os.kill(there.process.pid, signal.SIGKILL)
-            until(
-                lambda: not master.is_running() or master.status() == psutil.STATUS_ZOMBIE,
-                "the master outlived its owner",
-            )
+            until(lambda: not lives(master), "the master outlived its owner")
 
     run(work())
 
