@@ -195,8 +195,8 @@ def test_what_the_tests_lack_is_installed_and_starts_no_service(
     for name in {*setup_tests.COMMANDS} - {"sshd", "nft"}:
         executable(bare / name)
     # As openssh-server does: it enables its service, and has what undoes that.
-    undo = f"printf '#!/bin/sh\\necho \"$@\" >> {bare.parent}/undone\\n' > {bare}/deb-systemd-helper"
-    apt_get(bare, f"cd {bare}; touch sshd nft; {undo}; chmod 755 sshd nft deb-systemd-helper")
+    undo = f"printf '#!/bin/sh\\necho \"$@\" >> {bare.parent}/undone\\n' > {bare}/systemctl"
+    apt_get(bare, f"cd {bare}; touch sshd nft; {undo}; chmod 755 sshd nft systemctl")
     setup_tests.set_up(force=False)
     asked = (bare.parent / "asked").read_text()
     assert asked == "install -y --no-install-recommends nftables openssh-server\n"

@@ -76,8 +76,8 @@ def install(packages: list[str]) -> str | None:
         say(f"installing {', '.join(packages)} with apt-get, for the tests; no service is started")
         problem = apt_install(packages)
         if problem is None and "openssh-server" in packages:
-            # Both know how to do it without systemd, too; either may have nothing to do.
-            run(["deb-systemd-helper", "disable", *SERVICES], CHECK_DEADLINE_S)
+            # The one where there is systemd, whether it runs or not; the other where there is none.
+            run(["systemctl", "disable", *SERVICES], CHECK_DEADLINE_S)
             run(["update-rc.d", "ssh", "disable"], CHECK_DEADLINE_S)
     return problem
 
