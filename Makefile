@@ -16,6 +16,7 @@ help:
 	@echo "make sweep   set up, then find the highest request rates of scenario $(SCENARIO) (SCENARIO=, SWEEP_ARGS=)"
 	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=, JOBS=)"
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
+	@echo "make setup-tests  and what only tests need: sshd, nft and openssl by apt-get, where it may; starts no service"
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
 	@echo "make kills   set up, then kill a real sweep a hundred times at random moments, and resume it (KILLS_ARGS=)"

@@ -378,6 +378,36 @@ def test_make_sweep_and_make_test_set_up_first_and_pytest_comes_last() -> None:
     assert "-m pytest" in test[-1]
 
 
+SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_lacks(number): pytest.skip("there is no sshd here: apt-get install openssh-server")
+
+@pytest.mark.skipif(True, reason="takes a minute: `make test-ssh` runs it")
+def test_asked(): pass
+
+def test_nothing_to_do(): pytest.skip("null moves no bytes")
+
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]])
+def test_what_was_skipped_for_want_of_what_stands_above_the_last_line(
+    tmp_path: Path, workers: list[str]
+) -> None:
+    (tmp_path / "test_skips.py").write_text(SKIPS)
+    pytest_of_its_own = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-ra", *workers]
+    done = python_in(tmp_path, *pytest_of_its_own, PYTHONPATH=str(ROOT / "tests"))
+    *before, asked, lacks, one, last = done.stdout.splitlines()
+    assert asked == "not asked for: 1 tests that have make targets of their own (make help)"
+    assert lacks == "skipped for want of what this machine lacks: 3 tests"
+    assert one == "  3 × there is no sshd here: apt-get install openssh-server"
+    assert "1 passed, 5 skipped" in last
+    assert any(line.startswith("SKIPPED") for line in before)
+
+
 def test_ci_runs_the_same() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
