@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from emulated import free_port
 from processes import still_living
 
 from kvbench.errors import PortInUseError
@@ -31,13 +32,6 @@ from kvbench.telemetry import parse_metrics
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
 PROCESSES = 3
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -169,6 +163,20 @@ def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> Non
     with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
         until_listening(port)
         workers = workers_of(process)
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert not still_living(workers, DEADLINE_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+def test_a_signal_while_its_processes_start_ends_it_well(tmp_path: Path, number: int, after_s: float) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, _):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (workers := workers_of(process)):
+            assert time.monotonic() < deadline
+        time.sleep(after_s)
+        workers = workers_of(process) or workers
         process.send_signal(number)
         assert process.wait(DEADLINE_S) == 0
         assert not still_living(workers, DEADLINE_S)

@@ -342,7 +342,7 @@ def test_frozen_peer_ends_at_our_deadline(asker: str, op: Any, fault: Seen) -> N
                 await here.process.transfer(peer, op, [0], [0], SHORT_S)
             os.kill(there.process.pid, signal.SIGCONT)
             # What was given up may still arrive with some libraries; let it, then start afresh.
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             peer = await here.process.connect(there.process.agent, DEADLINE_S)
             await move_and_verify(here, there, peer, op, 8, seed=8)
 

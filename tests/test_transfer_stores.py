@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from emulated import free_port
 from faults import Seen
 from processes import below, lives
 from test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
@@ -328,11 +329,6 @@ def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
 
 def metadata_at(port: int) -> dict[str, str]:
     return {"mooncake_store_metadata_server": f"http://127.0.0.1:{port}/metadata"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture
