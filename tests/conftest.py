@@ -36,7 +36,8 @@ if (
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GRACE_S = 3.0
+GRACE_S = 10.0
+"""Taken by a failure alone: on a busy machine a process that was told to end may wait long for its core."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")
 
