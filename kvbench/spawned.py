@@ -18,6 +18,8 @@ from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, KvbenchError
 
 EXIT_PORT_IN_USE: Final = 98
 PARENT_POLL_S: Final = 0.25
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a process to end. Who starts others blocks them until ``run`` can take them."""
 
 S = TypeVar("S")
 
@@ -82,8 +84,9 @@ def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     async def main() -> int:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             loop.add_signal_handler(number, stop.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         watch = asyncio.ensure_future(_watch_parent(parent, stop))
         try:
             return await body(stop)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from kvbench.core.processes import RUN_TAG_ENV
+from kvbench.core.records import TrialRecord
 from kvbench.runs import Run, load_run
 
 DEADLINE_S = 90.0
@@ -111,6 +112,27 @@ def the_run(results: Path) -> Run:
     """The one run folder in a results folder."""
     (folder,) = [path for path in results.iterdir() if not path.name.startswith(".")]
     return load_run(folder)
+
+
+SPOILT_BY_THE_MACHINE = {"client_limited", "router_limited", "emulator_behind"}
+"""Gates by which it shows that a process did not get its core in time. Any other one is a fault of ours."""
+
+
+def not_spoilt(measure: Callable[[int], TrialRecord], scales: Sequence[int]) -> tuple[TrialRecord, int]:
+    """The first trial that a machine with other work did not spoil, and the time scale that it had.
+
+    Each further one is of a slower emulated system, for which the same delays are smaller. That none is
+    valid, or that one is refused for another reason, is a failure.
+    """
+    said = []
+    for scale in scales:
+        trial = measure(scale)
+        if trial.verdict != "invalid":
+            return trial, scale
+        refused_by = {finding.gate for finding in trial.findings if finding.level == "invalid"}
+        assert refused_by <= SPOILT_BY_THE_MACHINE, trial.reason
+        said.append(f"{scale} times slower: {trial.reason}")
+    raise AssertionError("not one valid trial; " + "; ".join(said))
 
 
 def tagged_processes(run: Run) -> list[psutil.Process]:

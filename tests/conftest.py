@@ -1,5 +1,7 @@
 """After each test: no child process, no open descriptor or socket and no shared memory of ours is left.
 
+And after all: what was not tested here, for want of what.
+
 Only what appeared during the test counts, and it gets a moment to go away by itself, so that a
 session-wide server or another process of this machine is never blamed on a test.
 """
@@ -39,7 +41,8 @@ if (
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GRACE_S = 3.0
+GRACE_S = 10.0
+"""Taken by a failure alone: on a busy machine a process that was told to end may wait long for its core."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -47,6 +50,36 @@ SHARED_MEMORY = Path("/dev/shm")
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Descriptors that stay open rightly: terminals, devices, and what a loaded library keeps.
 KEPT_DESCRIPTORS = re.compile(r"/dev/(?!shm/)|/proc/|/sys/|.*\.(so|py|pyc|ttf|json)\b")
+
+
+# Reasons for which a test is rightly not part of this run, or nothing to test at all.
+ASKED_FOR = re.compile(r"make (test-\w+|vllm-cpu|fuzz)\b|runs with KVBENCH_\w+=1")
+NOT_A_LACK = re.compile(r"\bmoves? (no )?bytes\b|copies memory|has its own tests|^\w+ is installed here")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Says what was skipped for want of what, below all else but the line with which pytest ends."""
+    yield
+    reasons = Counter(_reason(report) for report in terminalreporter.getreports("skipped"))
+    asked = sum(number for reason, number in reasons.items() if ASKED_FOR.search(reason))
+    lacks = {
+        reason: number
+        for reason, number in reasons.most_common()
+        if not ASKED_FOR.search(reason) and not NOT_A_LACK.search(reason)
+    }
+    if asked:
+        terminalreporter.line(f"not asked for: {asked} tests that have make targets of their own (make help)")
+    if lacks:
+        terminalreporter.line(f"skipped for want of what this machine lacks: {sum(lacks.values())} tests")
+        for reason, number in lacks.items():
+            terminalreporter.line(f"  {number} × {reason}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped, in one line."""
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return " ".join(told.removeprefix("Skipped: ").split())
 
 
 @pytest.fixture(scope="session", autouse=True)

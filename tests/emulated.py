@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -23,15 +24,24 @@ from kvbench import connectors
 from kvbench.connectors.base import PrefillPeer
 
 MODEL = {"name": "tiny", "layers": 4, "kv_heads": 2, "head_dim": 64, "kv_dtype": "bf16", "vocab_size": 8192}
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORTS_FROM = 10_000
+_CHANCE = random.SystemRandom()  # not of hypothesis, which has all tests begin with the same numbers
 READY_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 15.0
 
 
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that is free now, and that no connection gets by chance before somebody listens on it.
+
+    What the kernel deals out, to connections of tests beside this one too, is of its range of local ports.
+    """
+    lowest = int(LOCAL_PORTS.read_text().split()[0])
+    while True:
+        port = _CHANCE.randrange(PORTS_FROM, lowest) if lowest > 2 * PORTS_FROM else 0
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return int(sock.getsockname()[1])
 
 
 def spec(**changes: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import httpx
 import psutil
 import pytest
 from commands import argv
+from processes import words_of
 from sshhosts import Hosts
 
 from kvbench.core.processes import RUN_TAG_ENV
@@ -456,17 +457,17 @@ class Siege:
 
     def named(self, name: str) -> psutil.Process:
         """The process of that name, such as decode-0 or router: its last argument is its spec."""
-        found = [each for each in self.processes() if each.cmdline()[-1].endswith(f"/{name}.json")]
+        found = [each for each in self.processes() if "".join(words_of(each)[-1:]).endswith(f"/{name}.json")]
         assert found, f"there is no {name}"
         return found[0]
 
     def generator(self) -> psutil.Process:
         """The load generator that has the trial: the one with connections; another one waits for the next."""
-        found = [
-            each
-            for each in self.processes()
-            if "kvbench.loadgen" in each.cmdline() and each.net_connections(kind="tcp")
-        ]
+        found = []
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the one of the trial before is just ending
+                if "kvbench.loadgen" in each.cmdline() and each.net_connections(kind="tcp"):
+                    found.append(each)
         assert found, "no load generator is at work"
         return found[0]
 

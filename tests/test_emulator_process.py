@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 from emulated import free_port, launch, pair_specs, running, spec, wait_ready
+from processes import lives, still_living
 
 
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +62,7 @@ def test_a_signal_ends_it_with_its_child(tmp_path: Path, number: signal.Signals)
             next(lines)
             assert engine.stop(number) == 0
             assert any('"error"' in line for line in lines)
-        assert not any(psutil.pid_exists(pid) for pid in children)
+        assert not any(lives(pid) for pid in children)
         assert "Traceback" not in engine.log.read_text()
     finally:
         engine.stop()
@@ -115,8 +116,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
                 time.sleep(0.05)
         children = engine.children()
         parent.kill()
-    gone, alive = psutil.wait_procs([engine, *children], timeout=10)
-    assert not alive, gone
+    assert not still_living([engine, *children])
 
 
 def test_it_stays_small_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:

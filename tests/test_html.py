@@ -252,7 +252,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.mark.skipif(
     not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
-    reason="needs Chromium, and KVBENCH_BROWSER_TESTS=1 (the pictures lie in KVBENCH_SHOTS, if set)",
+    reason="needs Chromium: `make test-html` runs it (the pictures lie in KVBENCH_SHOTS, if set)",
 )
 @pytest.mark.parametrize(("look", "width"), [("light", 1200), ("dark", 1200), ("narrow", 500)])
 def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, width: int) -> None:
@@ -281,7 +281,7 @@ def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, 
 
 @pytest.mark.skipif(
     not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
-    reason="needs Chromium, and KVBENCH_BROWSER_TESTS=1",
+    reason="needs Chromium: `make test-html` runs it",
 )
 def test_a_click_sorts_a_table_and_a_second_one_turns_it_round(measured: Path, tmp_path: Path) -> None:
     text = (measured / "report.html").read_text()

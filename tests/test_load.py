@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import emulated
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import below, lives
 from taping import taped
 
 from kvbench.core.records import RequestRecord
@@ -366,7 +366,7 @@ def test_a_killed_worker_ends_the_other_and_the_load(
     with pytest.raises(ProcessDiedError, match=rf"pair-w{victim} ended early \(status -9\)"):
         generator.run(kill, lambda: None, 60.0)
     assert len(running) == 2
-    assert not any(psutil.pid_exists(pid) for pid in running)
+    assert not any(lives(pid) for pid in running)
     assert not list(tmp_path.glob(".records*"))
 
 
@@ -393,9 +393,9 @@ def test_a_spare_that_waits_takes_the_next_load_under_its_name(
 ) -> None:
     spare = Spare(launcher)
     spare.prepare()
-    waiting = psutil.Process().children()
+    waiting = below("kvbench.loadgen")
     for name in ("first", "second"):
-        mine = [each.pid for each in psutil.Process().children()]
+        mine = [each.pid for each in below("kvbench.loadgen")]
         generator = LoadGenerator(launcher, real_spec(engine.url, tmp_path), name, spare=spare)
         used: list[int] = []
 
@@ -409,7 +409,7 @@ def test_a_spare_that_waits_takes_the_next_load_under_its_name(
         assert (launcher.log_dir / f"{name}.log").exists()
     spare.close()
     assert waiting
-    assert not [each for each in psutil.Process().children() if "kvbench.loadgen" in " ".join(each.cmdline())]
+    assert not below("kvbench.loadgen")
     assert not (launcher.log_dir / "loadgen-spare.log").exists()
 
 
@@ -417,9 +417,8 @@ def test_a_spare_that_died_is_replaced(
     launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
 ) -> None:
     spare = Spare(launcher)
-    before = {each.pid for each in psutil.Process().children()}
     spare.prepare()
-    (process,) = (each for each in psutil.Process().children() if each.pid not in before)
+    (process,) = below("kvbench.loadgen")
     process.kill()
     process.wait(10)
     result = LoadGenerator(launcher, real_spec(engine.url, tmp_path), "own", spare=spare).run(

@@ -254,7 +254,7 @@ def test_waiting_past_the_ttft_limit_counts_as_missed_while_it_goes_on() -> None
 @pytest.mark.parametrize(("grace_s", "ended"), [(0.0, "cancelled"), (10.0, "")])
 def test_a_stopped_trial_may_let_its_requests_end(grace_s: float, ended: str) -> None:
     async def main() -> list[str]:
-        server, url = await hostile([0.8, *GOOD])
+        server, url = await hostile([2.0, *GOOD])
         records, end, _ = await run_trial(url, stop_after_s=0.3, timeout_s=15.0, stop_grace_s=grace_s)
         server.close()
         assert end["reason"] == "stopped"

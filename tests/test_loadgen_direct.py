@@ -165,7 +165,7 @@ def test_concurrent_dispatch_asks_both_at_once_after_the_bootstrap() -> None:
             assert params["transfer_id"] in ids
             assert params["remote_engine_id"] == "p-rank-0"
         for record in records:
-            assert record.decode_sent_s - record.prefill_sent_s < 0.09
+            assert record.decode_sent_s < record.prefill_answered_s
             assert record.prefill_answered_s - record.prefill_sent_s >= 0.099
 
     on_loop(main)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import lives
 
 from kvbench.core.processes import RUN_TAG_ENV, ProcessSpec
 from kvbench.launchers.local import LocalLauncher, LocalProcess, tail_of
@@ -25,14 +25,6 @@ def launcher(tmp_path: Path) -> LocalLauncher:
 
 def python(code: str, name: str = "worker", **fields: object) -> ProcessSpec:
     return ProcessSpec(name=name, argv=(sys.executable, "-c", code), **fields)  # type: ignore[arg-type]
-
-
-def gone(pid: int) -> bool:
-    """A process that has ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def wait_for(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
@@ -106,7 +98,7 @@ def test_grandchildren_go_with_their_parent(launcher: LocalLauncher) -> None:
     wait_for(lambda: bool(tail_of(process.log_path, 1)))
     grandchild = int(tail_of(process.log_path, 1)[0])
     launcher.stop([process])
-    wait_for(lambda: gone(grandchild))
+    wait_for(lambda: not lives(grandchild))
 
 
 def test_a_piped_process_converses(launcher: LocalLauncher) -> None:
@@ -131,11 +123,11 @@ def test_nothing_survives_a_kill_of_the_starter(tmp_path: Path) -> None:
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
-    assert psutil.pid_exists(pid)
+    assert lives(pid)
     os.kill(starter.pid, signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
-    wait_for(lambda: gone(pid))
+    wait_for(lambda: not lives(pid))
 
 
 def test_tail_reads_only_the_end(tmp_path: Path) -> None:

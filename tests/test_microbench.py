@@ -16,6 +16,7 @@ import psutil
 import pytest
 from commands import wait_until
 from faults import Seen
+from processes import still_living
 
 from kvbench import transfer
 from kvbench.core.processes import ProcessSpec
@@ -327,8 +328,7 @@ def test_no_worker_outlives_the_coordinator(number: signal.Signals) -> None:
         process.wait(10)
     if number == signal.SIGINT:
         assert "interrupted" in rest
-    psutil.wait_procs(left, timeout=5)
-    assert not [worker for worker in left if worker.is_running()]
+    assert not still_living(left)
 
 
 def test_a_closed_iterator_leaves_no_worker() -> None:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from processes import lives
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -30,7 +30,7 @@ def test_a_commands_descendants_are_counted_and_ended(tmp_path: Path) -> None:
     )
     cost = work.run_command([sys.executable, "-c", code], tmp_path, 30.0)
     assert cost.cpu_s >= 0.3
-    assert not psutil.pid_exists(int((tmp_path / "output.log").read_text()))
+    assert not lives(int((tmp_path / "output.log").read_text()))
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+from emulated import free_port
+from processes import still_living
 
 from kvbench.errors import PortInUseError
 from kvbench.http1 import Pool, Reply, Request, Response, fetch, serve
@@ -30,13 +32,6 @@ from kvbench.telemetry import parse_metrics
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
 PROCESSES = 3
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -163,11 +158,6 @@ def until_listening(port: int) -> None:
         time.sleep(0.02)
 
 
-def gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, DEADLINE_S)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> None:
     with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
@@ -175,7 +165,21 @@ def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> Non
         workers = workers_of(process)
         process.send_signal(number)
         assert process.wait(DEADLINE_S) == 0
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+def test_a_signal_while_its_processes_start_ends_it_well(tmp_path: Path, number: int, after_s: float) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, _):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (workers := workers_of(process)):
+            assert time.monotonic() < deadline
+        time.sleep(after_s)
+        workers = workers_of(process) or workers
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_one_that_dies_ends_all_and_is_a_failure(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_one_that_dies_ends_all_and_is_a_failure(tmp_path: Path) -> None:
         workers = workers_of(process)
         os.kill(workers[1].pid, signal.SIGKILL)
         assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_its_processes_end_with_it(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_its_processes_end_with_it(tmp_path: Path) -> None:
         workers = workers_of(process)
         process.kill()
         process.wait(DEADLINE_S)
-        gone(workers)
+        assert not still_living(workers, DEADLINE_S)
 
 
 def test_a_process_that_cannot_learn_the_engine_ids_ends_all_with_its_message(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(TOOLS))
 import setup  # noqa: E402
 import setup_base  # noqa: E402
 import setup_native  # noqa: E402
+import setup_tests  # noqa: E402
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
@@ -152,6 +153,112 @@ def test_only_libraries_that_do_not_load_are_missing(monkeypatch: pytest.MonkeyP
     assert setup_native.missing_libraries() == ["libnuma.so.1"]
 
 
+# What the tests need
+
+
+APT_GET = """#!/bin/sh
+echo "$@" >> {folder}/asked
+{policy} ssh start; echo $? >> {folder}/may_start
+{then}
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has an apt-get and little else; its other commands are put in this folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "touch", "chmod"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(setup_tests, "ADMIN_DIRECTORIES", str(folder))
+    monkeypatch.setattr(setup_tests, "POLICY", tmp_path / "policy-rc.d")
+    monkeypatch.setattr(setup_tests, "TRIED", tmp_path / "tried")
+    monkeypatch.setattr(setup_tests, "may_apt_install", lambda: True)
+    return folder
+
+
+def executable(path: Path, text: str = "#!/bin/sh\n") -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def apt_get(bare: Path, then: str) -> None:
+    executable(
+        bare / "apt-get", APT_GET.format(folder=bare.parent, policy=bare.parent / "policy-rc.d", then=then)
+    )
+
+
+def test_what_the_tests_lack_is_installed_and_starts_no_service(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in {*setup_tests.COMMANDS} - {"sshd", "nft"}:
+        executable(bare / name)
+    # As openssh-server does: it enables its service, and has what undoes that.
+    undo = f"printf '#!/bin/sh\\necho \"$@\" >> {bare.parent}/undone\\n' > {bare}/systemctl"
+    apt_get(bare, f"cd {bare}; touch sshd nft; {undo}; chmod 755 sshd nft systemctl")
+    setup_tests.set_up(force=False)
+    asked = (bare.parent / "asked").read_text()
+    assert asked == "install -y --no-install-recommends nftables openssh-server\n"
+    assert (bare.parent / "may_start").read_text() == "101\n"
+    assert not (bare.parent / "policy-rc.d").exists()
+    assert (bare.parent / "undone").read_text() == "disable ssh.service ssh.socket\n"
+    setup_tests.set_up(force=False)
+    assert (bare.parent / "asked").read_text() == asked
+    assert "will be skipped" not in capsys.readouterr().out
+
+
+def test_what_the_tests_cannot_have_is_said_and_not_tried_again(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in {*setup_tests.COMMANDS} - {"sshd", "nft"}:
+        executable(bare / name)
+    apt_get(bare, "echo E: no network; exit 100")
+    setup_tests.set_up(force=False)
+    said = capsys.readouterr().out
+    assert "tests that need nft, sshd will be skipped: E: no network" in said
+    assert "apt-get install nftables openssh-server" in said
+    asked = (bare.parent / "asked").read_text()
+    assert asked.splitlines()[1] == "update"
+    setup_tests.set_up(force=False)
+    assert "will be skipped: an earlier make test" in capsys.readouterr().out
+    assert (bare.parent / "asked").read_text() == asked
+    setup_tests.set_up(force=True)
+    assert (bare.parent / "asked").read_text() == 2 * asked
+
+
+def test_without_the_right_to_install_it_is_only_said(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apt_get(bare, "")
+    monkeypatch.setattr(setup_tests, "may_apt_install", setup_native.may_apt_install)
+    monkeypatch.setenv("KVBENCH_NO_APT_INSTALL", "1")
+    setup_tests.set_up(force=False)
+    assert "tests that need ip, tc, nft, ssh, ssh-keygen, sshd, openssl" in capsys.readouterr().out
+    assert not (bare.parent / "asked").exists()
+
+
+@pytest.mark.parametrize(("answer", "installs"), [(101, True), (0, False)])
+def test_a_policy_that_is_there_stays_and_is_asked(
+    bare: Path, capsys: pytest.CaptureFixture[str], answer: int, installs: bool
+) -> None:
+    policy = bare.parent / "policy-rc.d"
+    executable(policy, f"#!/bin/sh\nexit {answer}\n")
+    apt_get(bare, "")
+    setup_tests.set_up(force=False)
+    assert policy.read_text() == f"#!/bin/sh\nexit {answer}\n"
+    assert (bare.parent / "asked").exists() == installs
+    assert ("lets packages start services" in capsys.readouterr().out) != installs
+
+
+def test_a_policy_that_a_killed_set_up_left_is_taken_away(bare: Path) -> None:
+    policy = bare.parent / "policy-rc.d"
+    executable(policy, f"#!/bin/sh\n{setup_tests.OURS}\nexit 101\n")
+    with setup_tests.no_service_starts() as nothing_starts:
+        assert nothing_starts
+    assert not policy.exists()
+
+
 # Commands
 
 
@@ -262,11 +369,43 @@ def test_make_sweep_and_make_test_set_up_first_and_pytest_comes_last() -> None:
     sweep, test = steps("sweep"), steps("test")
     assert "tools/setup.py" in sweep[0]
     assert "kvbench sweep quickstart" in sweep[-1]
+    assert "tools/setup_tests.py" not in " ".join(sweep), "who only measures gets no sshd"
     assert "tools/setup.py" in test[0]
-    assert [line.split()[0] for line in test[1:-1]] == [
+    assert "tools/setup_tests.py" in test[1]
+    assert [line.split()[0] for line in test[2:-1]] == [
         f".venv/bin/{tool}" for tool in ("ruff", "ruff", "mypy", "lint-imports")
     ]
     assert "-m pytest" in test[-1]
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_lacks(number): pytest.skip("there is no sshd here: apt-get install openssh-server")
+
+@pytest.mark.skipif(True, reason="takes a minute: `make test-ssh` runs it")
+def test_asked(): pass
+
+def test_nothing_to_do(): pytest.skip("null moves no bytes")
+
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]])
+def test_what_was_skipped_for_want_of_what_stands_above_the_last_line(
+    tmp_path: Path, workers: list[str]
+) -> None:
+    (tmp_path / "test_skips.py").write_text(SKIPS)
+    pytest_of_its_own = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-ra", *workers]
+    done = python_in(tmp_path, *pytest_of_its_own, PYTHONPATH=str(ROOT / "tests"))
+    *before, asked, lacks, one, last = done.stdout.splitlines()
+    assert asked == "not asked for: 1 tests that have make targets of their own (make help)"
+    assert lacks == "skipped for want of what this machine lacks: 3 tests"
+    assert one == "  3 × there is no sshd here: apt-get install openssh-server"
+    assert "1 passed, 5 skipped" in last
+    assert any(line.startswith("SKIPPED") for line in before)
 
 
 def test_ci_runs_the_same() -> None:

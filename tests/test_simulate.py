@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Finished, kvbench, the_run
+from commands import Finished, kvbench, not_spoilt, the_run
 
 from kvbench.calibration import LOOPBACK, NETWORK, fitted, surroundings
 from kvbench.core.arrivals import planned_offsets
@@ -151,13 +151,17 @@ def test_virtual_and_emulated_agree_where_nothing_is_overloaded(emulated: Run, t
 
 def test_a_real_overload_is_named(tmp_path: Path) -> None:
     """512 tokens at 30 req/s are three times what one P computes that is five times slower than quick."""
-    sets = (*SLOW, "slo.ttft_ms=1000", "search.trial_s=3")
-    words = ("--rate", "30", "--connector", "tcp", "--output", str(tmp_path))
-    done = kvbench("bench", "quickstart", *words, sets=sets)
-    (trial,) = the_run(tmp_path).trials
-    if trial.verdict == "invalid":
-        pytest.skip(f"the machine was too busy to measure: {trial.reason}")
-    assert trial.verdict in ("missed", "measured"), done.text
+
+    def overloaded(scale: int) -> TrialRecord:
+        slower = (f"deployment.engine_options.time_scale={scale}", f"slo.ttft_ms={200 * scale}")
+        folder = tmp_path / str(scale)
+        words = ("--rate", str(150 / scale), "--connector", "tcp", "--output", str(folder))
+        done = kvbench("bench", "quickstart", *words, sets=(*SLOW, *slower, "search.trial_s=3"))
+        (trial,) = the_run(folder).trials
+        assert trial.verdict in ("missed", "measured", "invalid"), done.text
+        return trial
+
+    trial, _ = not_spoilt(overloaded, (5, 10, 20))
     limit = trial.engine["limit"]
     assert limit["limit"] == "prefill", limit
     assert "waiting for prefill" in limit["evidence"]

@@ -7,7 +7,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.core import traces
@@ -111,6 +111,9 @@ def test_any_text_is_read_or_refused_clearly(text: str) -> None:
 
 
 @given(requests)
+# Apart in milliseconds, and no longer so in seconds: by rounding to 0, and to the nearest number.
+@example([TracedRequest(5e-324, 1, 1), TracedRequest(0.0, 2, 1)])
+@example([TracedRequest(math.nextafter(7.9, 9), 1, 1), TracedRequest(7.9, 2, 1)])
 def test_what_is_written_as_mooncake_is_read_back(wanted: list[TracedRequest]) -> None:
     lines = [
         json.dumps(
@@ -128,6 +131,19 @@ def test_what_is_written_as_mooncake_is_read_back(wanted: list[TracedRequest]) -
     assert [(r.input_len, r.output_len, r.blocks) for r in read] == key
     assert read[0].offset_s == 0
     assert all(a.offset_s <= b.offset_s for a, b in pairwise(read))
+
+
+def test_gaps_of_milliseconds_since_1970_keep_their_digits() -> None:
+    row = {"input_length": 1, "output_length": 1}
+    rows = [json.dumps({"timestamp": 1_732_300_000_000 + gap, **row}) for gap in (52, 0, 3000)]
+    offsets = [request.offset_s for request in parse_trace("\n".join(rows), "t")]
+    assert offsets == pytest.approx([0.0, 0.052, 3.0], rel=1e-12)
+
+
+def test_times_in_seconds_and_in_milliseconds_may_stand_side_by_side() -> None:
+    row = '"input_length": 1, "output_length": 1, "hash_ids": []}'
+    text = f'{{"timestamp": 1500, {row}\n{{"offset_s": 1.25, {row}\n{{"timestamp": 1000, {row}'
+    assert [request.offset_s for request in parse_trace(text, "t")] == [0.0, 0.25, 0.5]
 
 
 def test_time_scaling_and_cutting() -> None:

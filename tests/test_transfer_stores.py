@@ -22,7 +22,9 @@ from typing import Any
 
 import psutil
 import pytest
+from emulated import free_port
 from faults import Seen
+from processes import below, lives
 from test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
 
 from kvbench import transfer
@@ -74,11 +76,7 @@ def until(what: Any, said: str) -> None:
 
 
 def masters_of(pid: int) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(pid).children(recursive=True)
-        if any("mooncake_master" in word for word in child.cmdline())
-    ]
+    return below("mooncake_master", of=pid)
 
 
 class Two:
@@ -287,10 +285,7 @@ def test_master_ends_with_its_owner_however_that_ends(mooncake: str) -> None:
         async with side(mooncake, LAYOUT, {"role": "target"}) as there:
             (master,) = masters_of(there.process.pid)
             os.kill(there.process.pid, signal.SIGKILL)
-            until(
-                lambda: not master.is_running() or master.status() == psutil.STATUS_ZOMBIE,
-                "the master outlived its owner",
-            )
+            until(lambda: not lives(master), "the master outlived its owner")
 
     run(work())
 
@@ -334,11 +329,6 @@ def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
 
 def metadata_at(port: int) -> dict[str, str]:
     return {"mooncake_store_metadata_server": f"http://127.0.0.1:{port}/metadata"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import httpx
 import psutil
 import pytest
 from commands import Finished, Running, argv, tagged_processes, the_run, wait_until
+from processes import living
 
 from kvbench.telemetry import Metrics, parse_metrics
 
@@ -99,10 +100,6 @@ def launched(connector: str) -> Iterator[Launched]:
         running.kill()
 
 
-def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
 def by_source(metrics: Metrics, source: str) -> float | None:
     return metrics.total("vllm:prompt_tokens_by_source_total", source=source)
 
@@ -115,7 +112,7 @@ def stop(server: Launched) -> None:
     done = server.running.finish()
     took_s = time.monotonic() - began
     assert done.status == 0, done.text
-    assert not alive(processes)
+    assert not living(processes)
     assert took_s <= STOP_LIMIT_S
 
 
@@ -176,7 +173,7 @@ def test_a_prefill_server_killed_at_work_is_named_at_once(connector: str, part: 
         assert not sender.is_alive()
         assert took_s <= NAMED_LIMIT_S
         assert done.status != 0
-        wait_until(lambda: not alive(processes))
+        wait_until(lambda: not living(processes))
 
 
 def _keep_sending(url: str, over: threading.Event) -> None:

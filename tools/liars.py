@@ -81,19 +81,21 @@ def _told(case: Case) -> Case:
     return replace(case, verdicts=("met", "missed", "invalid"))
 
 
-# Prefill of `quick` computes at most 45 k tokens a second at this length: with so many parameters 80 % of an
-# A10's peak. No GPU is stood for; the figures only have to be possible for the honest engine.
+# Prefill of `quick`, five times slower, computes at most 9 k tokens a second at this length: with so many
+# parameters 80 % of an A10's peak. No GPU is stood for; the figures only have to be possible for the honest
+# engine, and impossible for a liar that a busy machine holds up: hence the slow one, and the slow NIC below.
 _PHYSICS: Final = (
     "workload.input_len=[4096]",
     "deployment.hardware=A10",
-    "model.active_parameters=2.2e9",
+    "deployment.engine_options.time_scale=5",
+    "model.active_parameters=1.1e10",
     "search.min_requests=20",
 )
 CASES: Final[tuple[Case, ...]] = (
     _lie("warm_cache"),
     _lie("skip_prefill"),
     _lie("impossible_speed", *_PHYSICS, rate=8),
-    _lie("impossible_transfer", "deployment.nic_gbit=200"),
+    _lie("impossible_transfer", "deployment.nic_gbit=10"),
     _lie("decode_recomputes"),
     _lie("decode_only"),
     _lie("corrupt_kv"),

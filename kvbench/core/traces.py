@@ -7,7 +7,9 @@ Formats (a file's text → ``TracedRequest`` values, all mistakes told with thei
   equal tokens after equal beginnings (Mooncake, arXiv 2407.00079; its repository's FAST25 traces).
 - ``jsonl`` and ``csv``: ``timestamp`` or ``offset_s`` (both seconds), ``input_len``, ``output_len``.
 
-Only the order of times matters, not where they begin: offsets are counted from the first request.
+Only the order of times matters, not where they begin: offsets are counted from the first request. They are
+put in order and subtracted in the unit that they are written in: two that differ there may be equal once
+divided by 1000, and of milliseconds since 1970 the division would cost digits of each gap.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "input_len": ("input_len", "input_length"),
     "output_len": ("output_len", "output_length"),
 }
+
+_UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "csv": 1.0}
+"""Of ``timestamp``; ``offset_s`` is in seconds everywhere."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,14 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
     Raises InputError with every mistake as ``path:line: what is wrong`` (the first 20 and their number).
     """
     kind = _guess(text, path) if kind == "auto" else kind
-    found: list[TracedRequest] = []
+    found: list[tuple[float, TracedRequest]] = []
     mistakes: list[str] = []
     for line, row in _csv_rows(text) if kind == "csv" else _json_rows(text):
         problems = [row] if isinstance(row, str) else []
         if not isinstance(row, str):
-            request, problems = _request(row, kind)
-            if request is not None:
-                found.append(request)
+            timed, problems = _request(row, kind)
+            if timed is not None:
+                found.append(timed)
         mistakes += [f"{path}:{line}: {problem}" for problem in problems]
     if not found and not mistakes:
         mistakes = [f"{path}:1: there is no request in it"]
@@ -99,9 +104,9 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
         more = len(mistakes) - MOST_MISTAKES
         told = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
         raise InputError("\n".join(told), hint=_hint(kind))
-    found.sort(key=lambda request: request.offset_s)
-    first_s = found[0].offset_s
-    return [replace(request, offset_s=request.offset_s - first_s) for request in found]
+    found.sort(key=lambda timed: timed[0])
+    first, unit_s = found[0][0], _UNIT_S[kind]
+    return [replace(request, offset_s=(time - first) * unit_s) for time, request in found]
 
 
 def _hint(kind: TraceFormat) -> str:
@@ -163,8 +168,10 @@ def _header_problem(header: Sequence[str]) -> str:
     )
 
 
-def _request(row: Mapping[str, Any], kind: TraceFormat) -> tuple[TracedRequest | None, list[str]]:
-    """A request, or what is wrong with its row."""
+def _request(
+    row: Mapping[str, Any], kind: TraceFormat
+) -> tuple[tuple[float, TracedRequest] | None, list[str]]:
+    """A request and its time in the format's unit, or what is wrong with its row."""
     problems: list[str] = []
     values: dict[str, float] = {}
     for key, names in _NAMES.items():
@@ -182,9 +189,8 @@ def _request(row: Mapping[str, Any], kind: TraceFormat) -> tuple[TracedRequest |
     blocks = _blocks(row, values, problems) if kind == "mooncake" else None
     if problems:
         return None, problems
-    scale = 1e-3 if kind == "mooncake" and "offset_s" not in row else 1.0
-    lengths = int(values["input_len"]), int(values["output_len"])
-    return TracedRequest(values["time"] * scale, *lengths, blocks), []
+    time = values["time"] / _UNIT_S[kind] if "offset_s" in row else values["time"]
+    return (time, TracedRequest(0.0, int(values["input_len"]), int(values["output_len"]), blocks)), []
 
 
 def _number(value: Any, *, from_text: bool) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from kvbench.router.metrics import RouterMetrics
 from kvbench.router.processes import fork, listening_sockets, watch
 from kvbench.router.spec import RouterSpec
 from kvbench.spans import SpanLog
-from kvbench.spawned import read_spec, run, tell
+from kvbench.spawned import STOPPING, read_spec, run, tell
 from kvbench.timeslice import shorten_slice
 
 log = logging.getLogger("kvbench.router")
@@ -81,6 +82,8 @@ def several_processes(spec: RouterSpec) -> int:
             other.close()
         return run(NAME, lambda stop: route(Router(spec, metrics, spans), spec, [sockets[number]], stop))
 
+    # A signal in between would end one of them with a code of its own, and the others for that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     workers = fork(spec.processes, work)
     for each in sockets:
         each.close()

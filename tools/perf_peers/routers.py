@@ -141,8 +141,9 @@ def _healthy(url: str) -> bool:
 def _used(pid: int) -> tuple[float, float]:
     """CPU seconds so far and resident MB of a process with its children."""
     cpu_s = memory = 0.0
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
+    router = psutil.Process(pid)
+    for process in (router, *router.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
             times = process.cpu_times()
             cpu_s += times.user + times.system
             memory += process.memory_info().rss / 1e6
