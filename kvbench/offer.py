@@ -79,7 +79,9 @@ def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] =
         most = num_requests(scenario, wanted) if wanted.searched else None
         requests = scaled(trace, request_rate(trace) / wanted.rate, most)
         offsets = np.array([each.offset_s for each in requests])
-        own = Flood(offsets, 0.0, float(offsets[-1]), wanted.latency_s) if wanted.ceiling else None
+        own = (
+            Flood(offsets, 0.0, float(offsets[-1]), wanted.latency_s, wanted.rate) if wanted.ceiling else None
+        )
         return Offered(offsets, requests, own)
     n = num_requests(scenario, wanted)
     return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))

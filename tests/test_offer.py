@@ -115,7 +115,7 @@ def test_the_trials_own_verdict_stands_but_a_yes_that_the_records_contradict_is_
 
 def test_a_ceiling_is_told_in_one_way() -> None:
     """Twice what comes out was offered for ten seconds, or a load that the system carried easily."""
-    flood = Flood(np.arange(400) / 40.0, 0.0, 10.0, 0.5)
+    flood = Flood(np.arange(400) / 40.0, 0.0, 10.0, 0.5, 40.0)
     slow = [replace(record(i), last_token_s=i / 20 + 0.1) for i in range(400)]
     told = ceiling_figures(slow, flood, 10.0)
     assert told["completion_rate"] == pytest.approx(20, rel=0.05)

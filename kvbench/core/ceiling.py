@@ -46,12 +46,15 @@ there: of 0.4 requests on average (15 a second of 26 ms) one or two are often ju
 
 @dataclass(frozen=True)
 class Flood:
-    """The plan of one probe; times in seconds since its start. ``offsets_s``: planned sends, ascending."""
+    """The plan of one probe; times in seconds since its start. ``offsets_s``: planned sends, ascending;
+    ``rate``: requests per second of the flood.
+    """
 
     offsets_s: FloatArray
     begins_s: float
     ends_s: float
     latency_s: float
+    rate: float
 
     def is_over(self, ends_s: FloatArray, now_s: float) -> bool:
         """Whether there is nothing more to find out, or it must not go on; ``ends_s``: completions so far."""
@@ -88,6 +91,8 @@ class Flood:
         left = int(np.searchsorted(self.offsets_s, until_s, side="right")) - len(ends)
         under_way = rate * self.latency_s
         flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
+        if not flooded and until_s >= min(self.ends_s, self.offsets_s[-1]):
+            rate = max(rate, self.rate)  # all that was offered was carried; by chance a little less came out
         return Measured(completion_rate=rate, grows=not (steady and flooded), duration_s=until_s)
 
 
@@ -104,7 +109,7 @@ def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> F
     n = max(1, min(FLOOD_REQUESTS, round(rate * length_s)))
     flood = begins_s + planned_offsets(rate, n, burstiness, seed)
     offsets = np.concatenate([np.minimum(first, begins_s), flood])
-    return Flood(offsets, begins_s, begins_s + length_s, latency_s)
+    return Flood(offsets, begins_s, begins_s + length_s, latency_s, rate)
 
 
 def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tuple[float, bool] | None:
