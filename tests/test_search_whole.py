@@ -104,10 +104,8 @@ def test_a_server_that_never_misses_is_not_limited(seed: int) -> None:
 def test_a_queue_is_neither_buried_nor_misjudged(service_s: float, limit_s: float, seeds: int) -> None:
     """M/D/1 with room for three services. Its curve is shallow, so the answer is not sharp."""
     true = md1_max_rate(service_s, limit_s, 0.9)
-    answers = [
-        find(servers_in_parallel(service_s, 1), service_s, limit_s, 400.0, 100 * seed)
-        for seed in range(seeds)
-    ]
+    server = servers_in_parallel(service_s, 1)
+    answers = [find(server, service_s, limit_s, 400.0, 100 * seed) for seed in range(seeds)]
     rates = [each.max_request_rate for each in answers if each.max_request_rate is not None]
     assert len(rates) == len(answers)
     assert np.median(rates) == pytest.approx(true, rel=0.08)
