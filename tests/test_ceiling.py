@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbench.core.ceiling import FIRST_REQUESTS, FLOOD_REQUESTS, Flood, completion_rate, plan_flood
 from kvbench.core.searchdata import Measured
 
-BEAT_S = 0.25
+BEAT_S = 0.2507
 
 
 def served(

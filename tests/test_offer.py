@@ -136,7 +136,7 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
     told, t_s, sent, done = 0, 0.0, 0, 0
     over = False
     while not over:
-        t_s += 0.25
+        t_s += 0.2507
         sent, done = (int(np.searchsorted(times, t_s)) for times in (offered.offsets_s, ends))
         rows = tuple(Settled(i, e2el_s=float(ends[i] - offered.offsets_s[i])) for i in range(told, done))
         told = done

@@ -15,7 +15,7 @@ from kvbench.core.queueing import md1_max_rate
 from kvbench.core.search import RateSearch, SearchLimits
 from kvbench.core.searchdata import Answer, Measured
 
-BEAT_S = 0.25
+BEAT_S = 0.2507
 FirstTokens = Callable[[np.ndarray], np.ndarray]
 """Planned sends in seconds → when each request's first token comes."""
 

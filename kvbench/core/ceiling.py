@@ -1,9 +1,9 @@
 """A ceiling probe: what comes out of a system at most, asked without burying it.
 
-First some requests that hardly burden a server with places for many, and a pause. Where most of them are done
-after two latencies, a flood follows, which fills hundreds of places. Where not, it is spared a server that
-takes its requests one after the other, and would be at it for minutes, also when the client has dropped them.
-The flood ends as soon as its completions tell a steady rate, or when its rest is many latencies' work.
+First some requests that hardly burden a server with places for many, and a pause. Where most of them are
+done soon, a flood follows, which fills hundreds of places. Where not, it is spared a server that takes its
+requests one after the other, and would be at it for minutes, also when the client has dropped them. The flood
+ends as soon as its completions tell a steady rate, or when its rest is many latencies' work.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ FIRST_LATENCIES: Final = 0.5
 FIRST_LEAST_S: Final = 0.25
 FIRST_REQUESTS: Final = 16
 """The first requests come in so many latencies, and at least so many seconds; so many in half a latency."""
-PAUSED_LATENCIES: Final = 2.0
+PAUSED_LATENCIES: Final = 2.5
+PAUSED_LEAST_S: Final = 1.0
+LOOKED_AT: Final = 0.7
 DONE_SHARE: Final = 0.5
-"""When the flood begins, in latencies, and the share of the first requests that must be done by then."""
+"""When the flood begins, in latencies and at least in seconds; and from which part of that time on it is
+looked (progress is told four times a second) whether this share of the first requests is done."""
 FLOOD_LATENCIES: Final = 5.0
 FLOOD_LEAST_S: Final = 2.0
 FLOOD_REQUESTS: Final = 1600
@@ -60,10 +63,10 @@ class Flood:
         """Whether there is nothing more to find out, or it must not go on; ``ends_s``: completions so far."""
         if now_s >= self.ends_s:
             return True
+        if self._spared(ends_s, now_s):
+            return True
         if now_s <= self.begins_s:
-            # One look before the flood is sent; progress comes in beats, so not at the last moment.
-            first = int(np.searchsorted(self.offsets_s, self.begins_s))
-            return now_s >= 0.9 * self.begins_s and len(ends_s) < DONE_SHARE * first
+            return False
         found = self.measured(ends_s, now_s)
         rate = found.completion_rate
         if rate is None:
@@ -75,6 +78,12 @@ class Flood:
         sure = len(flood) >= SURE_COMPLETIONS and not found.grows
         return sure or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
 
+    def _spared(self, ends_s: FloatArray, now_s: float) -> bool:
+        """Whether the system is spared the flood: it was slow with the first requests already."""
+        first = int(np.searchsorted(self.offsets_s, self.begins_s))
+        done = int((ends_s <= self.begins_s).sum())
+        return now_s >= LOOKED_AT * self.begins_s and done < DONE_SHARE * first
+
     def measured(self, ends_s: Sequence[float] | FloatArray, until_s: float) -> Measured:
         """What it tells the search, by the completions until then; without a flood, a rate to begin with.
 
@@ -82,7 +91,7 @@ class Flood:
         """
         ends = np.asarray(ends_s, np.float64)
         ends = ends[ends <= until_s]
-        if until_s <= self.begins_s and len(ends):
+        if len(ends) and (until_s <= self.begins_s or self._spared(ends, until_s)):
             return Measured(completion_rate=len(ends) / until_s, grows=True, duration_s=until_s)
         found = completion_rate(ends[ends >= self.begins_s] - self.begins_s, until_s - self.begins_s)
         if found is None:
@@ -102,9 +111,10 @@ def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> F
     Raises InputError for impossible values.
     """
     first_s = max(FIRST_LEAST_S, FIRST_LATENCIES * latency_s)
-    first_rate = min(rate, FIRST_REQUESTS / (FIRST_LATENCIES * latency_s) if latency_s else FIRST_REQUESTS)
+    known = latency_s >= 1e-3
+    first_rate = min(rate, FIRST_REQUESTS / (FIRST_LATENCIES * latency_s if known else FIRST_LEAST_S))
     first = planned_offsets(first_rate, max(1, round(first_rate * first_s)), math.inf, seed)
-    begins_s = max(2 * FIRST_LEAST_S, PAUSED_LATENCIES * latency_s)
+    begins_s = max(PAUSED_LEAST_S, PAUSED_LATENCIES * latency_s)
     length_s = max(FLOOD_LEAST_S, FLOOD_LATENCIES * latency_s)
     n = max(1, min(FLOOD_REQUESTS, round(rate * length_s)))
     flood = begins_s + planned_offsets(rate, n, burstiness, seed)
