@@ -33,8 +33,8 @@ def why(record: TrialRecord) -> str:
 def _served(record: TrialRecord) -> str:
     """Of a flood: far more is offered than can be served, so that what comes out is the capacity."""
     served = record.summary.get("completion_rate") or record.summary.get("run_request_rate")
-    if not isinstance(served, (int, float)):
-        return "a flood to find the capacity; nothing was served"
+    if not isinstance(served, (int, float)) or not served:
+        return "a flood to find the capacity: too little was served in its time to tell"
     steady = record.summary.get("completion_steady", True)
     return f"a flood to find the capacity: about {served:.3g} req/s served" + (
         "" if steady else ", still changing"

@@ -47,12 +47,12 @@ def test_a_ceiling_is_what_the_servers_can_do(service_s: float, servers: int, re
         assert left_s <= 20 * (service_s + rest_s)
 
 
-@pytest.mark.parametrize("service_s", [0.02, 0.1, 0.5, 2.0])
+@pytest.mark.parametrize("service_s", [0.1, 0.5, 2.0])
 def test_one_server_alone_is_spared_the_flood(service_s: float) -> None:
     """It works on what was dropped: a flood for five latencies leaves it 1,600 requests."""
     found, sent, left_s = served(service_s, 1, 0.0, 1)
-    assert sent == max(FIRST_REQUESTS, round(8 / service_s))
-    assert left_s <= max(8.0, FIRST_REQUESTS * service_s)
+    assert sent == FIRST_REQUESTS
+    assert left_s <= FIRST_REQUESTS * service_s
     assert found.grows, "no ceiling, only where to begin"
     assert found.completion_rate is not None
     assert 0.4 / service_s <= found.completion_rate <= 1.1 / service_s
@@ -83,7 +83,7 @@ def test_a_plan_keeps_its_bounds(rate: float, latency_s: float, burstiness: floa
     assert np.all(offsets >= 0)
     assert np.all(np.diff(offsets) >= 0)
     first = int(np.searchsorted(offsets, flood.begins_s, side="right"))
-    assert 1 <= first <= max(FIRST_REQUESTS, rate * 0.25 + 1)
+    assert 1 <= first <= FIRST_REQUESTS
     assert 1 <= len(offsets) - first <= FLOOD_REQUESTS
     assert flood.begins_s >= 2 * latency_s
     assert np.array_equal(offsets, plan_flood(rate, latency_s, burstiness, seed).offsets_s)

@@ -23,8 +23,8 @@ FloatArray = npt.NDArray[np.float64]
 
 FIRST_LATENCIES: Final = 0.5
 FIRST_LEAST_S: Final = 0.25
-FIRST_REQUESTS: Final = 16
-"""The first requests come in so many latencies, and at least so many seconds; so many in half a latency."""
+FIRST_REQUESTS: Final = 24
+"""So many come first, in so many latencies, and at least so many seconds."""
 PAUSED_LATENCIES: Final = 2.5
 PAUSED_LEAST_S: Final = 1.0
 LOOKED_AT: Final = 0.7
@@ -111,8 +111,7 @@ def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> F
     Raises InputError for impossible values.
     """
     first_s = max(FIRST_LEAST_S, FIRST_LATENCIES * latency_s)
-    known = latency_s >= 1e-3
-    first_rate = min(rate, FIRST_REQUESTS / (FIRST_LATENCIES * latency_s if known else FIRST_LEAST_S))
+    first_rate = min(rate, FIRST_REQUESTS / first_s)
     first = planned_offsets(first_rate, max(1, round(first_rate * first_s)), math.inf, seed)
     begins_s = max(PAUSED_LEAST_S, PAUSED_LATENCIES * latency_s)
     length_s = max(FLOOD_LEAST_S, FLOOD_LATENCIES * latency_s)
