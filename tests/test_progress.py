@@ -74,7 +74,7 @@ def test_a_flood_says_what_it_is_and_what_came_out() -> None:
         display.trial_finished(record)
     assert "within SLO" not in stream.getvalue()
     record.summary |= {"completion_rate": None}
-    assert why(record) == "a flood to find the capacity; nothing was served"
+    assert why(record) == "a flood to find the capacity: too little was served in its time to tell"
 
 
 def test_silence() -> None:

@@ -36,8 +36,9 @@ FLOOD_LEAST_S: Final = 2.0
 FLOOD_REQUESTS: Final = 1600
 SURE_COMPLETIONS: Final = 40
 SURE_LATENCIES: Final = 3.0
-"""Completions before a steady rate ends the flood, and latencies since the first before anything does: where
-all places were filled at once, they come in waves of one latency."""
+SURE_LEAST_S: Final = 1.5
+"""Completions before a steady rate ends the flood; and latencies, and at least seconds, since the first one
+before anything does: where all places were filled at once, they come in waves of one latency."""
 BURIED_LATENCIES: Final = 16.0
 """The flood ends when what it leaves is more work than that at the rate of its completions."""
 COMPLETIONS: Final = 10
@@ -72,7 +73,7 @@ class Flood:
         if rate is None:
             return False
         flood = ends_s[ends_s >= self.begins_s]
-        if now_s - float(flood.min()) < SURE_LATENCIES * self.latency_s:
+        if now_s - float(flood.min()) < max(SURE_LATENCIES * self.latency_s, SURE_LEAST_S):
             return False
         left = int(np.searchsorted(self.offsets_s, now_s)) - len(ends_s)
         sure = len(flood) >= SURE_COMPLETIONS and not found.grows
