@@ -126,7 +126,8 @@ def measured_of(record: TrialRecord, tier: str) -> Measured | None:
     """What the live rule measured of a tier, for the search; of a ceiling probe what came out at most."""
     if record.purpose == "ceiling":
         rate = record.summary.get("completion_rate")
-        steady = bool(record.summary.get("completion_steady"))
+        # What a refused one passed on is a place to start from, but no ceiling.
+        steady = bool(record.summary.get("completion_steady")) and record.verdict != "invalid"
         measured = Measured(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
         return measured if rate else Measured(duration_s=record.duration_s)
     told = (record.summary.get("tiers") or {}).get(tier) if tier else record.summary

@@ -89,6 +89,19 @@ def test_what_was_measured_goes_to_the_search() -> None:
     assert nothing.completion_rate is None
 
 
+@pytest.mark.parametrize("verdict", ["measured", "invalid"])
+def test_what_a_refused_flood_passed_on_is_no_ceiling(verdict: VerdictKind) -> None:
+    """The router was late: what came out then bounds nothing, though the search may begin there."""
+    search = RateSearch(limits(), ceiling=True)
+    one = Tiered({"": search})
+    ask = one.ask()
+    assert ask is not None
+    one.tell(record(ask, verdict, completion_rate=39.3, completion_steady=True))
+    assert one.ask() == Ask(35.37, "start", "", verdict == "measured")
+    root = search.root()
+    assert (root is not None and root.upper < 50) == (verdict == "measured")
+
+
 def test_the_equal_rate_is_the_lowest_where_two_found_one() -> None:
     found = {Cell("a", 64, 4): 20.0, Cell("b", 64, 4): 30.0, Cell("a", 128, 4): 9.0}
     assert common_rates(found) == {(64, 4): 20.0}
