@@ -43,15 +43,16 @@ class Surroundings:
 
 
 _LOOPBACK: Final = "default: fit to a quickstart run of the emulated engine, loopback on two shared cores"
-# The fits of results/reference/quickstart. A transfer's time is taken as the link's: where several were under
-# way at once the link is faster than that, so that a rate which the link alone limits is a lower bound.
+# The fits of quickstart runs on two quiet cores; without P/D, of two engines behind the router. A transfer's
+# time is taken as the link's: where several were under way at once the link is faster than that, so that a
+# rate which the link alone limits is a lower bound.
 LOOPBACK: Final[Mapping[str, Surroundings]] = {
     "mooncake": Surroundings(Link(0.104, 0.0), Overheads(1.1, 0.0, 0.0, 4.9), _LOOPBACK),
     "nixl": Surroundings(Link(0.95, 1.8), Overheads(0.7, 1.2, 0.15, 5.3), _LOOPBACK),
     "tcp": Surroundings(
         Link(0.95, 1.8), Overheads(0.7, 1.2, 0.15, 5.3), f"{_LOOPBACK}, NIXL's taken for tcp"
     ),
-    "": Surroundings(Link(0.95, 1.8), Overheads(1.4), _LOOPBACK),
+    "": Surroundings(Link(0.95, 1.8), Overheads(1.65), _LOOPBACK),
 }
 """By transfer backend; "" is any other, and an aggregated server."""
 NETWORK: Final = Surroundings(
