@@ -156,7 +156,7 @@ class TrialRunner:
         if self._reads_logs(pages_before):
             self._logged_kv(pages_before)
             pages_before = self.deployment.metrics()
-        started_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        started_at = _utc_now()
         endpoints = self.deployment.endpoints
         sampler = Observer(self._launcher, self.deployment, plan.trial_id, bearer(endpoints.api_key_env))
         with sampler:
@@ -234,7 +234,7 @@ class TrialRunner:
             verdict="invalid",
             reason=finding.message,
             purpose=plan.purpose,
-            started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            started_at=_utc_now(),
             summary=summarise([], judged_slo(plan.method, self._slo), plan.rate, 0.0, None).to_json(),
             engine={"load_mode": self._mode(plan)},
             findings=[finding],
@@ -432,6 +432,10 @@ class TrialRunner:
         per_block = float(shape.block_bytes(block_tokens, deployed.tensor_parallel_size) * shape.regions())
         partial = deployed.engine != "emulated" and input_len % block_tokens > 0
         return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
+
+
+def _utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _lost(figures: Mapping[str, EngineFigures]) -> float:

@@ -245,7 +245,9 @@ def test_a_clock_that_is_set_moves_no_figure(step_s: int, read_ns: list[int], fa
     sent_ns, offset_ns = 10**12, 1_700_000_000 * 10**9
     read_ns = sorted(sent_ns + each for each in read_ns)
     rows = [divmod(each + offset_ns + step_s * 10**9, 10**9) for each in read_ns]
-    times = b"".join(struct.pack("=qqq", *stamp, each) for stamp, each in zip(rows, read_ns, strict=True))
+    times = b"".join(
+        struct.pack("=qqqq", *stamp, each, sent_ns) for stamp, each in zip(rows, read_ns, strict=True)
+    )
     told, *_ = arrivals(times, sent_ns, offset_ns)
     came_ns = memoryview(told).cast("q")
     assert all(sent_ns - SLACK_NS <= came <= each for came, each in zip(came_ns, read_ns, strict=True))

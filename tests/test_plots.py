@@ -287,16 +287,15 @@ def test_requests_with_one_token_have_a_ttft_distribution_only(one: Run, tmp_pat
 
 
 def test_throughput_is_shared_out_over_all_instances(quickstart: Run) -> None:
-    assert gpus_by_connector(quickstart) == {"aggregated": 1, "mooncake": 2, "nixl": 2}
+    assert gpus_by_connector(quickstart) == {"aggregated": 2, "mooncake": 2, "nixl": 2}
     by_place = {point for panel in points(quickstart).values() for point in panel}
     for trial in quickstart.trials:
         tpot_ms, output = trial.summary["tpot_ms"]["p50"], trial.summary["output_tok_per_s"]
         if trial.verdict == "invalid" or trial.purpose == "ceiling" or not tpot_ms or not output:
             continue
-        gpus = 1 if trial.cell.connector == "aggregated" else 2
         assert any(
             (point.connector, point.interactivity, point.throughput)
-            == (trial.cell.connector, pytest.approx(1e3 / tpot_ms), pytest.approx(output / gpus))
+            == (trial.cell.connector, pytest.approx(1e3 / tpot_ms), pytest.approx(output / 2))
             for point in by_place
         )
     assert pareto_figure(quickstart) is not None
