@@ -103,9 +103,8 @@ class Idleness:
 
     def _wait_as_fast(self, cell: Cell, began: float, deadline: float) -> Finding | None:
         usual_s = self._first_s.get(cell.input_len)
-        if (
-            usual_s is None and self._first_s
-        ):  # what one takes of this length shall be of the idle system, too
+        if usual_s is None and self._first_s:
+            # What one of this length takes shall be of the idle system, too.
             known = replace(cell, input_len=min(self._first_s))
             if (finding := self._wait_as_fast(known, began, deadline)) is not None:
                 return finding

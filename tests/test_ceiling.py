@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import first_tokens
 
 from kvbench.core.ceiling import FIRST_REQUESTS, FLOOD_REQUESTS, Flood, completion_rate, plan_flood
 from kvbench.core.searchdata import Measured
@@ -22,12 +22,7 @@ def served(
     """(what was measured, requests sent, seconds of work left behind) of so many servers side by side."""
     alone_s = latency_s or service_s + rest_s
     flood = plan_flood(320 / alone_s, alone_s, 1.0, seed)
-    free = [0.0] * servers
-    ends = np.empty(len(flood.offsets_s))
-    for index, arrival in enumerate(flood.offsets_s.tolist()):
-        left = max(arrival, heapq.heappop(free)) + service_s
-        heapq.heappush(free, left)
-        ends[index] = left + rest_s
+    ends = first_tokens(flood.offsets_s, np.full(len(flood.offsets_s), service_s), servers) + rest_s
     ends, now_s = np.sort(ends), BEAT_S
     while not flood.is_over(ends[ends <= now_s], now_s):
         now_s += BEAT_S

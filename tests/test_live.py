@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import decided, first_tokens
 
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.live import (
@@ -127,34 +127,9 @@ def run_servers(
     random = np.random.default_rng(seed)
     alone_s = float(np.median(services(random, 1000))) + decode_s
     offsets = planned_offsets(rate, round(trial_length_s(rate, alone_s) * rate), 1.0, seed)
-    took = services(random, len(offsets))
-    free = [0.0] * (servers or len(offsets))
-    first = np.empty(len(offsets))
-    for index, arrival in enumerate(offsets.tolist()):
-        first[index] = max(arrival, heapq.heappop(free)) + took[index]
-        heapq.heappush(free, first[index])
-    ttft = first - offsets
-    late = ttft > limit_s
+    first = first_tokens(offsets, services(random, len(offsets)), servers)
     live = LiveTrial(LiveConfig(offsets, rate, alone_s, ttft_limit_s=limit_s), [Criterion("share", 0.9)])
-    known = np.where(late, offsets + limit_s, first + decode_s)
-    order, done, t_s = np.argsort(known, kind="stable"), 0, 0.0
-    while True:
-        t_s += BEAT_S
-        upto = int(np.searchsorted(known[order], t_s, side="right"))
-        fresh: list[Observation] = [
-            (
-                index,
-                (0.0 if late[index] else 1.0,),
-                (ttft[index] / limit_s,),
-                None if late[index] else ttft[index],
-            )
-            for index in order[done:upto].tolist()
-        ]
-        done = upto
-        sent = int(np.searchsorted(offsets, t_s, side="right"))
-        decision = live.feed(t_s, fresh, sent - int((first <= t_s).sum()), sent)
-        if decision is not None:
-            return decision
+    return decided(live, first, limit_s, decode_s, BEAT_S)
 
 
 @pytest.mark.parametrize("rate", [4.0, 40.0, 400.0])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from serving import decided, first_tokens
 
 from kvbench.core.arrivals import planned_offsets
 from kvbench.core.ceiling import plan_flood
-from kvbench.core.live import Criterion, Decision, LiveConfig, LiveTrial, Observation, trial_length_s
+from kvbench.core.live import Criterion, LiveConfig, LiveTrial, trial_length_s
 from kvbench.core.queueing import md1_max_rate
 from kvbench.core.search import RateSearch, SearchLimits
 from kvbench.core.searchdata import Answer, Measured
@@ -23,51 +23,20 @@ FirstTokens = Callable[[np.ndarray], np.ndarray]
 def servers_in_parallel(service_s: float, servers: int | None) -> FirstTokens:
     """So many of them, or one for each request; all idle when a trial begins."""
 
-    def first_tokens(offsets: np.ndarray) -> np.ndarray:
-        free = [0.0] * (servers or len(offsets))
-        first = np.empty(len(offsets))
-        for index, arrival in enumerate(offsets.tolist()):
-            first[index] = max(arrival, heapq.heappop(free)) + service_s
-            heapq.heappush(free, first[index])
-        return first
-
-    return first_tokens
+    return lambda offsets: first_tokens(offsets, np.full(len(offsets), service_s), servers)
 
 
-def flood(first_tokens: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[Measured, float]:
+def flood(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[Measured, float]:
     """(what a ceiling probe measured, the work that it left, as requests)."""
     plan = plan_flood(rate, alone_s, 1.0, seed)
-    ends, now_s = np.sort(first_tokens(plan.offsets_s)), BEAT_S
+    ends, now_s = np.sort(server(plan.offsets_s)), BEAT_S
     while not plan.is_over(ends[ends <= now_s], now_s):
         now_s += BEAT_S
     return plan.measured(ends, now_s), float((plan.offsets_s <= now_s).sum() - (ends <= now_s).sum())
 
 
-def trial(first_tokens: FirstTokens, config: LiveConfig, limit_s: float, target: float) -> Decision:
-    """One trial of requests of a single token, fed to the live rule as a generator would."""
-    offsets = np.asarray(config.offsets_s)
-    first = first_tokens(offsets)
-    ttft = first - offsets
-    late = ttft > limit_s
-    known = np.where(late, offsets + limit_s, first)
-    live = LiveTrial(config, [Criterion("share", target)])
-    order, done, now_s = np.argsort(known, kind="stable"), 0, 0.0
-    while True:
-        now_s += BEAT_S
-        upto = int(np.searchsorted(known[order], now_s, side="right"))
-        told: list[Observation] = [
-            (each, (float(not late[each]),), (ttft[each] / limit_s,), None if late[each] else ttft[each])
-            for each in order[done:upto].tolist()
-        ]
-        done = upto
-        sent = int(np.searchsorted(offsets, now_s, side="right"))
-        decision = live.feed(now_s, told, sent - int((first <= now_s).sum()), sent)
-        if decision is not None:
-            return decision
-
-
 def find(
-    first_tokens: FirstTokens, alone_s: float, limit_s: float, max_rate: float, seed: int, target: float = 0.9
+    server: FirstTokens, alone_s: float, limit_s: float, max_rate: float, seed: int, target: float = 0.9
 ) -> Answer:
     """As the sweep does it: a cold start at four requests under way, and a ceiling probe first."""
     start = min(4.0 / alone_s, max_rate)
@@ -75,7 +44,7 @@ def find(
     while (probe := search.ask()) is not None:
         seed += 1
         if probe.purpose == "ceiling":
-            search.tell(probe.rate, "undecided", flood(first_tokens, probe.rate, alone_s, seed)[0])
+            search.tell(probe.rate, "undecided", flood(server, probe.rate, alone_s, seed)[0])
             continue
         n = round(trial_length_s(probe.rate, alone_s) * probe.rate)
         config = LiveConfig(
@@ -86,7 +55,9 @@ def find(
             thorough=probe.thorough,
             confirms=probe.purpose == "confirm",
         )
-        decision = trial(first_tokens, config, limit_s, target)
+        live = LiveTrial(config, [Criterion("share", target)])
+        first = server(np.asarray(config.offsets_s))
+        decision = decided(live, first, limit_s, 0.0, BEAT_S)
         search.tell(probe.rate, decision.verdict, decision.measured)
     return search.answer()
 
