@@ -114,11 +114,11 @@ notebooks: setup
 
 .PHONY: test-html
 test-html: setup
-	@KVBENCH_BROWSER_TESTS=1 $(BIN)/python -m pytest tests/test_html.py -k "browser or click" $(PYTEST_ARGS)
+	@KVBENCH_BROWSER_TESTS=1 $(BIN)/python -m pytest tests/report/html/test_html.py -k "browser or click" $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
-	rm -f kvbench/loadgen/*.so
+	find kvbench -name '*.so' -delete
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: perf-workers test-slurm test-ray
@@ -127,11 +127,11 @@ perf-workers: setup
 
 # Schedulers, each for real and for this machine alone. Nothing above needs them.
 test-slurm: setup
-	@KVBENCH_TEST_SLURM=1 $(BIN)/python -m pytest tests/test_slurm_lab.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_SLURM=1 $(BIN)/python -m pytest tests/launchers/test_slurm_lab.py $(PYTEST_ARGS)
 
 test-ray: setup
 	@$(BIN)/python tools/setup_ray.py $(if $(FORCE),--force)
-	@KVBENCH_TEST_RAY=1 .venv-ray/bin/python -m pytest tests/test_ray_lab.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_RAY=1 .venv-ray/bin/python -m pytest tests/launchers/test_ray_lab.py $(PYTEST_ARGS)
 
 # The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.
 .PHONY: vllm-cpu test-vllm
@@ -140,8 +140,8 @@ vllm-cpu: setup
 
 .PHONY: test-ssh
 test-ssh: setup-tests
-	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/test_ssh.py tests/test_ssh_microbench.py \
-	  tests/test_ssh_install.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_SSH=1 $(BIN)/python -m pytest tests/launchers/test_ssh.py tests/microbench/test_ssh_microbench.py \
+	  tests/planning/test_ssh_install.py $(PYTEST_ARGS)
 
 test-vllm: vllm-cpu
-	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/test_vllm_lab.py tests/test_vllm_nodes.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/engines/test_vllm_lab.py tests/engines/test_vllm_nodes.py $(PYTEST_ARGS)

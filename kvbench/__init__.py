@@ -6,29 +6,19 @@ In a notebook: ``run = kvbench.load("results/…")``, then ``run.summary``, ``ru
 """
 
 import importlib
-import sys
-import types
 
-__version__ = "0.1.0"
+from kvbench.version import __version__ as __version__
 
 _OFFERED = frozenset(
     {"Comparison", "Run", "columns", "compare", "load", "runs", "simulate", "simulate_splits"}
 )
 
 
-class _Package(types.ModuleType):
-    """Gives what ``kvbench.api`` offers before a submodule of the same name.
-
-    ``kvbench.runs`` is the function, while ``from kvbench.runs import …`` reaches the module as ever.
-    """
-
-    def __getattribute__(self, name: str) -> object:
-        if name in _OFFERED:
-            return getattr(importlib.import_module("kvbench.api"), name)
-        return super().__getattribute__(name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_OFFERED})
+def __getattr__(name: str) -> object:
+    if name in _OFFERED:
+        return getattr(importlib.import_module("kvbench.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OFFERED})

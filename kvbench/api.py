@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvbench import frames
-from kvbench.columns import MEANINGS
 from kvbench.errors import InputError, KvbenchError
 from kvbench.files import read_object
-from kvbench.runs import MANIFEST
-from kvbench.runview import Plots, Run, load
-from kvbench.sidebyside import Comparison, compare
+from kvbench.report.notebook import frames
+from kvbench.report.notebook.column_meanings import MEANINGS
+from kvbench.report.notebook.comparison import Comparison, compare
+from kvbench.report.notebook.run import Plots, Run, load
+from kvbench.results.run import MANIFEST
 
 if TYPE_CHECKING:
-    from kvbench.request import Wish
+    from kvbench.planning.overrides import Wish
 
 __all__ = [
     "Comparison", "Plots", "Run", "columns", "compare", "load", "runs", "simulate", "simulate_splits",
@@ -106,7 +106,7 @@ def simulate(
     from. ``output``: a folder to keep the run in; by default it goes when the run does. Raises InputError for
     a scenario that cannot be simulated.
     """
-    from kvbench.simulate import simulated
+    from kvbench.sweep.simulate import simulated
 
     wish = _wish(scenario, overrides, connectors, rate)
     with_ = None if like is None else load(like).path
@@ -127,7 +127,7 @@ def simulate_splits(
     Either all splits of ``gpus`` instances or the ``splits`` listed, as ``"1:1,2:1"``. ``goodput_per_gpu`` is
     what to compare (requests/s that meet the SLO, by GPU); ``best`` marks the best of an input length.
     """
-    from kvbench.splits import Choice, predicted
+    from kvbench.sweep.simulate_splits import Choice, predicted
 
     choice = Choice(splits, gpus, False)
     with_ = None if like is None else load(like).path
@@ -145,7 +145,7 @@ def _wish(
     connectors: Sequence[str],
     rate: float | None,
 ) -> Wish:
-    from kvbench.request import Wish
+    from kvbench.planning.overrides import Wish
 
     sets = tuple(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
     return Wish(str(scenario), sets, tuple(connectors), fixed_rate=rate)

@@ -25,7 +25,7 @@ import pytest
 from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
-from kvbench.core.processes import unproxied
+from kvbench.core.plan.processes import unproxied
 
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])

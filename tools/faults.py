@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="write no file")
     given, more = parser.parse_known_args(argv)
     recorder = Recorder()
-    files = [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if "mark.fault" in path.read_text()]
+    files = [
+        str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.fault" in path.read_text()
+    ]
     # A siege of many faults is one test's fixture: the usual guard against a test that hangs is too tight.
     words = [*files, "-m", "fault", "-p", "no:xdist", "-o", "faulthandler_timeout=900"]
     words += [*more, *given.pytest_args]

@@ -28,11 +28,11 @@ from typing import IO, Any, Final
 
 import psutil
 
-from kvbench.core.plan import trial_seed
-from kvbench.core.processes import RUN_TAG_ENV
+from kvbench.core.plan.plan import trial_seed
+from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
-from kvbench.report import write_report
-from kvbench.runs import Run, load_run
+from kvbench.report.report import write_report
+from kvbench.results.run import Run, load_run
 
 SMALL: Final = (
     "connectors=[aggregated,tcp]",

@@ -23,16 +23,16 @@ from typing import Final
 import psutil
 
 from kvbench import transfer
-from kvbench.core.lies import LIES
+from kvbench.core.gates.lies import LIES
 from kvbench.core.records import TrialRecord
 from kvbench.launchers.local import LocalLauncher
-from kvbench.planning import plan_of
-from kvbench.ports import with_ports
-from kvbench.progress import Silent
-from kvbench.request import Wish, resolve
-from kvbench.runfolder import create_store
-from kvbench.sweep import Sweep
-from kvbench.trial import TrialPlan, TrialRunner
+from kvbench.launchers.parts.ports import with_ports
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.sweep.display import Silent
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.sweep import Sweep
+from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
 
 # A light load with limits so wide that a busy machine breaks none of them.
 EASY: Final = (
@@ -121,8 +121,8 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("answer_at_once", "workload.output_len=16"),
     _told(_lie("canned_answers", "workload.output_len=16", "search.min_requests=60")),
     # What no part of kvbench has to lie about: the load itself, and the machine.
-    Case("late_client", "client_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.loadgen"),
-    Case("late_router", "router_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.router"),
+    Case("late_client", "client_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.processes.loadgen"),
+    Case("late_router", "router_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.processes.router"),
     Case("one_batch", "one_batch", rate=60, sets=("workload.output_len=256", "search.trial_s=0.5")),
     Case(
         "overload",
@@ -178,7 +178,7 @@ def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
     scenario, source = resolve(wish)
     plan = plan_of(scenario)
     with create_store(folder, scenario, source, plan, "bench") as store:
-        from kvbench.cell import Fixed
+        from kvbench.sweep.cell import Fixed
 
         (result,) = Sweep(scenario, plan, store, Silent(), Fixed(case.rate)).run()
         labels = tuple(store.manifest.get("labels", []))
@@ -201,7 +201,7 @@ def running(
     connector: str, options: dict[str, object], sets: Sequence[str], folder: Path
 ) -> Iterator[Callable[[float], TrialRecord]]:
     """A deployment; what it gives runs one trial at a rate and returns its record."""
-    from kvbench.deployment import Deployment
+    from kvbench.deployment.deployment import Deployment
 
     scenario, source = resolve(Wish("quickstart", (*sets, _connectors(connector, options))))
     plan = plan_of(scenario)

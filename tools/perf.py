@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from kvbench import web
+from kvbench.hosts import web
 
 KVBENCH = str(Path(sys.executable).with_name("kvbench"))
 SCENARIO = "quickstart"
@@ -81,7 +81,7 @@ def main() -> None:
 def usable_connectors() -> list[str]:
     """The P/D connectors that work on this machine."""
     from kvbench import connectors
-    from kvbench.doctor import connector_checks
+    from kvbench.planning.doctor.doctor import connector_checks
 
     checks = {check.name.removeprefix("connector "): check for check in connector_checks()}
     return [

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.launchers.local import LocalLauncher
-from kvbench.selftest import Level, measure
-from kvbench.yardstick import exact_server
+from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest.selftest import Level, measure
 
 LEVELS = (10, 100, 300, 1000)
 TTFT_P50_MS = {10: 0.1, 100: 0.1, 300: 0.1}
@@ -168,7 +168,7 @@ def ran(folder: Path, changes: dict[str, Any]) -> Ran:
 @contextlib.contextmanager
 def generator(spec: Path) -> Iterator[subprocess.Popen[str]]:
     """The process, which is gone at the end."""
-    command = [sys.executable, "-m", "kvbench.loadgen", str(spec)]
+    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(spec)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

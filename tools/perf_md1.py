@@ -1,8 +1,9 @@
 """Is the rate that a sweep finds the true one, in real time? ``make perf-md1``. It judges nothing.
 
-``kvbench sweep`` drives the exact server as an M/D/1 queue (``kvbench.exact``, ``kvbench.core.queueing``):
-the highest rate at which so many first tokens are in time is known by formula. Then the same load generator
-offers 1.3 times that rate, and what is printed is when the live rule has had enough.
+``kvbench sweep`` drives the exact server as an M/D/1 queue (``kvbench.processes.exact_server``,
+``kvbench.core.simulation.known_queues``): the highest rate at which so many first tokens are in time is known
+by formula. Then the same load generator offers 1.3 times that rate, and what is printed is when the live rule
+has had enough.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.core.live import Decision
-from kvbench.core.queueing import md1_max_rate
 from kvbench.core.records import Cell
+from kvbench.core.search.sequential_trial import Decision
+from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
-from kvbench.load import LoadGenerator
-from kvbench.offer import Wanted, Watch, planned
-from kvbench.request import Wish, resolve
-from kvbench.yardstick import Yardstick, exact_server
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
+from kvbench.sweep.trial.load_plan import Wanted, Watch, planned
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 SERVICES: Final = 12
 """The TTFT limit, in services."""

@@ -25,9 +25,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.core.metrics import Slo, summarise
+from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
-from kvbench.store import CellResult, RunInfo, RunStore
+from kvbench.results.store import CellResult, RunInfo, RunStore
 
 CONNECTORS = ("mooncake", "nixl", "tcp")
 INPUT_LENS = (1024, 4096, 8192, 16384)
@@ -137,14 +137,14 @@ def measured(argv: Sequence[str]) -> tuple[float, float, float]:
 
 _SUMMARY = """
 import signal, sys; signal.alarm({deadline})
-from kvbench.loadrows import load_rows
-from kvbench.runs import load_run
+from kvbench.report.findings.load_rows import load_rows
+from kvbench.results.run import load_run
 rows = load_rows(load_run(sys.argv[1]))
 assert len(rows) == {trials} and all(row.errors["mean_ttft_ms"] > 0 for row in rows)
 """
 _COLUMNS = """
 import signal, sys; signal.alarm({deadline})
-from kvbench.runs import load_run
+from kvbench.results.run import load_run
 run = load_run(sys.argv[1])
 for trial in run.all_trials:
     frame = run.requests(trial.trial_id{columns})

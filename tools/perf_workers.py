@@ -20,13 +20,13 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.launchers.agents import Agent
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.channel import PipeChannel
 from kvbench.launchers.local import LocalLauncher
-from kvbench.launchers.remote import RemoteLauncher
-from kvbench.load import LoadGenerator, LoadResult
-from kvbench.yardstick import exact_server
+from kvbench.launchers.parts.agent_client import Agent
+from kvbench.launchers.parts.channel import PipeChannel
+from kvbench.launchers.parts.remote import RemoteLauncher
+from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
 
 WORKERS: Final = (1, 2, 3, 4)
 LEAST_SHARE: Final = 0.95
@@ -96,7 +96,7 @@ def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
     agents: dict[str, Agent] = {}
     try:
         for index in range(count):
-            command = [sys.executable, "-m", "kvbench.far", "--tag", "perf-workers"]
+            command = [sys.executable, "-m", "kvbench.processes.agent", "--tag", "perf-workers"]
             channel = PipeChannel(f"host{index}", command)
             agents[f"host{index}"] = Agent(channel, str(folder))
 

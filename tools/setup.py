@@ -31,10 +31,10 @@ VENV_DEADLINE_S = 300.0
 
 # The build's own needs; installed first and used without isolation, so that they are pinned too.
 BUILD_PACKAGES = ("setuptools",)
-COMPILED = (ROOT / "kvbench" / "loadgen", ROOT / "kvbench" / "http1")
+COMPILED = tuple(ROOT / "kvbench" / "processes" / name for name in ("loadgen", "http1"))
 
 Connectors = dict[str, dict[str, str]]
-"""Connector name → status, detail and fix, as kvbench.doctor tells them."""
+"""Connector name → status, detail and fix, as kvbench.planning.doctor.doctor tells them."""
 
 
 def stamp_key() -> str:
@@ -135,7 +135,8 @@ def install_packages() -> None:
 
 def compiled_note() -> str:
     """What to say if the hot paths could not be compiled; empty if they were."""
-    code = "import kvbench.http1._heads, kvbench.http1._splice, kvbench.loadgen._reads"
+    names = ("http1._heads", "http1._splice", "loadgen._reads")
+    code = "import " + ", ".join(f"kvbench.processes.{name}" for name in names)
     if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
         return ""
     return (
@@ -147,7 +148,7 @@ def compiled_note() -> str:
 def connectors() -> Connectors:
     """What kvbench itself says of each connector: the same as `kvbench doctor`."""
     code = (
-        "import dataclasses, json, kvbench.doctor as doctor\n"
+        "import dataclasses, json, kvbench.planning.doctor.doctor as doctor\n"
         "print(json.dumps([dataclasses.asdict(check) for check in doctor.connector_checks()]))"
     )
     status, output = run([PYTHON, "-c", code], CHECK_DEADLINE_S * 2)

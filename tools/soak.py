@@ -28,20 +28,20 @@ from typing import Any, Final
 
 import psutil
 
-from kvbench import resume
-from kvbench.cell import CellRunner
-from kvbench.core.plan import DeploymentPlan
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.errors import ProcessDiedError
-from kvbench.planning import plan_of
-from kvbench.progress import Silent
-from kvbench.request import Wish
-from kvbench.runfolder import create_store
-from kvbench.runs import load_run
-from kvbench.simulate import VirtualCells, VirtualSweep, simulable
-from kvbench.store import RunStore
-from kvbench.trial import TrialPlan
-from kvbench.virtualtrial import VirtualTrials
+from kvbench.planning.overrides import Wish
+from kvbench.planning.plan import plan_of
+from kvbench.results.run import load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep import resume
+from kvbench.sweep.cell import CellRunner
+from kvbench.sweep.display import Silent
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.simulate import VirtualCells, VirtualSweep, simulable
+from kvbench.sweep.simulated_trial import VirtualTrials
+from kvbench.sweep.trial.trial import TrialPlan
 
 SETS: Final = (
     "connectors=[aggregated,tcp,nixl]",

@@ -14,13 +14,12 @@ from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
 from kvbench.plugins import outside
 
-_NOT_CONNECTORS = {"base", "plain", "pull", "rooms", "ucx", "versions"}
 ENTRY_POINT_GROUP = "kvbench.connectors"
 
 
 def names() -> tuple[str, ...]:
     """All connectors: the files of this folder and those of outside packages."""
-    own = {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_CONNECTORS
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
     return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
 
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvbench.connectors.versions import Release, Releases, is_sglang, release
-from kvbench.core.processes import ProcessSpec
+from kvbench.connectors.parts.versions import Release, Releases, is_sglang, release
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import InputError
 
 Role = Literal["prefill", "decode", "aggregated"]

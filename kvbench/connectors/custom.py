@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role, Seat
-from kvbench.connectors.plain import LoneConnector, PlainConnector
-from kvbench.connectors.pull import PullConnector
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.plain import LoneConnector, PlainConnector
+from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.versions import Releases
 
 
 class CustomOptions(ConnectorOptions):

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.plain import LoneConnector
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.plain import LoneConnector
+from kvbench.connectors.parts.versions import Releases
 
 
 class DecodeBenchOptions(ConnectorOptions):

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role, Seat
-from kvbench.connectors.plain import PlainConnector
-from kvbench.connectors.versions import Releases
-from kvbench.core.processes import ProcessSpec
+from kvbench.connectors.parts.plain import PlainConnector
+from kvbench.connectors.parts.versions import Releases
+from kvbench.core.plan.processes import ProcessSpec
 
 
 class LmcacheOptions(ConnectorOptions):

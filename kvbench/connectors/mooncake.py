@@ -28,10 +28,10 @@ from kvbench.connectors.base import (
     Seat,
     one_token_prefill,
 )
-from kvbench.connectors.plain import PlainConnector
-from kvbench.connectors.pull import PullConnector
-from kvbench.connectors.rooms import RoomConnector
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.plain import PlainConnector
+from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.sglang_rooms import RoomConnector
+from kvbench.connectors.parts.versions import Releases
 from kvbench.errors import InputError
 
 IN_VLLM: Final = Path(__file__).parent / "in_vllm"

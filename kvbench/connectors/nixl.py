@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.pull import PullConnector
-from kvbench.connectors.rooms import RoomConnector
-from kvbench.connectors.ucx import UcxOptions, side_channel_env, ucx_warnings
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.sglang_rooms import RoomConnector
+from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
+from kvbench.connectors.parts.versions import Releases
 
 
 class NixlOptions(UcxOptions):

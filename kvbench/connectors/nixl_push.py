@@ -16,9 +16,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role
-from kvbench.connectors.pull import PullConnector
-from kvbench.connectors.ucx import UcxOptions, side_channel_env, ucx_warnings
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
+from kvbench.connectors.parts.versions import Releases
 
 
 class NixlPushOptions(UcxOptions):

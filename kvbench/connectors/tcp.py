@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.pull import PullConnector
-from kvbench.connectors.versions import Releases
+from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.versions import Releases
 
 
 class TcpOptions(ConnectorOptions):

@@ -221,3 +221,11 @@ class TrialRecord:
         if not all(isinstance(label, str) for label in record.labels):
             raise TypeError(f"labels are {str(record.labels)[:40]!r}")
         return record
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Greedy outputs for one input length, and the median time of one request in seconds."""
+
+    texts: tuple[str, ...]
+    latency_s: float

@@ -8,12 +8,11 @@ import pkgutil
 from kvbench.engines.base import Engine, EngineOptions
 from kvbench.errors import InputError
 
-_NOT_ENGINES = {"base", "commands"}
-
 
 def names() -> tuple[str, ...]:
     """All engines: the files of this folder."""
-    return tuple(sorted({module.name for module in pkgutil.iter_modules(__path__)} - _NOT_ENGINES))
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+    return tuple(sorted(own - {"base"}))
 
 
 def get(name: str) -> Engine:

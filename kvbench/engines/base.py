@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
-from kvbench.core.gpus import GpuNeed
-from kvbench.core.models import ModelShape
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.plan.gpus import GpuNeed
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import InputError
 from kvbench.transfer.base import Problem
 
@@ -108,7 +108,7 @@ class Engine(ABC):
         return self.labels
 
     def router_lie(self, options: EngineOptions) -> str:
-        """What the router is to lie about, to see it caught (core/lies.py); empty: nothing."""
+        """What the router is to lie about, to see it caught (core/gates/lies.py); empty: nothing."""
         return ""
 
     @abstractmethod

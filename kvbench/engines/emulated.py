@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
-from kvbench.core.lies import LIES, Lie, labels_of
-from kvbench.core.processes import ProcessSpec
-from kvbench.core.timing import PROFILE_NAMES
-from kvbench.core.transfermodel import TransferModel, model_for, models_of_json
+from kvbench.core.gates.lies import LIES, Lie, labels_of
+from kvbench.core.plan.process_modules import EMULATOR_MODULE
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.simulation.step_time import PROFILE_NAMES
+from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
 from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
 from kvbench.errors import InputError
 from kvbench.transfer.base import Problem
@@ -195,7 +196,7 @@ class Emulated(Engine):
         }
         return ProcessSpec(
             name=instance.name,
-            argv=(sys.executable, "-m", "kvbench.emulator"),
+            argv=(sys.executable, "-m", EMULATOR_MODULE),
             env=connector.env(instance.role, connector_options, instance.side_port, instance.host),
             spec=spec,
             ready_url=f"{instance.url}/health",

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvbench.connectors.base import Connector, ConnectorOptions
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Instance
 from kvbench.errors import InputError
 from kvbench.transfer.base import Problem

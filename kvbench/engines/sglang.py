@@ -11,10 +11,10 @@ from typing import Any, Final
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
-from kvbench.core.gpus import GpuNeed
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.gpus import GpuNeed
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
-from kvbench.engines.commands import argv_of, found_command, owned_flags, whole
+from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
 from kvbench.errors import KvbenchError
 from kvbench.transfer.base import Problem
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
-from kvbench.connectors.ucx import UcxOptions, moves_gpu_memory
-from kvbench.connectors.versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
-from kvbench.core.gpus import GpuNeed
-from kvbench.core.processes import ProcessSpec
-from kvbench.core.scenario_hosts import NODE
+from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
+from kvbench.connectors.parts.versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
+from kvbench.core.plan.gpus import GpuNeed
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
-from kvbench.engines.commands import argv_of, asked_version, found_command, owned_flags, whole
+from kvbench.engines.parts.commands import argv_of, asked_version, found_command, owned_flags, whole
 from kvbench.errors import InputError, KvbenchError
 from kvbench.transfer.base import Problem
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvbench.errors import InputError
 from kvbench.importers.base import Reading
-
-_NOT_IMPORTERS: Final = frozenset(
-    {"base", "blocks", "claims", "requests", "transferrow", "trials", "vllmresult"}
-)
 
 
 class Importer(Protocol):
@@ -33,7 +29,8 @@ class Importer(Protocol):
 
 def names() -> tuple[str, ...]:
     """All formats, in the order of their names."""
-    return tuple(sorted({module.name for module in pkgutil.iter_modules(__path__)} - _NOT_IMPORTERS))
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+    return tuple(sorted(own - {"base"}))
 
 
 def get(name: str) -> Importer:

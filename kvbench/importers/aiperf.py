@@ -31,7 +31,7 @@ from kvbench.importers.base import (
     read_text,
     whole,
 )
-from kvbench.importers.requests import Seen, records_of
+from kvbench.importers.parts.requests import Seen, records_of
 
 FORMAT: Final = "aiperf's profile export (JSON, CSV, or its folder)"
 RANK: Final = 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvbench.core.records import RequestRecord
-from kvbench.core.transfers import TransferRecord
+from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import InputError
 
 MAX_BYTES: Final = 512 * 2**20

@@ -28,7 +28,7 @@ from kvbench.importers.base import (
     read_lines,
     whole,
 )
-from kvbench.importers.requests import Seen, records_of
+from kvbench.importers.parts.requests import Seen, records_of
 
 FORMAT: Final = "guidellm's JSON report"
 RANK: Final = 20

@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.transfers import Case
+from kvbench.core.transfers.records import Case
 from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.transferrow import Told, transfer_row
+from kvbench.importers.parts.transfer_row import Told, transfer_row
 
 FORMAT: Final = "tables of nccl-tests"
 RANK: Final = 30

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.transfers import Case, Memory, TransferOp
+from kvbench.core.transfers.records import Case, Memory, TransferOp
 from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.transferrow import Told, transfer_row
+from kvbench.importers.parts.transfer_row import Told, transfer_row
 
 FORMAT: Final = "nixlbench's table (NIXL)"
 RANK: Final = 30

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers import blocks, claims
 from kvbench.importers.base import Origin, Problem, Reading, ServingRow, excerpt, peek, read_lines
-from kvbench.importers.vllmresult import DEFINITIONS
+from kvbench.importers.parts import blocks, claims
+from kvbench.importers.parts.vllm_result import DEFINITIONS
 
 FORMAT: Final = "notes with result blocks under headings, a section for each connector"
 RANK: Final = 5

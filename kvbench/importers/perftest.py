@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.transfers import Case, TransferOp
+from kvbench.core.transfers.records import Case, TransferOp
 from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.transferrow import Told, transfer_row
+from kvbench.importers.parts.transfer_row import Told, transfer_row
 
 FORMAT: Final = "output of perftest's ib_write_bw, ib_read_bw and ib_send_bw"
 RANK: Final = 30

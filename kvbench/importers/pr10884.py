@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.importers.base import Origin, Problem, Reading, ServingRow, number, peek, read_lines
-from kvbench.importers.vllmresult import DEFINITIONS
+from kvbench.importers.parts.vllm_result import DEFINITIONS
 
 FORMAT: Final = "the page of vLLM PR 10884 (three tables)"
 RANK: Final = 5

@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 from typing import Final
 
-from kvbench.core.transfers import Case, TransferOp
+from kvbench.core.transfers.records import Case, TransferOp
 from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.transferrow import Told, transfer_row
+from kvbench.importers.parts.transfer_row import Told, transfer_row
 
 FORMAT: Final = "log of Mooncake's transfer_engine_bench"
 RANK: Final = 30

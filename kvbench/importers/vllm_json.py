@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvbench.errors import InputError
 from kvbench.importers.base import Origin, Problem, Reading, peek, read_lines, read_text
-from kvbench.importers.vllmresult import DEFINITIONS, is_result, row_of
+from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 
 FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
 RANK: Final = 20

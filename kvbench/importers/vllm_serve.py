@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers import blocks
 from kvbench.importers.base import (
     Origin,
     Problem,
@@ -26,7 +25,8 @@ from kvbench.importers.base import (
     read_lines,
     whole,
 )
-from kvbench.importers.vllmresult import DEFINITIONS
+from kvbench.importers.parts import blocks
+from kvbench.importers.parts.vllm_result import DEFINITIONS
 
 FORMAT: Final = "text blocks that `vllm bench serve` prints, in a log"
 RANK: Final = 50

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvbench.errors import InputError
 from kvbench.importers.base import Origin, Problem, Reading, parse_json, read_lines
-from kvbench.importers.vllmresult import DEFINITIONS, is_result, row_of
+from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 
 FORMAT: Final = "folders of `vllm bench sweep`"
 RANK: Final = 10

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec
 
 if TYPE_CHECKING:
     import httpx

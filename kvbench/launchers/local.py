@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.core.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec, unproxied
+from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec, unproxied
 from kvbench.errors import LaunchError
 from kvbench.launchers.base import stop_in_reverse
-from kvbench.launchers.here import Here
-from kvbench.launchers.logbound import LogBound
+from kvbench.launchers.parts.here import Here
+from kvbench.launchers.parts.log_bound import LogBound
 
-_GUARD = str(Path(__file__).with_name("guard.py"))
+_GUARD = str(Path(__file__).parent / "parts" / "guard.py")
 GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
 

@@ -1,8 +1,8 @@
 """Hosts from Slurm: one job for the run, and on each node a step whose stdin and stdout are a channel.
 
 The job is kvbench's own, or one that exists (``deployment.slurm.job``, or kvbench itself started inside of
-one). Its own job has an owner, ``jobguard.py``, which cancels it when kvbench is gone, however it went; the
-steps end with their agents, which end with their stdin.
+one). Its own job has an owner, ``launchers/parts/slurm_guard.py``, which cancels it when kvbench is gone,
+however it went; the steps end with their agents, which end with their stdin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvbench.core.processes import RUN_TAG_ENV
-from kvbench.core.scenario_launchers import SlurmOptions
-from kvbench.core.slurm import (
+from kvbench.core.plan.processes import RUN_TAG_ENV
+from kvbench.core.scenario.schedulers import SlurmOptions
+from kvbench.errors import LaunchError
+from kvbench.launchers.parts.channel import PipeChannel
+from kvbench.launchers.parts.slurm_words import (
     ENDED,
     SQUEUE_FORMAT,
     Component,
@@ -36,10 +38,8 @@ from kvbench.core.slurm import (
     salloc_command,
     srun_command,
 )
-from kvbench.errors import LaunchError
-from kvbench.launchers.channel import PipeChannel
 
-_GUARD: Final = str(Path(__file__).with_name("jobguard.py"))
+_GUARD: Final = str(Path(__file__).parent / "parts" / "slurm_guard.py")
 CALL_DEADLINE_S: Final = 30.0
 """A controller under load answers slowly; one that is down makes its commands wait some 10 s."""
 POLL_S: Final = 0.5

@@ -16,9 +16,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvbench.core.scenario_hosts import Ssh
+from kvbench.core.scenario.hosts import Ssh
 from kvbench.errors import LaunchError, MissingLibraryError
-from kvbench.launchers.channel import (
+from kvbench.launchers.parts.channel import (
     CLOSE_GRACE_S,
     READ_BYTES,
     SEND_DEADLINE_S,
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
-"""So many unanswered end the connection. The agents' own beats (``wire.py``) notice no later."""
+"""So many unanswered end the connection. The agents' own beats (``parts/wire.py``) notice no later."""
 DEFAULT_PORT: Final = 22
 PUT_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1e6

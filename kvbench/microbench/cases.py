@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench import devices, transfer
-from kvbench.core import transferplan, transferwarnings
-from kvbench.core.transfers import Case, Layout, TransferRecord
+from kvbench import transfer
+from kvbench.core.transfers import blocks, warnings
+from kvbench.core.transfers.records import Case, Layout, TransferRecord
 from kvbench.errors import InputError, KvbenchError
+from kvbench.hosts import devices
 from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
 from kvbench.microbench.sides import Asked, Side, WorkerError, Workers
-from kvbench.mover.memory import MEMORY_SHARE, available_bytes
+from kvbench.processes.transfer_worker.memory import MEMORY_SHARE, available_bytes
 
 MAX_FAILURES: Final = 2
 """Workers of one kind that did not start, or connect, so often in a row are not waited for again."""
@@ -153,8 +154,8 @@ class Microbench:
         if room is None or case.memory != "host":
             return ""
         here = {name: not side.elsewhere for name, side in self._sides.items()}
-        needed = here["initiator"] * case.initiators * transferplan.initiator_layout(case).nbytes
-        needed += here["target"] * case.targets * transferplan.target_layout(case).nbytes
+        needed = here["initiator"] * case.initiators * blocks.initiator_layout(case).nbytes
+        needed += here["target"] * case.targets * blocks.target_layout(case).nbytes
         if needed <= MEMORY_SHARE * room:
             return ""
         return f"its buffers need {needed:,} bytes, and {room:,} bytes of memory are free"
@@ -169,14 +170,14 @@ class Microbench:
     # --- workers
 
     def _remember_size(self, case: Case) -> None:
-        layouts = (transferplan.initiator_layout(case), transferplan.target_layout(case))
+        layouts = (blocks.initiator_layout(case), blocks.target_layout(case))
         known = self._largest.get(Key.of(case))
         if known is None or layouts[0].nbytes > known[0].nbytes:
             self._largest[Key.of(case)] = layouts
 
     def _fitting_team(self, case: Case, record: TransferRecord, told: Callable[[str], None]) -> Team:
         """The team of the case before if it can serve this one, or a new one; connected."""
-        wanted = (transferplan.initiator_layout(case), transferplan.target_layout(case))
+        wanted = (blocks.initiator_layout(case), blocks.target_layout(case))
         key = Key.of(case)
         if self._team is None or self._team.key != key or self._workers.casualties():
             self._disband(orderly=True)
@@ -284,7 +285,7 @@ class Microbench:
             0.0 if sides["target"].elsewhere else record.target_cpu_s or 0.0
         )
         backend = transfer.get(case.backend)
-        seen = transferwarnings.Seen(
+        seen = warnings.Seen(
             cores=before["cores"],
             load_before=self._load,
             others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - ours,
@@ -297,7 +298,7 @@ class Microbench:
         )
         if case.backend == "memcpy":
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
-        record.warnings = transferwarnings.warnings(record, seen)
+        record.warnings = warnings.warnings(record, seen)
 
     def _line_rate(self, case: Case, window: Window) -> float | None:
         """What the asked NICs of the slower side can carry together, in GB/s."""

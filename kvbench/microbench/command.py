@@ -13,22 +13,24 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from kvbench import environment, report, transfer_report
-from kvbench.core import matrix as matrices
-from kvbench.core.kvshape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
-from kvbench.core.matrix import Axes, Matrix, Mover
-from kvbench.core.sizes import duration_text, parse_counts, parse_sizes, size_text
-from kvbench.core.transfers import Case, Memory, TransferOp, TransferRecord
-from kvbench.devices import gpus
+from kvbench.core.transfers import cases as matrices
+from kvbench.core.transfers.cases import Axes, Matrix, Mover
+from kvbench.core.transfers.kv_shape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
+from kvbench.core.transfers.records import Case, Memory, TransferOp, TransferRecord
+from kvbench.core.units import duration_text, parse_counts, parse_sizes, size_text
 from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
-from kvbench.microbench.between import BetweenHosts
+from kvbench.hosts import environment
+from kvbench.hosts.devices import gpus
 from kvbench.microbench.cases import run_cases
+from kvbench.microbench.host_pairs import BetweenHosts
+from kvbench.microbench.hosts import Place, Places
 from kvbench.microbench.options import MicrobenchOptions
-from kvbench.microbench.places import Place, Places
 from kvbench.microbench.progress import CaseProgress
-from kvbench.mover.memory import available_bytes
-from kvbench.runs import Run, load_run
-from kvbench.store import RunInfo, RunStore
+from kvbench.processes.transfer_worker.memory import available_bytes
+from kvbench.report import report
+from kvbench.report.transfers import report as transfer_report
+from kvbench.results.run import Run, load_run
+from kvbench.results.store import RunInfo, RunStore
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from kvbench import transfer
-from kvbench.core import transferplan
-from kvbench.core.transferplan import Pairing
-from kvbench.core.transfers import Case, Layout, TransferRecord
+from kvbench.core.transfers import blocks as transferplan
+from kvbench.core.transfers.blocks import Pairing
+from kvbench.core.transfers.records import Case, Layout, TransferRecord
 from kvbench.microbench.sides import Asked, Worker, WorkerError, Workers
-from kvbench.mover.measure import Limits, unpack_times
+from kvbench.processes.transfer_worker.measure import Limits, unpack_times
 from kvbench.transfer.parts.blocks import pack_ids
 
 MAX_CALLS: Final = 200_000

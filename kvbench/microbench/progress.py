@@ -8,12 +8,12 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.core.sizes import duration_text
-from kvbench.core.transfers import Case, TransferRecord
-from kvbench.core.transferstats import call_times
-from kvbench.livebar import LiveBar
-from kvbench.tables import number
-from kvbench.transfer_tables import case_text, time_text
+from kvbench.core.transfers.records import Case, TransferRecord
+from kvbench.core.transfers.stats import call_times
+from kvbench.core.units import duration_text
+from kvbench.report.live_bar import LiveBar
+from kvbench.report.tables.result import number
+from kvbench.report.tables.transfers import case_text, time_text
 
 
 class CaseProgress:

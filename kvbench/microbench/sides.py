@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.process_modules import TRANSFER_WORKER_MODULE
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, TransferError
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher
@@ -155,7 +156,7 @@ class Workers:
         WorkerError."""
         self._started += 1
         # The last word is for those who read a process list.
-        argv = (*side.prefix, side.python, "-m", "kvbench.mover.worker", name)
+        argv = (*side.prefix, side.python, "-m", TRANSFER_WORKER_MODULE, name)
         command = ProcessSpec(f"{spec['backend']}-{name}-{self._started}", argv)
         launcher = side.launcher or self._launcher
         worker = Worker(name, launcher.start(command, piped=True), launcher)

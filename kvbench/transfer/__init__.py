@@ -12,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 
+from kvbench.core.plan.process_modules import TRANSFER_CHILD_MODULE
 from kvbench.errors import InputError
 from kvbench.plugins import outside
 from kvbench.transfer.base import Backend, Problem
@@ -45,7 +46,7 @@ def check(name: str, deadline_s: float = CHECK_DEADLINE_S) -> Problem | None:
     problem = backend.check()
     if problem is not None or backend.load is None:
         return problem
-    command = [sys.executable, "-m", "kvbench.mover.child", "--check", name]
+    command = [sys.executable, "-m", TRANSFER_CHILD_MODULE, "--check", name]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s

@@ -4,7 +4,8 @@ A backend is one file in this folder; its module name is its registration. It de
 
 - ``BACKEND``: a ``Backend`` value with the name, a title, the supported ops and ``check``;
 - its ``Endpoint``, opened by ``BACKEND.open(options)``, always in a child process of its own
-  (``kvbench.mover.child``), since a native library may abort, hang, or clash with another.
+  (``kvbench.processes.transfer_worker.child``), since a native library may abort, hang, or clash with
+  another.
 
 Options that all backends know, and may ignore: ``host`` (the address that is published and listened on),
 ``protocol`` (one of ``Backend.protocols``), ``nics`` (own NICs to use, a list of ``{"name", "address"}``;
@@ -26,9 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from kvbench import __version__
-from kvbench.core.transfers import Layout as Layout
+from kvbench.core.transfers.records import Layout as Layout
 from kvbench.errors import TransferError
+from kvbench.version import __version__
 
 Op = Literal["read", "write"]
 

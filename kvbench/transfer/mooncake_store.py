@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvbench.core.processes import unproxied
+from kvbench.core.plan.processes import unproxied
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
 from kvbench.transfer.parts import mooncakewheel

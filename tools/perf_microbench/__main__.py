@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench import transfer
-from kvbench.core.processes import ProcessSpec
-from kvbench.core.transfers import Case, TransferOp, TransferRecord
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.transfers.records import Case, TransferOp, TransferRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, LaunchError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.measuring import Settings
-from kvbench.mover.memory import HostMemory
+from kvbench.processes.transfer_worker.memory import HostMemory
 from kvbench.transfer.parts.native import unpacked_folder
 
 from . import call_cost

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbench import transfer
-from kvbench.mover.measure import Waiter, sharp_sleeps
-from kvbench.mover.memory import HostMemory
+from kvbench.processes.transfer_worker.measure import Waiter, sharp_sleeps
+from kvbench.processes.transfer_worker.memory import HostMemory
 from kvbench.transfer.base import Endpoint, Layout, Op
 
 BLOCK_BYTES = 4096

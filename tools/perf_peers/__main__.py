@@ -12,11 +12,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from kvbench.calm import calmest
-from kvbench.environment import cpu
 from kvbench.errors import KvbenchError
+from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
-from kvbench.yardstick import exact_server
+from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest.undisturbed import calmest
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
 from .environments import make_tokenizer, set_up

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from kvbench import __version__
-from kvbench.loadfile import read_records
+from kvbench.processes.common.record_file import read_records
+from kvbench.version import __version__
 
 from .environments import FOLDER, HF_HOME, SHIM, TOKENIZER, TOKENIZER_REPO, python_of, version_of
 from .work import FIRST_TOKEN_S, GAP_S, INPUT_LEN, MODEL, OUTPUT_LEN, SEED, Outcome, PeerError, Work
@@ -50,7 +50,7 @@ def kvbench_command(work: Work, url: str, folder: Path) -> Command:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
-    return [sys.executable, "-m", "kvbench.loadgen", path], {}
+    return [sys.executable, "-m", "kvbench.processes.loadgen", path], {}
 
 
 def kvbench_outcome(work: Work, folder: Path) -> Outcome:

@@ -13,10 +13,11 @@ from pathlib import Path
 import httpx
 import psutil
 
-from kvbench import __version__, web
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.hosts import web
 from kvbench.launchers.local import LocalLauncher, LocalProcess
-from kvbench.yardstick import exact_server
+from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.version import __version__
 
 from .clients import kvbench_command, kvbench_outcome
 from .environments import python_of, version_of
@@ -57,7 +58,7 @@ class Passage:
 
 def kvbench_process(port: int, prefill: str, decode: str) -> ProcessSpec:
     spec = {"port": port, "connector": "nixl", "prefill": [{"url": prefill}], "decode": [{"url": decode}]}
-    return ProcessSpec("router-kvbench", (sys.executable, "-m", "kvbench.router"), spec=spec)
+    return ProcessSpec("router-kvbench", (sys.executable, "-m", "kvbench.processes.router"), spec=spec)
 
 
 def vllm_process(port: int, prefill: str, decode: str) -> ProcessSpec:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbench.core.processes import unproxied
+from kvbench.core.plan.processes import unproxied
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIRST_TOKEN_S = 0.05

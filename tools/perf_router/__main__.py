@@ -22,14 +22,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvbench import web
-from kvbench.calm import calmest
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import ProcessDiedError
+from kvbench.hosts import web
+from kvbench.hosts.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.launchers.local import LocalLauncher
-from kvbench.load import LoadGenerator
-from kvbench.telemetry import Metrics, difference, parse_metrics, quantile
-from kvbench.yardstick import Yardstick, errors_of, exact_server
+from kvbench.sweep.selftest.exact_server import Yardstick, errors_of, exact_server
+from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 from . import __doc__ as description
 from .plain_proxy import compiled, plain_proxy
@@ -193,7 +193,7 @@ def router_before(work: Work, url: str, name: str) -> Iterator[str]:
     }
     address = f"http://127.0.0.1:{port}"
     process = work.launcher.start(
-        ProcessSpec(name=name, argv=(sys.executable, "-m", "kvbench.router"), spec=spec)
+        ProcessSpec(name=name, argv=(sys.executable, "-m", "kvbench.processes.router"), spec=spec)
     )
     try:
         deadline = time.monotonic() + READY_DEADLINE_S

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvbench.core.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import ProcessDiedError
 from kvbench.launchers.local import LocalLauncher
 

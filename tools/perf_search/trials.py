@@ -9,15 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.ceiling import plan_flood
-from kvbench.core.live import (
-    Criterion,
-    Decision,
-    LiveConfig,
-    LiveTrial,
-    trial_length_s,
-)
-from kvbench.core.search import Hint, Measured, Probe, RateSearch, SearchLimits
+from kvbench.core.search.ceiling import plan_flood
+from kvbench.core.search.search import Hint, Measured, Probe, RateSearch, SearchLimits
+from kvbench.core.search.sequential_trial import Criterion, Decision, LiveConfig, LiveTrial, trial_length_s
 
 from .pipeline import Outcomes, System, offsets, run_open
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.queueing import md1_max_rate
+from kvbench.core.simulation.known_queues import md1_max_rate
 
 from .pipeline import System, offsets, run_open
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from kvbench import devices
+from kvbench.hosts import devices
 
 
 def children_cpu_s() -> float:

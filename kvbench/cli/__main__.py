@@ -1,0 +1,5 @@
+"""``python -m kvbench.cli``: the command ``kvbench``."""
+
+from kvbench.cli.app import main
+
+main()

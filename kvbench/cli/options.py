@@ -1,0 +1,246 @@
+"""The options that several commands share, and how they become a Wish.
+
+A command that takes a parameter of type ``ScenarioOptions`` or ``LoadOptions`` and is decorated with ``asks``
+has every option of that class in its own help, as if they were written there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from kvbench.planning.overrides import Wish
+
+Result = TypeVar("Result")
+
+ScenarioArg = Annotated[
+    str, typer.Argument(help="A scenario file, or the name of a bundled one.", show_default="quickstart")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Override a scenario value, e.g. slo.ttft_ms=300. Repeatable."
+    ),
+]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with this run folder after any end; the plan is the folder's.",
+        exists=True,
+        file_okay=False,
+    ),
+]
+ForceOption = Annotated[
+    bool,
+    typer.Option("--force", help="Go on although machine or software has changed since; marks the run."),
+]
+OutputOption = Annotated[Path, typer.Option("--output", metavar="DIR", help="Where run folders are written.")]
+
+
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """Which scenario, and what of it."""
+
+    scenario: ScenarioArg = "quickstart"
+    set_: SetOption = None
+    connector: Annotated[
+        list[str] | None,
+        typer.Option("--connector", metavar="NAME", help="Only this connector of the scenario. Repeatable."),
+    ] = None
+
+    def wish(self) -> Wish:
+        """The wish that these options express."""
+        from kvbench.planning.overrides import Wish
+
+        return Wish(
+            scenario=self.scenario,
+            overrides=tuple(self.set_ or ()),
+            connectors=tuple(self.connector or ()),
+        )
+
+
+@dataclass(frozen=True)
+class LoadOptions(ScenarioOptions):
+    """And what load, judged how: the options of commands that measure."""
+
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            "--base-url", metavar="URL", help="Measure a running OpenAI-compatible server; needs no scenario."
+        ),
+    ] = None
+    prefill_metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            "--prefill-metrics-url",
+            metavar="URL[,URL…]",
+            help="/metrics of that server's prefill instances: proves that P and D both worked.",
+        ),
+    ] = None
+    decode_metrics_url: Annotated[
+        str | None,
+        typer.Option("--decode-metrics-url", metavar="URL[,URL…]", help="And of its decode instances."),
+    ] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env",
+            metavar="NAME",
+            help="The environment variable with that server's API key; the key itself is written nowhere.",
+        ),
+    ] = None
+    input_len: Annotated[
+        str | None,
+        typer.Option(
+            "--input-len", metavar="N[,N…]", help="Input lengths in tokens.", rich_help_panel="Load"
+        ),
+    ] = None
+    output_len: Annotated[
+        int | None,
+        typer.Option("--output-len", metavar="N", help="Output tokens per request.", rich_help_panel="Load"),
+    ] = None
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option("--ttft-ms", metavar="MS", help="SLO: time to first token.", rich_help_panel="SLO"),
+    ] = None
+    tpot_ms: Annotated[
+        float | None,
+        typer.Option("--tpot-ms", metavar="MS", help="SLO: time per output token.", rich_help_panel="SLO"),
+    ] = None
+    attainment: Annotated[
+        float | None,
+        typer.Option(
+            "--attainment",
+            metavar="SHARE",
+            help="Share of requests that must meet every limit, e.g. 0.95.",
+            rich_help_panel="SLO",
+        ),
+    ] = None
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo",
+            metavar="LIMIT",
+            help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. "
+            "Repeatable.",
+            rich_help_panel="SLO",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="sustained (default), burst, sustained,burst, fixed or trace.",
+            rich_help_panel="Method",
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            "--rates",
+            metavar="R[,R…]",
+            help="Measure these rates, without an SLO (method fixed).",
+            rich_help_panel="Method",
+        ),
+    ] = None
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Replay recorded requests: a Mooncake trace, JSON lines or CSV.",
+            rich_help_panel="Method",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        typer.Option(
+            "--time-scale",
+            metavar="X",
+            help="Multiply the time between traced requests: 0.5 is twice as fast.",
+            rich_help_panel="Method",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            help="Load generator processes; by default as many as the load needs.",
+            rich_help_panel="Load",
+        ),
+    ] = None
+    direct: Annotated[
+        bool,
+        typer.Option(
+            "--direct",
+            help="The load generator asks P and D itself, with no router in the path.",
+            rich_help_panel="Load",
+        ),
+    ] = False
+
+    def wish(self) -> Wish:
+        """The wish that these options express."""
+        return replace(
+            super().wish(),
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            prefill_metrics_url=self.prefill_metrics_url,
+            decode_metrics_url=self.decode_metrics_url,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
+            attainment=self.attainment,
+            slo=tuple(self.slo or ()),
+            method=self.method,
+            rates=self.rates,
+            trace=self.trace,
+            time_scale=self.time_scale,
+            workers=self.workers,
+            direct=self.direct,
+        )
+
+
+def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Spread a command's parameter ``options`` into the options of its class, less those in ``without``.
+
+    They stand in the help where ``options`` stands among the command's parameters.
+    """
+
+    def spread(command: Callable[..., Result]) -> Callable[..., Result]:
+        hints = get_type_hints(command, include_extras=True)
+        kind: type[ScenarioOptions] = hints["options"]
+        kinds = get_type_hints(kind, include_extras=True)
+        asked = [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
+            for field in fields(kind)
+            if field.name not in without
+        ]
+        names = {parameter.name for parameter in asked}
+        parameters: list[Parameter] = []
+        for name, own in signature(command).parameters.items():
+            own = own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+            parameters += asked if name == "options" else [own]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Result:
+            options = kind(**{name: given.pop(name) for name in names})
+            return command(options=options, **given)
+
+        # What typer reads a command's options from.
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return spread

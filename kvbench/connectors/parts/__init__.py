@@ -1,0 +1,1 @@
+"""What several connectors share; no connector of its own."""

@@ -1,0 +1,285 @@
+"""Who is ahead in rows of figures, where, and by how much, or why that cannot be told from them.
+
+Two ways lead to an interval for the ratio of two figures. Where a setting was run several times, Welch's
+interval of the mean logarithms: it tells of repeated runs. Where single requests are known of one run each,
+the standard errors of the two figures: that interval is of these two runs, and says nothing of how a
+repeated run would differ. Without either nothing can be told. All figures of a pair hold together with 95
+%: the level is split over them (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import NormalDist
+from typing import Final, Literal
+
+from kvbench.core.findings.load_row import Axis, LoadRow, figure_text
+from kvbench.core.findings.suspicions import burst, not_kept_up
+from kvbench.core.plan.engine_count import first_unequal
+from kvbench.core.stats import t_quantile
+
+CONFIDENCE: Final = 0.95
+AXES: Final = ("run", "connector", "mode", "protocol", "nics", "tp", "input_len", "output_len", "rate")
+"""What rows may be sorted, grouped and compared by; ``mode`` is router or direct."""
+_FREE: Final = frozenset({"run", "rate"})
+"""Axes that need not be equal before two rows are compared: of several runs rows of one setting are
+repeats.
+"""
+FIGURES: Final[Mapping[str, tuple[str, Literal["higher", "lower"]]]] = {
+    "request_throughput": ("requests completed per second", "higher"),
+    "mean_ttft_ms": ("mean TTFT", "lower"),
+    "median_ttft_ms": ("median TTFT", "lower"),
+    "p99_ttft_ms": ("P99 TTFT", "lower"),
+    "mean_tpot_ms": ("mean TPOT", "lower"),
+    "p99_tpot_ms": ("P99 TPOT", "lower"),
+}
+"""What pairs are compared by: its words, and which direction is ahead."""
+BRIEF: Final = ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure of two levels: the ratio of their geometric means, one / other, with its interval."""
+
+    figure: str
+    one: float
+    other: float
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether the interval is on one side of 1."""
+        return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
+
+    @property
+    def first_ahead(self) -> bool:
+        return (self.ratio > 1) == (FIGURES[self.figure][1] == "higher")
+
+    def text(self) -> str:
+        """From the side of the one that is ahead: ``mean TTFT 3.5 % lower [1.2, 5.8]``."""
+        words, better = FIGURES[self.figure]
+        # Seen from the side that is ahead; its ratio to the other is inverted where that is the second.
+        ends = [self.low or 0.0, self.high or math.inf]
+        ratio = self.ratio if self.first_ahead else 1 / self.ratio
+        ends = ends if self.first_ahead else sorted(1 / end if end else math.inf for end in ends)
+        shares = sorted(abs(end - 1) * 100 for end in ends)
+        return f"{words} {abs(ratio - 1):.1%} {better} [{figure_text(shares[0])}, {figure_text(shares[1])}]"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two levels of one axis in one place: what can be told of them, and why not more.
+
+    ``scope``: "runs" where setting were repeated, "requests" where the intervals are of one run each, ""
+    without any.
+    """
+
+    by: str
+    one: str
+    other: str
+    place: str
+    ratios: tuple[Ratio, ...] = ()
+    scope: Literal["runs", "requests", ""] = ""
+    why_not: tuple[str, ...] = ()
+    rows: tuple[LoadRow, ...] = field(default=(), repr=False)
+    unequal: bool = False
+    """Whether its rows are of unequal numbers of engines or GPUs: then it has no ratios."""
+
+    @property
+    def told(self) -> tuple[Ratio, ...]:
+        """The figures in which one side is ahead; none while something stands against telling it."""
+        return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.told)
+
+    def text(self) -> str:
+        """One sentence."""
+        return f"{self.place}: {self._ahead()}" if self.told else self.untold_at([self.place], [self])
+
+    def _ahead(self) -> str:
+        sides = []
+        for first, (name, behind) in ((True, (self.one, self.other)), (False, (self.other, self.one))):
+            mine = [ratio.text() for ratio in self.told if ratio.first_ahead == first]
+            if mine:
+                sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
+        of = "of these two runs, not of repeated ones" if self.scope == "requests" else "of repeated runs"
+        return f"{'; '.join(sides)} (intervals {of})"
+
+    def reason(self) -> str:
+        """Why nothing is told."""
+        return "; ".join(self.why_not) or "every interval allows that they are equal"
+
+    def untold_at(self, places: Sequence[str], alike: Sequence[Pair]) -> str:
+        """One sentence for all places where the same holds, with what the rows show nevertheless."""
+        seen = [
+            f"{words} {_span(shares)}"
+            for figure, (words, _) in FIGURES.items()
+            if figure in BRIEF
+            and (shares := [1 / r.ratio - 1 for pair in alike for r in pair.ratios if r.figure == figure])
+        ]
+        shown = f". {self.other} against {self.one} in the rows: {', '.join(seen)}" if seen else ""
+        where = "; ".join(dict.fromkeys(places))
+        return f"{self.one} or {self.other} at {where}: cannot be told from this data: {self.reason()}{shown}"
+
+
+def _span(shares: Sequence[float]) -> str:
+    low, high = min(shares), max(shares)
+    return f"{low:+.1%}" if f"{low:+.1%}" == f"{high:+.1%}" else f"{low:+.1%} to {high:+.1%}"
+
+
+def pairs(rows: Sequence[LoadRow], by: str = "connector") -> list[Pair]:
+    """Every two levels of an axis where all other axes but the rate are equal, at each rate both have."""
+    apart = {by} | ({"protocol", "nics"} if by in ("protocol", "nics") else _constant_within(rows, by))
+    groups: dict[tuple[tuple[str, Axis], ...], dict[str, list[LoadRow]]] = {}
+    for row in rows:
+        rest = tuple((axis, row.axes.get(axis)) for axis in AXES if axis not in apart | _FREE)
+        if by != "rate" and row.axes.get(by) is not None:
+            groups.setdefault(rest, {}).setdefault(level_text(by, row), []).append(row)
+    several = {axis for axis in AXES if len({row.axes.get(axis) for row in rows}) > 1}
+    found: list[Pair] = []
+    for rest, levels in groups.items():
+        for one, other in combinations(levels, 2):
+            if levels[one][0].axes.get(by) != levels[other][0].axes.get(by):
+                found += _at_rates(by, (one, levels[one]), (other, levels[other]), _place(rest, several))
+    return found
+
+
+def _constant_within(rows: Sequence[LoadRow], by: str) -> set[str]:
+    """Those of protocol and NICs that are one and the same wherever ``by`` is: they come with it."""
+    levels = {row.axes.get(by) for row in rows}
+    return {
+        axis
+        for axis in ("protocol", "nics")
+        if all(len({row.axes.get(axis) for row in rows if row.axes.get(by) == level}) < 2 for level in levels)
+    }
+
+
+def _place(rest: Iterable[tuple[str, Axis]], several: set[str]) -> str:
+    told = dict(rest)
+    words = [f"{told['input_len']:,.0f} in"] if isinstance(told.get("input_len"), (int, float)) else []
+    for axis, value in told.items():
+        if axis in several and value is not None and axis != "input_len":
+            words.append(f"{value}" if axis in ("connector", "protocol") else f"{axis} {_level(value)}")
+    return ", ".join(words) or "everywhere"
+
+
+def _level(value: Axis) -> str:
+    return figure_text(value) if isinstance(value, (int, float)) else str(value)
+
+
+def level_text(by: str, row: LoadRow) -> str:
+    """Where a row stands on an axis, in words: ``nixl``, ``2 NICs``, ``rdma, 2 NICs``, ``tp 4``."""
+    value, nics = row.axes.get(by), row.axes.get("nics")
+    many = nics if nics is None or isinstance(nics, str) else f"{_level(nics)} NIC{'s' if nics != 1 else ''}"
+    if by == "nics":
+        return str(many)
+    if by == "protocol":
+        return f"{value}" if many is None or str(many).lower() == value else f"{value}, {many}"
+    return str(value) if isinstance(value, str) else f"{by} {_level(value)}"
+
+
+def _at_rates(
+    by: str, one: tuple[str, Sequence[LoadRow]], other: tuple[str, Sequence[LoadRow]], place: str
+) -> Iterable[Pair]:
+    names = one[0], other[0]
+    sizes = first_unequal(row.size for _, rows in (one, other) for row in rows)
+    if sizes is not None:
+        # Latencies at one rate, too: twice the engines have half the load each.
+        why = f"they are of unequal size, {sizes[0].text()} against {sizes[1].text()}"
+        yield Pair(by, *names, place, (), "", (why,), (*one[1], *other[1]), unequal=True)
+        return
+    rates = [sorted({row.request_rate or 0.0 for row in rows}) for _, rows in (one, other)]
+    common = [rate for rate in rates[0] if rate in rates[1]]
+    if not common:
+        told = [" or ".join(figure_text(rate) for rate in mine) for mine in rates]
+        why = f"different rates were offered, {told[0]} and {told[1]} req/s"
+        ratios = _ratios(one[1], other[1], "") if len(one[1]) == len(other[1]) == 1 else ()
+        yield Pair(by, *names, place, ratios, "", (why,), (*one[1], *other[1]))
+    for rate in common:
+        left, right = ([row for row in rows if (row.request_rate or 0.0) == rate] for _, rows in (one, other))
+        at = f"{place}, {figure_text(rate)} req/s" if rate else place
+        scope = _scope(left, right)
+        yield Pair(
+            by,
+            *names,
+            at,
+            _ratios(left, right, scope),
+            scope,
+            tuple(_why_not(left, right, scope)),
+            (*left, *right),
+        )
+
+
+def _scope(left: Sequence[LoadRow], right: Sequence[LoadRow]) -> Literal["runs", "requests", ""]:
+    if len(_distinct(left)) > 1 and len(_distinct(right)) > 1:
+        return "runs"
+    return "requests" if all(row.errors for row in (*left, *right)) else ""
+
+
+def _distinct(rows: Sequence[LoadRow]) -> list[LoadRow]:
+    """Rows without those that repeat another one to the last digit: that is one run shown twice."""
+    return list({tuple(sorted(row.figures.items())): row for row in rows}.values())
+
+
+def _why_not(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> Iterable[str]:
+    differing = left[0].setting.differing(right[0].setting)
+    if differing:
+        yield f"they were not measured alike ({'; '.join(differing)})"
+    if scope == "":
+        counts = len(_distinct(left)), len(_distinct(right))
+        runs = "one run each" if counts == (1, 1) else f"{counts[0]} and {counts[1]} runs"
+        yield f"{runs}, and nothing tells how much another run would differ"
+    both = (*left, *right)
+    if any(burst(row) for row in both):
+        yield "the load was a burst, so a figure is of one batch"
+    elif any(not_kept_up(row) for row in both):
+        yield "the rate was more than was completed, so latencies depend on how long it was offered"
+    fewest = min((row.requests or 0 for row in both), default=0)
+    if 0 < fewest < 20:
+        yield f"{fewest} requests are too few"
+
+
+def _ratios(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> tuple[Ratio, ...]:
+    known = [
+        name
+        for name in FIGURES
+        if all((value := row.get(name)) is not None and value > 0 for row in (*left, *right))
+    ]
+    found = []
+    for name in known:
+        one, other = ([math.log(row.get(name) or 1.0) for row in _distinct(rows)] for rows in (left, right))
+        means = sum(one) / len(one), sum(other) / len(other)
+        half = _half_width(one, other, left, right, name, len(known)) if scope else None
+        ratio = math.exp(means[0] - means[1])
+        ends = (None, None) if half is None else (ratio * math.exp(-half), ratio * math.exp(half))
+        found.append(Ratio(name, math.exp(means[0]), math.exp(means[1]), ratio, *ends))
+    return tuple(found)
+
+
+def _half_width(
+    one: Sequence[float],
+    other: Sequence[float],
+    left: Sequence[LoadRow],
+    right: Sequence[LoadRow],
+    name: str,
+    figures: int,
+) -> float | None:
+    """Half the interval of the logarithm of the ratio; None where it is not known."""
+    level = 1 - (1 - CONFIDENCE) / (2 * figures)
+    if len(one) > 1 and len(other) > 1:
+        parts = [(_variance(values) / len(values), len(values) - 1) for values in (one, other)]
+        total = sum(part for part, _ in parts)
+        if total <= 0:
+            return None
+        degrees = total**2 / sum(part**2 / free for part, free in parts if part > 0)
+        return t_quantile(level, degrees) * math.sqrt(total)
+    shares = [row.errors[name] / (row.get(name) or 1.0) for row in (left[0], right[0]) if name in row.errors]
+    return NormalDist().inv_cdf(level) * math.hypot(*shares) if len(shares) == 2 else None
+
+
+def _variance(values: Sequence[float]) -> float:
+    middle = sum(values) / len(values)
+    return sum((value - middle) ** 2 for value in values) / (len(values) - 1)

@@ -1,0 +1,307 @@
+"""What is suspicious in a row of figures, by rules that need no single request: above all in read-in results.
+
+Each rule is a function LoadRow → Finding | None and stays silent where it lacks a figure. "invalid" says
+that the row's number is not what it is called; "warning" that it has to be read with care; "note" is worth
+knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvbench.core.findings.load_row import LoadRow, figure_text
+from kvbench.core.findings.prefill_bound import PERCENTILES, impossible_prefill
+from kvbench.core.records import Finding
+from kvbench.core.search.burst import BURST_S
+from kvbench.core.slo import Limit
+
+Rule = Callable[[LoadRow], "Finding | None"]
+
+LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
+BURST_LIKE: Final = 0.5
+"""Arrivals shorter than this share of the mean end-to-end latency: hardly one ended before the last came."""
+KEPT_UP: Final = 0.95
+TOLERANCE: Final = 0.01
+"""How far figures of one row may be from what the others make of them; tables round."""
+P99_LEAST: Final = 100
+SPLIT: Final = 5.0
+"""P90 over P50 of the TTFT from which on requests are of two kinds: some waited and some did not."""
+
+
+def burst(row: LoadRow) -> Finding | None:
+    """The load lasted longer than a request takes; else n requests at once is what was measured."""
+    arrivals_s, e2el_s, duration_s = row.arrivals_s, row.e2el_s, row.get("duration_s")
+    if arrivals_s is None or e2el_s is None or row.requests is None or row.request_rate is None:
+        return None
+    if row.requests < 2 or arrivals_s >= BURST_LIKE * e2el_s:
+        return None
+    times = row.requests / row.request_rate
+    name = f"n = {row.requests} = {figure_text(times)} × rate"
+    drain = completed = ""
+    if duration_s is not None:
+        drain_s = figure_text(duration_s - arrivals_s)
+        drain = f"; the run lasted {figure_text(duration_s)} s, {drain_s} s of it drain"
+    done = row.get("request_throughput")
+    if done:
+        completed = (
+            f"; {figure_text(done)} were completed per second, "
+            f"{figure_text(row.request_rate / done)} times fewer than offered"
+        )
+    burst_of = "five-second burst" if abs(arrivals_s - BURST_S) < 0.05 * BURST_S else "burst"
+    return Finding(
+        "burst",
+        "invalid",
+        f"a {burst_of}: {name}, so all requests arrived within {figure_text(arrivals_s)} s, while one took "
+        f"{figure_text(e2el_s)} s on average{drain}{completed}. {figure_text(row.request_rate)} req/s is the "
+        "size of a batch, not a rate that holds",
+        "offer the load for several end-to-end latencies: more requests at the same rate",
+        {
+            "excess": e2el_s / arrivals_s,
+            "arrivals_s": arrivals_s,
+            "e2el_s": e2el_s,
+            "duration_s": duration_s,
+            "requests": row.requests,
+        },
+    )
+
+
+def slot_cap(row: LoadRow) -> Finding | None:
+    """Requests in flight fit into the engine's slots; else the rest waits for others to end."""
+    open_at_once, n = row.get("peak_concurrent_requests"), row.requests
+    p50, p90 = row.get("p50_ttft_ms"), row.get("p90_ttft_ms")
+    if open_at_once is None or not n or row.setting.judged:
+        return None
+    seen = decoded_at_once(row)
+    slots = row.setting.slots
+    told = f"max_num_seqs = {slots}" if slots else ""
+    if slots is None:
+        if seen is None or p50 is None or p90 is None or p90 < SPLIT * p50 or seen > 0.9 * open_at_once:
+            return None
+        slots = round(seen)
+        told = f"some {slots} places, as the table itself says"
+    if open_at_once <= slots:
+        return None
+    waited = open_at_once - slots
+    text = (
+        f"{figure_text(open_at_once)} requests were open at once with {told}: "
+        f"{figure_text(waited)} ({waited / n:.0%}) had to wait until another one ended"
+    )
+    if seen is not None:
+        text += f"; peak output × ITL shows about {figure_text(seen)} decoded at a time"
+    if p50 is not None and p90 is not None and p90 > SPLIT * p50:
+        text += f"; TTFT is {figure_text(p50)} ms at P50 and {figure_text(p90)} ms at P90"
+    return Finding(
+        "slot_cap",
+        "warning",
+        text,
+        "its TTFT tells how long others decode, not how fast prefill or the KV transfer is: raise "
+        "max_num_seqs or offer less at once",
+        {
+            "excess": waited / n,
+            "open_at_once": open_at_once,
+            "slots": slots,
+            "decoded_at_once": seen,
+            "waited": waited,
+        },
+    )
+
+
+def decoded_at_once(row: LoadRow) -> float | None:
+    """Requests that were decoded at once at the peak, by Little's law: peak output tok/s × ITL."""
+    peak, gap = row.get("peak_output_throughput"), row.get("p50_itl_ms") or row.get("p50_tpot_ms")
+    return peak * gap / 1e3 if peak and gap else None
+
+
+def mean_only_slo(row: LoadRow) -> Finding | None:
+    """What is within the limits on average is so for (nearly) all requests, too."""
+    if row.setting.judged:
+        return None
+    told = [text for limit in row.setting.limits if (text := _mean_only(row, limit))]
+    if not told:
+        return None
+    return Finding(
+        "mean_only_slo",
+        "warning",
+        f"within the SLO on average only: {'; '.join(told)}",
+        "judge every request: an SLO names the share of requests that keep it",
+        {"limits": [limit.short() for limit in row.setting.limits]},
+    )
+
+
+def _mean_only(row: LoadRow, limit: Limit) -> str:
+    latency = limit.metric.removesuffix("_ms")
+    mean = row.get(f"mean_{limit.metric}")
+    if limit.share is not None or mean is None or mean > limit.limit:
+        return ""
+    beyond = [
+        (p, value) for p in PERCENTILES if (value := row.get(f"p{p}_{limit.metric}")) and value > limit.limit
+    ]
+    if not beyond:
+        return ""
+    figures = ", ".join(f"P{p} {figure_text(value)}" for p, value in beyond)
+    name = latency.upper()
+    return (
+        f"{name} mean {figure_text(mean)} ≤ {figure_text(limit.limit)} ms, but {figures}: more than "
+        f"{100 - beyond[0][0]} % of the requests were beyond, up to "
+        f"{figure_text(beyond[-1][1] / limit.limit)} times"
+    )
+
+
+def not_kept_up(row: LoadRow) -> Finding | None:
+    """As many requests were completed per second as were offered; else latencies grow with the time of the
+    load.
+    """
+    done, rate, arrivals_s, e2el_s = (
+        row.get("request_throughput"),
+        row.request_rate,
+        row.arrivals_s,
+        row.e2el_s,
+    )
+    if done is None or rate is None or arrivals_s is None or e2el_s is None or burst(row) is not None:
+        return None
+    if row.client_late:
+        return None  # then nobody knows whose fault it is
+    n, duration_s = row.requests or 0, row.get("duration_s")
+    drain_s = (duration_s if duration_s is not None else n / done) - arrivals_s
+    median_ms = row.get("p50_e2el_ms") or _median_e2el(row)
+    # The last requests alone make a run longer than its arrivals; that is no failure to keep up.
+    ordinary = (
+        median_ms is not None
+        and (median_ms <= 0.25e3 * arrivals_s or _steady(row, arrivals_s))
+        and drain_s * 1e3 <= 1.5 * median_ms
+    )
+    if done >= KEPT_UP * rate or ordinary:
+        return None
+    return Finding(
+        "not_kept_up",
+        "warning",
+        f"the system did not keep up: {figure_text(done)} of {figure_text(rate)} req/s were completed, and "
+        f"{figure_text(drain_s)} s were needed after the last arrival. Its latencies depend on how long the "
+        "load was offered",
+        "compare what was completed per second, and latencies only at rates that both keep up with",
+        {"excess": rate / done, "completed_per_s": done, "offered_per_s": rate, "drain_s": drain_s},
+    )
+
+
+def _steady(row: LoadRow, arrivals_s: float) -> bool:
+    """Whether latencies cannot have grown by what is left over of the load, however long a request takes.
+
+    Latencies that grow evenly end as far above their median as they began below it.
+    """
+    p50_ms, p99_ms = row.get("p50_e2el_ms"), row.get("p99_e2el_ms")
+    if p50_ms is None or p99_ms is None:
+        return False
+    return 2 * (p99_ms - p50_ms) <= 1e3 * arrivals_s * (1 / KEPT_UP - 1)
+
+
+def _median_e2el(row: LoadRow) -> float | None:
+    ttft, tpot = row.get("p50_ttft_ms"), row.get("p50_tpot_ms")
+    return None if ttft is None or tpot is None else ttft + tpot * (row.cell.output_len - 1)
+
+
+def contradictory(row: LoadRow) -> Finding | None:
+    """Figures of one row agree with each other: rates with counts over time, percentiles in their order."""
+    wrong = [*_wrong_rates(row), *_wrong_order(row)]
+    if not wrong:
+        return None
+    return Finding(
+        "contradictory",
+        "warning",
+        f"figures of one row contradict each other: {'; '.join(wrong)}",
+        "the row may be put together from several runs, or misprinted",
+        {"contradictions": wrong},
+    )
+
+
+def _wrong_rates(row: LoadRow) -> list[str]:
+    seconds, completed = row.get("duration_s"), row.get("completed")
+    prompts, output = row.get("total_input_tokens"), row.get("total_output_tokens")
+    both = prompts + output if prompts is not None and output is not None else None
+    wrong = []
+    counts = (
+        ("request_throughput", completed),
+        ("output_throughput", output),
+        ("total_token_throughput", both),
+    )
+    for name, count in counts:
+        told = row.get(name)
+        if not seconds or not told or count is None:
+            continue
+        made = count / seconds
+        # A told value is rounded to two digits behind the point.
+        if abs(told - made) > TOLERANCE * made + 0.006:
+            wrong.append(f"{name} {figure_text(told)}, but {figure_text(count)} in {figure_text(seconds)} s")
+    return wrong
+
+
+def _wrong_order(row: LoadRow) -> list[str]:
+    wrong = []
+    for latency in LATENCIES:
+        told = [(p, value) for p in PERCENTILES if (value := row.get(f"p{p}_{latency}_ms")) is not None]
+        values = [value for _, value in told]
+        if values != sorted(values):
+            listed = ", ".join(f"P{p} {figure_text(value)}" for p, value in told)
+            wrong.append(f"{latency.upper()} falls from percentile to percentile: {listed}")
+    return wrong
+
+
+def failures(row: LoadRow) -> Finding | None:
+    """All requests were answered; latencies of survivors flatter."""
+    failed, completed = row.get("failed"), row.get("completed")
+    if not failed or row.setting.judged:
+        return None
+    of = failed + completed if completed is not None else row.requests
+    share = f" of {figure_text(of)}" if of else ""
+    return Finding(
+        "failures",
+        "warning",
+        f"{figure_text(failed)}{share} requests failed; the latencies are those of the others",
+        "read goodput instead, or find out why they failed",
+        {"failed": failed, "completed": completed},
+    )
+
+
+def few_requests(row: LoadRow) -> Finding | None:
+    """There are enough requests for a P99."""
+    n = row.get("completed")
+    n = row.requests if n is None else n
+    if not n or n >= P99_LEAST or not any(row.get(f"p99_{latency}_ms") for latency in LATENCIES):
+        return None
+    return Finding(
+        "few_requests",
+        "note",
+        f"{figure_text(n)} requests: P99 lies between the two largest, read it as a maximum",
+        f"send {P99_LEAST} requests or more",
+        {"requests": n},
+    )
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    impossible_prefill,
+    burst,
+    contradictory,
+    mean_only_slo,
+    slot_cap,
+    not_kept_up,
+    failures,
+    few_requests,
+)
+"""In the order of weight."""
+
+
+def suspicions(row: LoadRow) -> list[Finding]:
+    """What the rules have to say of one row, the weightiest first."""
+    return [finding for rule in RULES if (finding := rule(row)) is not None]
+
+
+def same_twice(rows: Sequence[LoadRow]) -> list[list[LoadRow]]:
+    """Groups of rows that are alike to the last digit: one measurement that is shown several times."""
+    groups: dict[tuple[tuple[str, float], ...], list[LoadRow]] = {}
+    for row in rows:
+        latencies = tuple(
+            sorted((name, value) for name, value in row.figures.items() if name.endswith("_ms"))
+        )
+        if len(latencies) >= 4:
+            groups.setdefault((*latencies, ("", row.get("duration_s") or 0.0)), []).append(row)
+    return [group for group in groups.values() if len(group) > 1]

@@ -1,0 +1,1 @@
+"""Is a trial's number to be believed? Evidence in, findings out."""

@@ -1,0 +1,176 @@
+"""Gates on kvbench's own parts: load generator, router, emulated engine. Was one of them the limit?
+
+They only ever make latencies longer. So a trial that meets the SLO all the same is met, with a warning. A
+miss is refused if it would be met with the delay forgiven in full to every request: it is then no miss of
+the system. A gross delay refuses both, as the latencies themselves are wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.steady import growing_queue
+from kvbench.core.records import Finding
+from kvbench.core.slo import Slo
+
+_OWN: Final = re.compile(r"Too many open files|Cannot assign requested address|No buffer space available")
+"""Why a connection cannot be opened that is no fault of the server's: EMFILE, EADDRNOTAVAIL, ENOBUFS."""
+_STEP: Final = "step"
+_TRANSFER: Final = "KV transfer"
+_LASTS: Final = {_STEP: "its busy time", _TRANSFER: "the transfers' modelled time"}
+
+
+def client_limited(evidence: Evidence) -> Finding | None:
+    """The load generator neither sent late nor saw answers late.
+
+    evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
+    whichever is larger. Where the kernel stamps what arrives, a late look harms only chunks that were read
+    together with later ones: each may have come as early as the last look that found nothing.
+    limits: a client on another machine than the servers still shares their network. It had a descriptor and
+    a port for each connection, too: without them its requests fail, and no server knows of it.
+    """
+    client = evidence.client
+    starved = [
+        each for each in evidence.records if each.error == "connect" and _OWN.search(each.error_detail)
+    ]
+    if starved:
+        return Finding(
+            "client_limited",
+            "invalid",
+            f"the load generator could not open {len(starved)} of its connections: {starved[0].error_detail}",
+            "raise the limit of open files in the shell that starts kvbench (`ulimit -n 65536`), add workers "
+            "(load.workers), or offer a lower rate",
+            {"not_opened": len(starved)},
+        )
+    allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
+    lag = max(client.send_ms, client.look_ms)
+    if lag <= allowed:
+        return None
+    forgiven = (client.worst_send_ms + client.worst_look_ms, client.worst_look_ms)
+    refused = lag > gross or _may_have_caused_the_miss(evidence, *forgiven)
+    return Finding(
+        "client_limited",
+        "invalid" if refused else "warning",
+        f"the load generator was late: sends by {client.send_ms:.1f} ms and its looks at answers by up to "
+        f"{client.look_ms:.1f} ms (P99); {allowed:.1f} ms are allowed",
+        "free CPU on the load generator's machine, give it a machine of its own, add workers (load.workers), "
+        "or offer a lower rate",
+        {
+            "send_lag_p99_ms": client.send_lag_p99_ms,
+            "send_lag_max_ms": client.send_lag_max_ms,
+            "chunk_lag_p99_ms": client.chunk_lag_p99_ms,
+            "first_error_p99_ms": client.first_error_p99_ms,
+            "token_error_p99_ms": client.token_error_p99_ms,
+            "reads": client.reads,
+            "chunks": client.chunks,
+            "loop_lag_p99_ms": client.loop_lag_p99_ms,
+            "allowed_ms": allowed,
+            "cpu_share": client.cpu_share,
+            "run_queue_wait_share": client.run_queue_wait_share,
+            "stamps": client.stamps,
+            "gc_collections": client.gc_collections,
+        },
+    )
+
+
+def router_limited(evidence: Evidence) -> Finding | None:
+    """kvbench's router was neither out of CPU nor late.
+
+    evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99)
+    against the client's limits. limits: a router of somebody else tells neither.
+    """
+    router, limits = evidence.router, evidence.limits
+    allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
+    lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
+    share = router.cpu_share or 0.0
+    busy = share >= limits.router_cpu_share
+    if lag_ms <= allowed and not busy:
+        return None
+    missed = not evidence.attained or growing_queue(evidence) is not None
+    # A router without CPU left queues what comes in: by how much nobody knows, so all of it may be its own.
+    refused = lag_ms > gross or (busy and missed) or _may_have_caused_the_miss(evidence, 2 * lag_ms, lag_ms)
+    return Finding(
+        "router_limited",
+        "invalid" if refused else "warning",
+        f"the router was the limit: {share:.0%} of a core in its busiest process, and late by "
+        f"{lag_ms:.1f} ms (P99); {limits.router_cpu_share:.0%} and {allowed:.1f} ms are allowed",
+        "give the router cores and processes (--set deployment.router_processes=N), or measure without it: "
+        "--set load.mode=direct",
+        {
+            "cpu_share": router.cpu_share,
+            "processes": router.processes,
+            "loop_lag_p99_ms": lag_ms,
+            "allowed_ms": allowed,
+        },
+    )
+
+
+def emulator_behind(evidence: Evidence) -> Finding | None:
+    """The emulated engine kept its own timing model.
+
+    evidence: by how much its steps, and the KV transfers that a model paces, ended late (P99, and all delays
+    as a share of the time that they were to take).
+    limits: of the emulated engine only; what a real engine lacks is its own affair.
+    """
+    limits = evidence.limits
+    lags: dict[tuple[str, str], float] = {}
+    shares: dict[tuple[str, str], float] = {}
+    for name, engine in evidence.engines.items():
+        lags[name, _STEP] = 1e3 * (engine.step_lag_p99_s or 0.0)
+        shares[name, _STEP] = engine.lag_share or 0.0
+        lags[name, _TRANSFER] = 1e3 * (engine.transfer_lag_p99_s or 0.0)
+        shares[name, _TRANSFER] = engine.transfer_lag_share or 0.0
+    lag_ms, share = max(lags.values(), default=0.0), max(shares.values(), default=0.0)
+    allowed = _allowed_ms(evidence)
+    if lag_ms <= allowed and share <= limits.engine_lag_share:
+        return None
+    refused = lag_ms > _gross_ms(evidence) or share > limits.engine_lag_max_share
+    if not evidence.attained and not refused:
+        refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
+    worst = max(lags, key=lambda key: (shares[key] > limits.engine_lag_share, lags[key], shares[key]))
+    role, what = worst
+    mend = (
+        "free CPU on this machine, raise time_scale, or offer a lower rate"
+        if what == _STEP
+        else "the bytes really took longer than transfer_like or transfer_model says: choose a slower model, "
+        "raise time_scale, or offer a lower rate"
+    )
+    return Finding(
+        "emulator_behind",
+        "invalid" if refused else "warning",
+        f"the emulated {role} engine was behind its own timing model: {lags[worst]:.1f} ms a {what} (P99), "
+        f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
+        mend,
+        {
+            "role": role,
+            "what": what,
+            "lag_p99_ms": {name: ms for (name, kind), ms in lags.items() if kind == what},
+            "lag_share": {name: share for (name, kind), share in shares.items() if kind == what},
+            "allowed_ms": allowed,
+        },
+    )
+
+
+def _allowed_ms(evidence: Evidence) -> float:
+    limits = evidence.limits
+    return max(limits.client_lag_ms, limits.client_lag_share * (evidence.slo.tightest("ttft_ms") or 0.0))
+
+
+def _gross_ms(evidence: Evidence) -> float:
+    limits = evidence.limits
+    share = limits.client_lag_max_share * (evidence.slo.tightest("ttft_ms") or 0.0)
+    return max(10 * limits.client_lag_ms, share)
+
+
+def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
+    if evidence.attained:
+        return growing_queue(evidence) is not None  # that makes a miss, too, and late sends make queues
+    return evidence.attained_with(_loosened(evidence, ttft_ms, gap_ms))
+
+
+def _loosened(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
+    """The SLO with the lag forgiven in full; TPOT shares one late look over all gaps."""
+    gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
+    return evidence.slo.loosened(ttft_ms, gap_ms / max(1, gaps))

@@ -1,0 +1,73 @@
+"""Gates on the machine: did it belong to this trial?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbench.core.gates.evidence import Evidence, GateLimits, HostFigures
+from kvbench.core.gates.transfer import RDMA_TRANSPORTS
+from kvbench.core.records import Finding
+
+
+def machine_disturbed(evidence: Evidence) -> Finding | None:
+    """The machine worked for this trial alone, and at its full speed.
+
+    evidence: CPU time of other processes, stolen by the hypervisor, withheld by the cgroup's limit; thermal
+    events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's.
+    limits: warns only. Whether it did harm show the other gates: late client, late router, late emulator.
+    """
+    parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
+    if not parts:
+        return None
+    host = evidence.host
+    return Finding(
+        "machine_disturbed",
+        "warning",
+        "the machine was disturbed: " + ", ".join(parts),
+        "stop other work on this machine, see to its cooling and power, and measure again",
+        {
+            "other_cpu_share": host.other_cpu_share,
+            "steal_share": host.steal_share,
+            "throttled_share": host.throttled_share,
+            "thermal_events": host.thermal_events,
+            "gpu_slowdowns": list(host.gpu_slowdowns),
+            "load_average": host.load_average,
+            "cpu_count": host.cpu_count,
+        },
+    )
+
+
+def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
+    """What took more of the CPU time than it may, in words."""
+    for what, share, limit in (
+        ("used by other processes", host.other_cpu_share, limits.other_cpu_share),
+        ("stolen by the hypervisor", host.steal_share, limits.steal_share),
+    ):
+        if share is not None and share > limit:
+            yield f"{share:.1%} of the CPU time was {what}"
+    if host.throttled_share is not None and host.throttled_share > limits.throttled_share:
+        yield f"the cgroup's CPU limit held this run back for {host.throttled_share:.1%} of the time"
+
+
+def _heat(evidence: Evidence) -> Iterator[str]:
+    if evidence.host.thermal_events:
+        yield f"CPUs slowed down for heat {evidence.host.thermal_events:.0f} times"
+    if evidence.host.gpu_slowdowns:
+        yield f"GPUs slowed down ({'; '.join(evidence.host.gpu_slowdowns)})"
+
+
+def _traffic(evidence: Evidence) -> Iterator[str]:
+    """Traffic of others on the KV's NICs. On loopback this run's own HTTP cannot be told apart."""
+    moved = evidence.kv_bytes
+    if moved is None or not evidence.engines_here:
+        return
+    rdma = evidence.transport_asked.lower() in RDMA_TRANSPORTS
+    data = {
+        name: nic
+        for name, nic in evidence.nics.items()
+        if not nic.loopback and (name in evidence.nics_asked or (rdma and nic.kind == "rdma"))
+    }
+    # Sender and receiver are both here: each byte of KV is counted going out and coming in.
+    foreign = sum(nic.sent_bytes + nic.received_bytes for nic in data.values()) - 2 * moved
+    if foreign > max(evidence.limits.foreign_bytes, evidence.limits.foreign_share * 2 * moved):
+        yield f"{foreign / 1e6:.0f} MB of other traffic on {', '.join(data)}"

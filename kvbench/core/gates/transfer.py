@@ -1,0 +1,190 @@
+"""Gates on the KV transfer: all bytes, without losses, over the transport and the NICs asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvbench.core.gates.evidence import Evidence, NicFigures, span
+from kvbench.core.records import Finding
+
+RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})
+_BESIDE_RDMA: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "self"})
+"""UCX names that move nothing between two machines; they are given beside the transport that does."""
+_UCX_FAMILIES: Final = {
+    "ib": ("rc", "dc", "ud", "gga"),
+    "rc_x": ("rc_mlx5",),
+    "dc_x": ("dc_mlx5",),
+    "ud_x": ("ud_mlx5",),
+    "rc_v": ("rc_verbs",),
+    "ud_v": ("ud_verbs",),
+    "sm": ("posix", "sysv", "xpmem", "cma", "knem"),
+    "shm": ("posix", "sysv", "xpmem", "cma", "knem"),
+    "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"),
+}
+"""What UCX reports for the short names that UCX_TLS takes."""
+LEAST_BYTES: Final = 1e6
+"""Fewer KV bytes than these cannot be told from what else a NIC carries."""
+
+
+def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
+    """Just the KV of the requests moved: not less, not twice.
+
+    evidence: bytes that the connector counted against model shape × blocks × requests (within 1 %).
+    limits: only warns where the engine's block layout is not kvbench's own; needs known shapes.
+    """
+    per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
+    if per_request is None or moved is None:
+        return None
+    fewest, largest = evidence.expected(per_token=False, tolerance=evidence.limits.count_tolerance)
+    least, most = fewest * (per_request - evidence.kv_bytes_slack), largest * per_request
+    if least <= moved <= most:
+        return None
+    return Finding(
+        "kv_bytes_wrong",
+        "invalid" if evidence.kv_bytes_certain or not moved else "warning",
+        f"{moved / 1e6:.1f} MB of KV moved where {span(least / 1e6, most / 1e6, 1)} MB were expected",
+        "prompts were cached, recomputed or moved twice; check the KV size of the model in the scenario, too",
+        {"kv_bytes": moved, "expected": [least, most]},
+    )
+
+
+def plain_transport(name: str) -> str:
+    """The bare transport of what a backend reports.
+
+    ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp, ``ucx:rc_mlx5/mlx5_0:1`` is rc_mlx5.
+    """
+    bare = name.strip().lower().removesuffix(" (configured)").partition("/")[0]
+    return bare.rpartition(":")[2]
+
+
+def _is_among(ran: str, asked: Sequence[str]) -> bool:
+    """Whether a transport is one of those asked for: itself, or a member of a family that UCX names."""
+    return any(ran == name or ran.startswith((f"{name}_", *_UCX_FAMILIES.get(name, ()))) for name in asked)
+
+
+def wrong_transport(evidence: Evidence) -> Finding | None:
+    """The KV moved over the transport that was asked for.
+
+    evidence: what the transfer library's log and the engine name; for RDMA also the byte counters of RDMA
+    devices and NICs, which no library can talk up. limits: counters count only if the engines run on this
+    machine, and from 1 MB of KV on; loopback inside one RDMA device may be missing from its counters.
+    """
+    asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
+    ran = [plain_transport(name) for name in evidence.transport_ran.split(",") if name.strip()]
+    if not asked or "auto" in asked or "all" in asked:
+        return None
+    if any(not _is_among(name, asked) for name in ran):
+        return Finding(
+            "wrong_transport",
+            "invalid",
+            f"the KV moved over {evidence.transport_ran}, asked for was {evidence.transport_asked}",
+            "see `kvbench doctor` and the transfer library's log for why it chose another",
+            {"asked": evidence.transport_asked, "ran": evidence.transport_ran},
+        )
+    return _not_over_rdma(evidence, asked)
+
+
+def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
+    """RDMA was asked for, and the counters say that it did not carry the KV."""
+    network = [name for name in asked if name not in _BESIDE_RDMA]
+    only_rdma = network and all(name.partition("_")[0] in RDMA_TRANSPORTS for name in network)
+    moved = evidence.kv_bytes or 0.0
+    if not only_rdma or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES:
+        return None
+    devices = [nic for nic in evidence.nics.values() if nic.kind == "rdma"]
+    over_rdma = sum(nic.most_bytes for nic in devices)
+    if devices and over_rdma >= 0.5 * moved:
+        return None
+    name, over_ip = max(
+        ((name, nic.most_bytes) for name, nic in evidence.nics.items() if nic.kind == "ip"),
+        key=lambda pair: pair[1],
+        default=("no NIC", 0.0),
+    )
+    by_ip = over_ip >= 0.5 * moved
+    where = f"{over_rdma / 1e6:.1f} MB went over RDMA devices" if devices else "there is no RDMA device here"
+    return Finding(
+        "wrong_transport",
+        "invalid" if by_ip or not devices else "warning",
+        f"{evidence.transport_asked} was asked for and {evidence.transport_ran or 'nothing'} reported, but "
+        f"of {moved / 1e6:.1f} MB of KV {where}" + (f", and {name} carried {over_ip / 1e6:.1f} MB" * by_ip),
+        "see `kvbench doctor` for RDMA devices and their state, and force it (MC_FORCE_HCA, UCX_TLS)",
+        {"asked": evidence.transport_asked, "kv_bytes": moved, "rdma_bytes": over_rdma, "ip_bytes": over_ip},
+    )
+
+
+def wrong_nics(evidence: Evidence) -> Finding | None:
+    """The KV moved over all the NICs that were asked for.
+
+    evidence: byte counters of each NIC and RDMA device during the trial; one that carried less than a tenth
+    of its equal share carried none of the KV. limits: as for the transport; other traffic hides it.
+    """
+    asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
+    if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
+        return None
+    share = evidence.limits.nic_share * moved / len(asked)
+    carried = {name: _carried(evidence.nics.get(name)) for name in asked}
+    idle = [name for name in asked if carried[name] < share]
+    if not idle:
+        return None
+    others = {name: nic.most_bytes for name, nic in evidence.nics.items() if name not in asked}
+    name, most = max(others.items(), key=lambda pair: pair[1], default=("", 0.0))
+    elsewhere = most >= evidence.limits.nic_share * moved
+    seen = elsewhere or len(idle) < len(asked)  # else the bytes show nowhere, so counters may miss them
+    return Finding(
+        "wrong_nics",
+        "invalid" if seen else "warning",
+        f"{len(asked)} NICs were asked for and {len(asked) - len(idle)} carried KV; nothing on "
+        f"{', '.join(idle)}" + (f"; {name} carried {most / 1e6:.1f} MB" * elsewhere),
+        "check the names, the links and the routes; UCX and Mooncake leave out what they cannot reach",
+        {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
+    )
+
+
+def _carried(nic: NicFigures | None) -> float:
+    return 0.0 if nic is None else nic.most_bytes
+
+
+def kv_failures(evidence: Evidence) -> Finding | None:
+    """No KV transfer failed. One whose request was cancelled may: then there is nobody to move it to.
+
+    evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
+    KV expired. limits: needs the connector's counters or log lines.
+    """
+    failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
+    if failed <= 0:
+        return None
+    excused = failed + max(0.0, _expired(evidence)) <= evidence.kv_may_expire
+    return Finding(
+        "kv_failures",
+        "note" if excused else "invalid",
+        f"{failed:.0f} KV transfers failed"
+        + (f"; {evidence.kv_may_expire:.0f} requests had been cancelled" if excused else ""),
+        "" if excused else "look for the transfer library's last lines in the engines' logs",
+        {"kv_failures": failed, "may_fail": evidence.kv_may_expire},
+    )
+
+
+def kv_expired(evidence: Evidence) -> Finding | None:
+    """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
+
+    evidence: the connector's counters against the requests that were cancelled so far. limits: as above.
+    """
+    expired = _expired(evidence)
+    if expired <= 0:
+        return None
+    excused = expired <= evidence.kv_may_expire
+    return Finding(
+        "kv_expired",
+        "note" if excused else "invalid",
+        f"the KV of {expired:.0f} requests expired on prefill before decode had fetched it"
+        + (f"; {evidence.kv_may_expire:.0f} requests had been cancelled before" if excused else ""),
+        ""
+        if excused
+        else "decode is overloaded or never asked: lower the rate, raise the lease, see its log",
+        {"kv_expired": expired, "may_expire": evidence.kv_may_expire},
+    )
+
+
+def _expired(evidence: Evidence) -> float:
+    return sum(engine.kv_expired or 0.0 for engine in evidence.engines.values())

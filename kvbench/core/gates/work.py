@@ -1,0 +1,138 @@
+"""Gates on the work: did prefill prefill, and did decode decode?
+
+They compare the servers' own counters of prompt tokens with the requests that were sent.
+"""
+
+from __future__ import annotations
+
+from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures, Evidence, span
+from kvbench.core.records import Finding
+
+
+def warm_cache(evidence: Evidence) -> Finding | None:
+    """Prompts were computed, and did not come from a warm prefix cache.
+
+    evidence: hits over queries of the prefix cache on P and D, above 1 %. limits: silent where the scenario
+    asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound).
+    """
+    for role, engine in evidence.engines.items():
+        rate = engine.hit_rate
+        if rate is not None and rate > evidence.limits.warm_cache_share and not evidence.reuse_expected:
+            return Finding(
+                "warm_cache",
+                "invalid",
+                f"{rate:.1%} of the prompt tokens came from the prefix cache of {role}: "
+                "the trial measured a cache, not prefill",
+                "use a new seed for each trial, reset the prefix cache before it, or ask for reuse",
+                {
+                    "role": role,
+                    "hit_rate": rate,
+                    "hits": engine.prefix_hits,
+                    "queries": engine.prefix_queries,
+                },
+            )
+    return None
+
+
+def prefill_skipped(evidence: Evidence) -> Finding | None:
+    """Prefill computed each prompt that was sent, once.
+
+    evidence: prompt tokens computed there against those sent (within 1 %). limits: needs its counters.
+    """
+    if evidence.reuse_expected:
+        return None
+    least, most = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance)
+    for role in ("prefill", "aggregated"):
+        engine = evidence.engines.get(role)
+        computed = engine.computed_tokens if engine is not None else None
+        if computed is None or least <= computed <= most:
+            continue
+        if computed > most and engine is not None and engine.preemptions:
+            continue  # what is preempted is computed again
+        less = computed < least
+        return Finding(
+            "prefill_skipped" if less else "prefill_repeated",
+            "invalid",
+            f"{role} computed {computed:.0f} prompt tokens where {span(least, most)} were expected: "
+            + ("prefill was skipped" if less else "prefill was done more than once"),
+            "look into its log, and into the router's, for requests that went elsewhere or came twice",
+            {"role": role, "computed_tokens": computed, "expected": [least, most]},
+        )
+    return None
+
+
+def work_unproven(evidence: Evidence) -> Finding | None:
+    """P and D both tell of their tokens, so that it can be seen whether both worked.
+
+    evidence: P's counter of prompt tokens and D's of generated ones are there. limits: a warning, since a
+    server that somebody else runs may hide them; what they say is for the gates above.
+    """
+    if not evidence.disaggregated:
+        return None
+    prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")
+    silent = {
+        "P": prefill is None or prefill.prompt_tokens is None,
+        "D": decode is None or decode.generation_tokens is None,
+    }
+    missing = [role for role, says_nothing in silent.items() if says_nothing]
+    if not missing:
+        return None
+    words = " and ".join(missing)
+    return Finding(
+        "work_unproven",
+        "warning",
+        f"not proven that P and D both worked: no token counters of {words}",
+        "give the instances' /metrics: --prefill-metrics-url and --decode-metrics-url; "
+        "of those names that vLLM gives its counters",
+        {"without_counters": missing},
+    )
+
+
+def decode_recomputed(evidence: Evidence) -> Finding | None:
+    """Decode got the prompts' KV from prefill, and did not compute it again.
+
+    evidence: decode's prompt tokens by source. limits: a last, partial block may be computed by decode; a
+    connector that hands over whole blocks only, or what is there in time, is not judged.
+    """
+    engine = evidence.engines.get("decode")
+    if engine is None or not engine.prompt_tokens_by_source or not evidence.whole_prompt:
+        return None
+    allowed = _local_tokens_allowed(evidence, engine)
+    local = engine.computed_tokens or 0.0
+    external = engine.prompt_tokens_by_source.get(EXTERNAL)
+    least, _ = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance)
+    # What decode has of earlier prompts need not come again, where reuse is meant.
+    kept = engine.prompt_tokens_by_source.get(LOCAL_CACHE_HIT, 0.0) if evidence.reuse_expected else 0.0
+    missing = external is not None and external + kept < least - allowed
+    if local <= allowed and not missing:
+        return None
+    figures = {"local_tokens": local, "external_tokens": external, "expected": least}
+    if engine.preemptions and not missing:
+        return Finding(
+            "decode_recomputed",
+            "warning",
+            f"decode computed {local:.0f} prompt tokens again, after {engine.preemptions:.0f} preemptions",
+            "give decode more KV blocks",
+            figures,
+        )
+    came = "" if external is None else f" and received {external:.0f}"
+    return Finding(
+        "decode_recomputed",
+        "invalid",
+        f"decode computed {local:.0f} prompt tokens itself{came}, where the KV of at least {least:.0f} "
+        "should have come from prefill",
+        "the KV hand-over failed silently: look into decode's log, the router and the handshake's ports",
+        figures,
+    )
+
+
+def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
+    """Prompt tokens that decode may compute in all: a few of each request, and a last, partial block."""
+    sent = [record.input_len for record in evidence.records if record.sent_s is not None]
+    mean_len = sum(sent) / len(sent) if sent else 0.0
+    few = max(1.0, min(evidence.limits.decode_local_tokens, 0.05 * mean_len))
+    if not engine.block_tokens:
+        return few * len(sent)
+    # One token beyond whole blocks: the last token's logits are computed where decoding begins.
+    partial = (length % engine.block_tokens + 1 for length in sent)
+    return sum(max(few, min(tokens, length / 2)) for tokens, length in zip(partial, sent, strict=True))

@@ -1,0 +1,1 @@
+"""When to send, and what."""

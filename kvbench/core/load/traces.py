@@ -1,0 +1,319 @@
+"""Recorded requests: arrivals, lengths and, of Mooncake's traces, which blocks of their prompts they share.
+
+Formats (a file's text → ``TracedRequest`` values, all mistakes told with their lines):
+
+- ``mooncake``: a JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+  ``hash_ids``: one id for each 512 tokens of the prompt, the last block may be partial. Equal ids stand for
+  equal tokens after equal beginnings (Mooncake, arXiv 2407.00079; its repository's FAST25 traces).
+- ``jsonl`` and ``csv``: ``timestamp`` or ``offset_s`` (both seconds), ``input_len``, ``output_len``.
+
+Only the order of times matters, not where they begin: offsets are counted from the first request. They are
+put in order and subtracted in the unit that they are written in: two that differ there may be equal once
+divided by 1000, and of milliseconds since 1970 the division would cost digits of each gap.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kvbench.core.load.prompts import lowest_id
+from kvbench.errors import InputError
+
+BLOCK_TOKENS: Final = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+LONGEST: Final = 10_000_000
+MOST_MISTAKES: Final = 20
+
+TraceFormat = Literal["mooncake", "jsonl", "csv"]
+FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "jsonl", "csv")
+
+_BLOCK_STREAM: Final = 3
+_FRESH_STREAM: Final = 4
+"""Set the random numbers of shared blocks and of fresh tokens apart from each other and from all others."""
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "time": ("offset_s", "timestamp"),
+    "input_len": ("input_len", "input_length"),
+    "output_len": ("output_len", "output_length"),
+}
+
+_UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "csv": 1.0}
+"""Of ``timestamp``; ``offset_s`` is in seconds everywhere."""
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One recorded request. ``blocks``: hash ids of its prompt's blocks of 512 tokens, or None."""
+
+    offset_s: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the file that the load generator reads."""
+        return {
+            "offset_s": self.offset_s,
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "blocks": None if self.blocks is None else list(self.blocks),
+        }
+
+
+@dataclass(frozen=True)
+class TraceFigures:
+    """What a trace asks for. Rates per second; ``hit_rate`` as ``expected_hits`` counts it."""
+
+    requests: int
+    duration_s: float
+    request_rate: float
+    mean_input_len: float
+    mean_output_len: float
+    longest: int
+    """Most tokens of one request, prompt and output together."""
+    hit_rate: float
+
+
+# ---------------------------------------------------------------- reading
+
+
+def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "auto") -> list[TracedRequest]:
+    """The requests of a trace file's text, by time, counted from the first.
+
+    Raises InputError with every mistake as ``path:line: what is wrong`` (the first 20 and their number).
+    """
+    kind = _guess(text, path) if kind == "auto" else kind
+    found: list[tuple[float, TracedRequest]] = []
+    mistakes: list[str] = []
+    for line, row in _csv_rows(text) if kind == "csv" else _json_rows(text):
+        problems = [row] if isinstance(row, str) else []
+        if not isinstance(row, str):
+            timed, problems = _request(row, kind)
+            if timed is not None:
+                found.append(timed)
+        mistakes += [f"{path}:{line}: {problem}" for problem in problems]
+    if not found and not mistakes:
+        mistakes = [f"{path}:1: there is no request in it"]
+    if mistakes:
+        more = len(mistakes) - MOST_MISTAKES
+        told = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
+        raise InputError("\n".join(told), hint=_hint(kind))
+    found.sort(key=lambda timed: timed[0])
+    first, unit_s = found[0][0], _UNIT_S[kind]
+    return [replace(request, offset_s=(time - first) * unit_s) for time, request in found]
+
+
+def _hint(kind: TraceFormat) -> str:
+    if kind == "mooncake":
+        return "each line is an object with timestamp (ms), input_length, output_length and hash_ids"
+    return f"{kind} needs timestamp or offset_s (seconds), input_len and output_len"
+
+
+def _guess(text: str, path: str) -> TraceFormat:
+    first = text.lstrip("\ufeff \t\r\n")[:4096].split("\n", 1)[0]
+    if not first.startswith("{"):
+        return "csv"
+    return "mooncake" if '"hash_ids"' in first or '"input_length"' in first else "jsonl"
+
+
+def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    for line, each in enumerate(text.lstrip("\ufeff").split("\n"), start=1):
+        if not each.strip():
+            continue
+        try:
+            row = json.loads(each, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            yield line, f"is no JSON: {error}"
+            continue
+        yield line, row if isinstance(row, dict) else "must be a JSON object"
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no number")
+
+
+def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    reader = csv.reader(text.lstrip("\ufeff").splitlines(), strict=True)
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if header is None:
+                header = [cell.strip().lower() for cell in cells]
+                if problem := _header_problem(header):
+                    yield reader.line_num, problem
+                    return
+                continue
+            if len(cells) != len(header):
+                yield reader.line_num, f"has {len(cells)} columns where the header has {len(header)}"
+                continue
+            yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
+    except csv.Error as error:
+        yield reader.line_num, f"is no CSV: {error}"
+
+
+def _header_problem(header: Sequence[str]) -> str:
+    lacking = [names[0] for names in _NAMES.values() if not set(names) & set(header)]
+    if lacking:
+        return f"the header lacks {', '.join(lacking)}; it has: {', '.join(header) or 'nothing'}"
+    return (
+        f"the header names {max(header, key=header.count)!r} twice" if len(set(header)) < len(header) else ""
+    )
+
+
+def _request(
+    row: Mapping[str, Any], kind: TraceFormat
+) -> tuple[tuple[float, TracedRequest] | None, list[str]]:
+    """A request and its time in the format's unit, or what is wrong with its row."""
+    problems: list[str] = []
+    values: dict[str, float] = {}
+    for key, names in _NAMES.items():
+        name = next((name for name in names if name in row), None)
+        if name is None:
+            problems.append(f"lacks {' or '.join(names)}")
+            continue
+        number = _number(row[name], from_text=kind == "csv")
+        least, most = (0.0, 1e15) if key == "time" else (1, LONGEST)
+        if number is None or not least <= number <= most or (key != "time" and number % 1):
+            wanted = "a time of at least 0" if key == "time" else f"a whole number from 1 to {LONGEST}"
+            problems.append(f"{name} must be {wanted}, not {str(row[name])[:40]!r}")
+            continue
+        values[key] = number
+    blocks = _blocks(row, values, problems) if kind == "mooncake" else None
+    if problems:
+        return None, problems
+    time = values["time"] / _UNIT_S[kind] if "offset_s" in row else values["time"]
+    return (time, TracedRequest(0.0, int(values["input_len"]), int(values["output_len"]), blocks)), []
+
+
+def _number(value: Any, *, from_text: bool) -> float | None:
+    if from_text:
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _blocks(
+    row: Mapping[str, Any], values: Mapping[str, float], problems: list[str]
+) -> tuple[int, ...] | None:
+    ids = row.get("hash_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < 2**63 for each in ids):
+        problems.append("hash_ids must be a list of whole numbers of at least 0")
+        return None
+    most = math.ceil(values.get("input_len", math.inf) / BLOCK_TOKENS) if "input_len" in values else len(ids)
+    if len(ids) > most:
+        problems.append(
+            f"{len(ids)} hash_ids stand for more than its {values['input_len']:.0f} prompt tokens "
+            f"({BLOCK_TOKENS} a block)"
+        )
+        return None
+    return tuple(ids)
+
+
+# ---------------------------------------------------------------- what is replayed
+
+
+def scaled(requests: Sequence[TracedRequest], factor: float, most: int | None = None) -> list[TracedRequest]:
+    """The first ``most`` requests, the time between them multiplied by ``factor`` (0.5: twice as fast)."""
+    if not 0 < factor < math.inf:
+        raise InputError(f"the time between requests must be multiplied by more than 0, not {factor}")
+    return [replace(request, offset_s=request.offset_s * factor) for request in requests[:most]]
+
+
+def request_rate(requests: Sequence[TracedRequest]) -> float:
+    """Mean arrivals per second: the gaps over the time that they take; of no time at all infinite."""
+    length_s = requests[-1].offset_s - requests[0].offset_s if requests else 0.0
+    return (len(requests) - 1) / length_s if length_s > 0 else math.inf
+
+
+def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceFigures:
+    """What a trace asks for. ``requests`` must not be empty."""
+    prompts = sum(request.input_len for request in requests)
+    return TraceFigures(
+        requests=len(requests),
+        duration_s=requests[-1].offset_s,
+        request_rate=request_rate(requests),
+        mean_input_len=prompts / len(requests),
+        mean_output_len=sum(request.output_len for request in requests) / len(requests),
+        longest=max(request.input_len + request.output_len for request in requests),
+        hit_rate=sum(expected_hits(requests, block_tokens)) / prompts,
+    )
+
+
+def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
+    """Whether a prefix cache can find anything: two requests begin with the same block."""
+    seen: set[int] = set()
+    for request in requests:
+        if request.blocks:
+            if request.blocks[0] in seen:
+                return True
+            seen.add(request.blocks[0])
+    return False
+
+
+def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> list[int]:
+    """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival.
+
+    A request finds the blocks with which it begins, as far as one and the same earlier request began so
+    too. Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's
+    rule). An earlier request counts as soon as it has arrived, so real caches hit less.
+    """
+    tree: dict[tuple[int, int], int] = {}  # (node, block) → the node that it leads to
+    covered = [0]  # tokens of a prompt that are known at each node; the root is 0
+    found = []
+    for request in requests:
+        node, hit = 0, 0
+        for place, block in enumerate(request.blocks or ()):
+            end = min((place + 1) * BLOCK_TOKENS, request.input_len)
+            node = tree.setdefault((node, block), len(covered))
+            if node == len(covered):
+                covered.append(0)
+            if hit == place * BLOCK_TOKENS:
+                hit = max(hit, min(end, covered[node]))
+            covered[node] = max(covered[node], end)
+        found.append(min(hit, request.input_len - 1) // block_tokens * block_tokens)
+    return found
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def traced_prompt(
+    input_len: int, blocks: Sequence[int] | None, seed: int, index: int, vocab_size: int
+) -> list[int]:
+    """Token ids of a traced request's prompt, ``input_len`` of them.
+
+    Each hash id is 512 tokens that are a function of (seed, id) alone, so equal ids give equal tokens in one
+    trial and others in the next. What no id covers is fresh: a function of (seed, index).
+    """
+    low = lowest_id(vocab_size)
+    if vocab_size - low < 1:
+        raise InputError(f"vocab_size must be at least 1, it is {vocab_size}")
+    parts = []
+    for block in list(blocks or ())[: math.ceil(input_len / BLOCK_TOKENS)]:
+        # A seed sequence takes 32-bit words: a large id is two of them.
+        words = [_BLOCK_STREAM, seed, block & 0xFFFFFFFF, block >> 32]
+        parts.append(_generator(words).integers(low, vocab_size, BLOCK_TOKENS, dtype=np.int32))
+    covered = min(input_len, BLOCK_TOKENS * len(parts))
+    if covered < input_len:
+        fresh = _generator([_FRESH_STREAM, seed, index])
+        parts.append(fresh.integers(low, vocab_size, input_len - covered, dtype=np.int32))
+    tokens: list[int] = np.concatenate(parts)[:input_len].tolist() if parts else []
+    return tokens
+
+
+def _generator(words: Sequence[int]) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(list(words))))

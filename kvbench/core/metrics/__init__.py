@@ -1,0 +1,1 @@
+"""From request records to the figures of a trial."""

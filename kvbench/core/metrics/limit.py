@@ -1,0 +1,308 @@
+"""Which limit binds: what the requests that missed the SLO were waiting for. Pure.
+
+The question is put to one trial above the answer. Its evidence is the requests' own times (client and
+router), and what the engines tell of their use (busy time, slots, KV pool), of a simulated trial as of a
+measured one. The rule:
+
+1. Are more misses over TPOT than over TTFT? Then it is **tpot**: the decode step (and in an aggregated
+   server the prefill chunks between the steps).
+2. Otherwise the TTFT of the late requests is cut into parts: *client* (sent late), *router*, *prefill* (the
+   time at P beyond the least that any request of that length took), *after prefill* (the same from P's answer
+   to D's first byte). What came after prefill was spent in the transfer as far as the transfers' own times
+   go, and otherwise waiting for a place on D: the slots, or the KV pool.
+3. The largest part names the limit, with two exceptions. P that idles while its KV pool is full of prompts
+   that nobody has fetched is held up by what comes after it. And where hardly anything is waiting, the
+   work itself takes too long: prefill or transfer of one request alone.
+
+Where a part is not known (no router times, no gauges) the answer says "undetermined" rather than guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+from kvbench.core.metrics.engine_use import Use
+from kvbench.core.metrics.metrics import Slo, Window
+from kvbench.core.metrics.ttft_of_request import parts_of, shares_of
+from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
+
+LimitKind = Literal["prefill", "transfer", "decode_slots", "tpot", "router", "client", "none", "undetermined"]
+LIMIT_WORDS: Final[Mapping[str, str]] = {
+    "prefill": "prefill queue",
+    "transfer": "KV transfer",
+    "decode_slots": "decode slots",
+    "tpot": "TPOT (decode steps)",
+    "router": "router",
+    "client": "client",
+    "none": "none",
+    "undetermined": "undetermined",
+}
+"""As tables call them."""
+LIMIT_SHORT: Final[Mapping[str, str]] = {
+    **LIMIT_WORDS,
+    "prefill": "prefill",
+    "transfer": "transfer",
+    "tpot": "TPOT",
+    "decode_slots": "slots",
+    "undetermined": "unclear",
+}
+"""Where a table is narrow."""
+assert set(LIMIT_WORDS) == set(get_args(LimitKind))
+
+FULL_SHARE: Final = 0.25
+"""Slots, or a KV pool, count as full if they were so in this share of the trial: its ramp and drain and the
+time before the queue had built up are part of it."""
+IDLE_SHARE: Final = 0.85
+"""Engines busy for less than this share of a trial with a queue are held up by something else."""
+FEW: Final = 3
+WAITING_SHARE: Final = 0.3
+"""Below this share of the TTFT waiting explains nothing: the work itself is too long."""
+LONG_GAP: Final = 2.0
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What is looked at beside the requests. ``use``: by role. ``kv_transfer_ms``: mean of a transfer."""
+
+    request_rate: float
+    duration_s: float
+    window: Window
+    use: Mapping[str, Use] = field(default_factory=dict)
+    kv_transfer_ms: float | None = None
+
+    @classmethod
+    def of(cls, trial: TrialRecord) -> TrialFacts:
+        """From a stored trial, also of a version that did not note the engines' use."""
+        window = trial.summary.get("window") or {}
+        use = {role: Use.from_json(row) for role, row in (trial.engine.get("use") or {}).items()}
+        for role, figures in (trial.engine.get("roles") or {}).items():
+            mine, busy_s = use.setdefault(role, Use()), figures.get("busy_s")
+            if mine.busy_share is None and busy_s is not None and trial.duration_s > 0:
+                mine.busy_share = min(1.0, busy_s / trial.duration_s / mine.engines)
+        return cls(
+            trial.request_rate,
+            trial.duration_s,
+            Window(float(window.get("start_s", 0.0)), float(window.get("end_s", trial.duration_s))),
+            use,
+            trial.engine.get("kv_transfer_ms_per_request"),
+        )
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The limit that binds, the evidence in words, and the shares of the late requests' TTFT by part."""
+
+    limit: LimitKind
+    evidence: str
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"limit": self.limit, "evidence": self.evidence, "shares": dict(self.shares)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Binding:
+        told = row.get("limit")
+        kind: LimitKind = next((each for each in get_args(LimitKind) if each == told), "undetermined")
+        return cls(kind, str(row.get("evidence", "")), dict(row.get("shares") or {}))
+
+
+NEAR: Final = 0.9
+"""A missed rate no lower than this part of the answer's lower end speaks of the same limit."""
+
+
+def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialRecord | None:
+    """The trial to ask: the lowest rate that was missed above ``lower`` (above nothing if that is None).
+
+    Where there is none, one that was not decided there, or one that was missed just below.
+    """
+    least = lower or 0.0
+    for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
+        found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]
+        if found:
+            return min(found, key=lambda trial: trial.request_rate)
+    return None
+
+
+def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[str, Any] | None:
+    """What is stored with a cell's answer: limit, evidence, shares, the trial asked. None if unknown."""
+    trial = limiting_trial(trials, lower)
+    if trial is None:
+        met_only = lower is not None and all(each.verdict == "met" for each in trials)
+        return Binding("none", "no rate was missed").to_json() if met_only else None
+    told = trial.engine.get("limit")
+    return {**told, "trial_id": trial.trial_id} if isinstance(told, Mapping) else None
+
+
+def note_limit(trial: TrialRecord, records: Sequence[RequestRecord], slo: Slo) -> None:
+    """Write which limit binds into the engine columns of a trial that was not met."""
+    if trial.verdict not in ("met", "invalid"):
+        trial.engine["limit"] = binding_of(records, slo, TrialFacts.of(trial)).to_json()
+
+
+def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) -> Binding:
+    """What limits the rate of this trial; "none" if nothing in it was late."""
+    judged = [record for record in records if facts.window.has(record.scheduled_s)]
+    ttft_ms, tpot_ms = slo.tightest("ttft_ms"), slo.tightest("tpot_ms")
+    over_ttft = [r for r in judged if _over(_waited_s(r, facts.duration_s), ttft_ms)]
+    over_tpot = [r for r in judged if r.ok and _over(r.tpot_s, tpot_ms)]
+    failed = [
+        r
+        for r in judged
+        if r.error not in ("", "cancelled") and not (r.error == "timeout" and r.first_token_s is None)
+    ]
+    at = f"at {facts.request_rate:.3g} req/s"
+    if len(failed) > len(over_ttft) + len(over_tpot):
+        kinds = ", ".join(sorted({r.error for r in failed}))
+        return Binding("undetermined", f"{at}, {len(failed)} of {len(judged)} requests failed ({kinds})")
+    if len(over_tpot) > len(over_ttft):
+        return _tpot(over_tpot, at, tpot_ms or 0.0, facts)
+    if not over_ttft:
+        over_ttft = _late_tail(judged)
+        if not over_ttft or not _grows(judged):
+            return Binding("none", f"{at}, no limit was broken")
+    return _ttft(over_ttft, judged, at, facts, records)
+
+
+def _over(value_s: float | None, limit_ms: float | None) -> bool:
+    return value_s is not None and limit_ms is not None and value_s * 1e3 > limit_ms
+
+
+def _waited_s(record: RequestRecord, ended_s: float) -> float | None:
+    """TTFT, or how long it had been waiting without a first token."""
+    if record.ttft_s is not None and record.error in ("", "cancelled"):
+        return record.ttft_s
+    return ended_s - record.scheduled_s if record.error in UNENDED else None
+
+
+def _late_tail(judged: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """The quarter that arrived last: in a growing queue it waits longest."""
+    known = sorted((r for r in judged if r.ttft_s is not None), key=lambda r: r.scheduled_s)
+    return known[-max(FEW, len(known) // 4) :]
+
+
+def _grows(judged: Sequence[RequestRecord]) -> bool:
+    known = sorted((r for r in judged if r.ttft_s is not None), key=lambda r: r.scheduled_s)
+    quarter = len(known) // 4
+    if quarter < FEW:
+        return False
+    early, late = known[:quarter], known[-quarter:]
+    return fmean(r.ttft_s or 0.0 for r in late) > 1.5 * fmean(r.ttft_s or 0.0 for r in early)
+
+
+def _tpot(late: Sequence[RequestRecord], at: str, limit_ms: float, facts: TrialFacts) -> Binding:
+    gaps = [gap for record in late for gap in record.itl_s]
+    words = f"{at}, {len(late)} requests took longer than {limit_ms:g} ms per token"
+    if not gaps:
+        return Binding("tpot", words)
+    plain = float(np.percentile(gaps, 10))  # a step that did nothing else
+    long_share = sum(gap for gap in gaps if gap > LONG_GAP * plain) / max(sum(gaps), 1e-12)
+    words += f": their tokens came {median(gaps) * 1e3:.3g} ms apart (median)"
+    use = facts.use.get("decode") or facts.use.get("aggregated")
+    if use is not None and use.running_mean is not None:
+        words += f" with {use.running_mean:.0f} sequences running on average"
+    if long_share >= 0.2:
+        cause = "that also computed prompts" if "aggregated" in facts.use else "far longer than others"
+        words += f", and {long_share:.0%} of their decode time was in steps {cause}"
+    return Binding("tpot", words, {"long_gaps": long_share})
+
+
+def _ttft(
+    late: Sequence[RequestRecord],
+    judged: Sequence[RequestRecord],
+    at: str,
+    facts: TrialFacts,
+    everyone: Sequence[RequestRecord],
+) -> Binding:
+    known = [(r, parts) for r in judged if (parts := parts_of(r)) is not None]
+    timed = {id(r): parts for r, parts in known}
+    mine = [(r, timed[id(r)]) for r in late if id(r) in timed]
+    if len(mine) < FEW:
+        # Stopped before the late ones were answered: the slowest that were waited for the same things.
+        mine = sorted(known, key=lambda pair: pair[0].ttft_s or 0.0)[-max(FEW, len(known) // 4) :]
+    if len(mine) < FEW:
+        return Binding("undetermined", f"{at}, too few of the late requests have times to look at")
+    pair = any(parts.after is not None for _, parts in mine)
+    if not pair and ("decode" in facts.use or facts.kv_transfer_ms is not None):
+        return Binding("undetermined", f"{at}, requests were late, but the router told no times of them")
+    if not pair and not facts.use:
+        return Binding("undetermined", f"{at}, requests were late, but the server tells nothing of its use")
+    # The least that a request took is looked for in the whole trial: its first ones found empty queues.
+    timed_all = [(r, parts) for r in everyone if (parts := parts_of(r)) is not None]
+    shares = shares_of(mine, timed_all, (facts.kv_transfer_ms or 0.0) / 1e3)
+    return _named(shares, at, facts, pair)
+
+
+def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) -> Binding:
+    whole = f"{at}, {{share:.0%}} of the TTFT of late requests was "
+
+    def told(limit: LimitKind, part: str, words: str) -> Binding:
+        return Binding(limit, whole.format(share=shares[part]) + words, shares)
+
+    waits = {part: shares[part] for part in ("client", "router", "prefill_wait", "transfer", "decode_wait")}
+    part = max(waits, key=lambda name: waits[name])
+    if shares["prefill_work"] > waits[part] and sum(waits.values()) < WAITING_SHARE:
+        return told("prefill", "prefill_work", "computing the prompt alone")
+    if part == "client":
+        return told("client", part, "waiting for the load generator to send")
+    if part == "router":
+        return told("router", part, "spent in the router and on the way to it")
+    if part == "transfer":
+        return told("transfer", part, f"the KV transfer ({facts.kv_transfer_ms or 0.0:.3g} ms on average)")
+    if part == "decode_wait":
+        return _after_prefill(told, part, facts)
+    if not pair:
+        return _aggregated(told, facts.use["aggregated"] if "aggregated" in facts.use else Use())
+    prefill = facts.use.get("prefill") or Use()
+    busy = prefill.busy_share
+    held_up = (prefill.kv_full_share or 0.0) >= FULL_SHARE and busy is not None and busy < IDLE_SHARE
+    if held_up:
+        words = (
+            f"waiting for P, which was busy only {busy:.0%} of the time: its KV pool was full of prompts "
+            "that decode had not fetched"
+        )
+        decode = facts.use.get("decode") or Use()
+        return told("decode_slots" if _is_full(decode) else "transfer", part, words)
+    return told("prefill", part, "waiting for prefill" + ("" if busy is None else f" (P busy {busy:.0%})"))
+
+
+def _is_full(use: Use) -> bool:
+    return max(use.slots_full_share or 0.0, use.kv_full_share or 0.0) >= FULL_SHARE
+
+
+def _after_prefill(told: Any, part: str, facts: TrialFacts) -> Binding:
+    decode = facts.use.get("decode")
+    if decode is None or (decode.slots_full_share is None and decode.kv_full_share is None):
+        binding: Binding = told(
+            "undetermined",
+            part,
+            "waiting for decode, which does not tell what for: slots, KV blocks or steps",
+        )
+    elif _is_full(decode):
+        binding = told("decode_slots", part, f"waiting for a place on decode: {_fullness(decode)}")
+    elif facts.kv_transfer_ms is None:
+        binding = told("transfer", part, "between prefill and decode, and decode had free places")
+    else:
+        binding = told("undetermined", part, "waiting on decode, although it had free places")
+    return binding
+
+
+def _aggregated(told: Any, use: Use) -> Binding:
+    binding: Binding
+    if _is_full(use):
+        binding = told("decode_slots", "prefill_wait", f"waiting for a place: {_fullness(use)}")
+    else:
+        busy = "" if use.busy_share is None else f" (the server was busy {use.busy_share:.0%})"
+        binding = told("prefill", "prefill_wait", f"waiting for prefill{busy}")
+    return binding
+
+
+def _fullness(use: Use) -> str:
+    if (use.slots_full_share or 0.0) >= (use.kv_full_share or 0.0):
+        slots = "all slots" if use.slots is None else f"all {use.slots} slots"
+        return f"{slots} were taken {use.slots_full_share or 0.0:.0%} of the time"
+    return f"its KV pool was too full {use.kv_full_share or 0.0:.0%} of the time"

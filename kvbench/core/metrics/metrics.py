@@ -1,0 +1,311 @@
+"""From request records to the figures of a trial: latencies, rates, attainment.
+
+Rules, in one place:
+
+- **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
+  request (core/slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token;
+  such a request keeps the TPOT limit. Limits on a percentile or a mean are judged over the trial's requests.
+  A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
+  have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
+  requests wait too long would be judged by the lucky ones alone.
+- **Steady window.** Verdict, rates and latencies are taken from the trial's steady part (steady_window.py). A
+  completion or a token counts for a rate if it *happened* in it.
+- **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
+  whole duration, ramp and drain included. They are lower than the load that was carried.
+- **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
+  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.metrics.criteria import CONFIDENCE, CriterionResult, judge_criteria, met, misses
+from kvbench.core.metrics.steady_window import (
+    Window,
+    ended_at,
+    in_flight_series,
+    judged_records,
+    steady_window,
+    waiting_series,
+)
+from kvbench.core.records import RequestRecord
+from kvbench.core.slo import Limit, Slo
+from kvbench.core.stats import Trend, autocorrelation_time, share_interval, trend
+
+__all__ = [
+    "CONFIDENCE",
+    "CriterionResult",
+    "Distribution",
+    "Limit",
+    "Slo",
+    "Summary",
+    "WholeRun",
+    "Window",
+    "ended_at",
+    "in_flight_series",
+    "judge_criteria",
+    "judged_records",
+    "met",
+    "misses",
+    "steady_window",
+    "summarise",
+    "waiting_series",
+]
+
+MIN_SPAN_S: Final = 1e-3
+"""No rate and no trend is taken from a shorter time."""
+MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A sample's figures; all None for an empty one. ``n`` is the number of values."""
+
+    n: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
+        """Figures of the values that are there, each times ``scale``."""
+        data = np.array([value for value in values if value is not None], dtype=np.float64) * scale
+        if not len(data):
+            return cls()
+        p50, p90, p99 = (
+            float(np.percentile(data, q)) if len(data) >= least else None for q, least in MIN_VALUES.items()
+        )
+        return cls(len(data), float(data.mean()), p50, p90, p99, float(data.max()))
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """All answered requests over the whole duration, ramp and drain included, as ``vllm bench serve`` counts.
+
+    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second.
+    """
+
+    duration_s: float = 0.0
+    successful: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    request_throughput: float | None = None
+    output_throughput: float | None = None
+    total_throughput: float | None = None
+    ttft_ms: Distribution = field(default_factory=Distribution)
+    ttft_sent_ms: Distribution = field(default_factory=Distribution)
+    tpot_ms: Distribution = field(default_factory=Distribution)
+    itl_ms: Distribution = field(default_factory=Distribution)
+    e2el_ms: Distribution = field(default_factory=Distribution)
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], duration_s: float) -> WholeRun:
+        done = [record for record in records if record.ok]
+        prompts, output = sum(r.input_len for r in done), sum(r.output_len for r in done)
+        return cls(
+            duration_s=duration_s,
+            successful=len(done),
+            failed=len(records) - len(done),
+            input_tokens=prompts,
+            output_tokens=output,
+            request_throughput=_per_second(len(done), duration_s),
+            output_throughput=_per_second(output, duration_s),
+            total_throughput=_per_second(prompts + output, duration_s),
+            **_latencies_of(done),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
+
+    The first block counts all requests of the trial; everything after ``window`` is of the steady window
+    only, except ``run_*``, the peaks and ``duration_s``.
+    """
+
+    offered_rate: float
+    duration_s: float
+    planned: int
+    sent: int
+    completed: int
+    failed: Mapping[str, int]
+    cancelled: int
+    met: int
+    missed: int
+    undecided: int
+
+    window: Window
+    judged_met: int
+    judged_missed: int
+    judged_undecided: int
+    missed_by: Mapping[str, int]
+    """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
+
+    slo_attainment: float | None
+    """judged_met / (judged_met + judged_missed); None if nothing was decided, or if the SLO sets no limit
+    on single requests, only on percentiles and means (``criteria``)."""
+    attainment_lower: float
+    attainment_upper: float
+    attainment_confidence: float
+    effective_n: float
+    """How many independent requests the judged ones are worth; the interval is for this number."""
+
+    achieved_rate: float | None
+    """Requests completed inside the window / its length."""
+    request_goodput: float | None
+    """Requests that met the SLO and completed inside the window / its length."""
+    output_tok_per_s: float | None
+    total_tok_per_s: float | None
+    """Output tokens, and with them the prompt tokens of requests whose first token came in the window."""
+    run_request_rate: float | None
+    run_output_tok_per_s: float | None
+    run_total_tok_per_s: float | None
+
+    ttft_ms: Distribution = field(default_factory=Distribution)
+    ttft_sent_ms: Distribution = field(default_factory=Distribution)
+    tpot_ms: Distribution = field(default_factory=Distribution)
+    itl_ms: Distribution = field(default_factory=Distribution)
+    e2el_ms: Distribution = field(default_factory=Distribution)
+
+    peak_waiting: int = 0
+    peak_in_flight: int = 0
+    waiting_trend: Trend | None = None
+    """Slope of the number of requests waiting for their first token, over the window."""
+    criteria: tuple[CriterionResult, ...] = ()
+    """Each thing that the SLO asks, over the judged requests."""
+    arrived: int = 0
+    left: int = 0
+    """Requests that were scheduled inside the window, and that ended well inside it."""
+    whole_run: WholeRun = field(default_factory=WholeRun)
+
+    @property
+    def judged(self) -> int:
+        return self.judged_met + self.judged_missed
+
+    @property
+    def attained(self) -> bool:
+        """Whether every criterion holds, by the point estimates."""
+        return bool(self.criteria) and all(criterion.met for criterion in self.criteria)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(
+    records: Sequence[RequestRecord],
+    slo: Slo,
+    offered_rate: float,
+    duration_s: float,
+    window: Window | None = None,
+    confidence: float = CONFIDENCE,
+) -> Summary:
+    """All figures of a trial.
+
+    ``records``: one for each planned request. ``offered_rate``: requests per second that were asked for.
+    ``duration_s``: from the trial's start to its end, drain included. ``window``: steady window, found
+    from the records if not given. ``confidence``: of the attainment's two-sided interval.
+    """
+    ended_s = ended_at(records, duration_s)
+    window = steady_window(records, ended_s) if window is None else window
+    judged = judged_records(records, window)
+    done = [record for record in judged if record.ok]
+    decided = [verdict for record in judged if (verdict := met(record, slo, ended_s)) is not None]
+    attained = sum(decided)
+    effective_n = len(decided) / autocorrelation_time([float(verdict) for verdict in decided])
+    share = attained / len(decided) if decided else None
+    lower, upper = share_interval((share or 0.0) * effective_n, effective_n, confidence)
+    waiting = waiting_series(records, ended_s)
+    return Summary(
+        offered_rate=offered_rate,
+        duration_s=duration_s,
+        **_counts(records, slo, ended_s),
+        window=window,
+        judged_met=attained,
+        judged_missed=len(decided) - attained,
+        judged_undecided=len(judged) - len(decided),
+        missed_by=dict(Counter(cause for record in judged for cause in misses(record, slo, ended_s))),
+        slo_attainment=share if slo.joint else None,
+        attainment_lower=lower,
+        attainment_upper=upper,
+        attainment_confidence=confidence,
+        effective_n=effective_n,
+        **_rates(records, slo, duration_s, window),
+        **_latencies_of(done),
+        peak_waiting=waiting.peak(),
+        peak_in_flight=in_flight_series(records, ended_s).peak(),
+        waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
+        criteria=judge_criteria(judged, slo, ended_s, confidence),
+        arrived=len(judged),
+        left=sum(record.ok and window.has(record.last_token_s) for record in records),
+        whole_run=WholeRun.of(records, duration_s),
+    )
+
+
+def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
+    """The distributions of answered requests, in ms."""
+    return {
+        "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
+        "ttft_sent_ms": Distribution.of((record.ttft_sent_s for record in done), 1e3),
+        "tpot_ms": Distribution.of((record.tpot_s for record in done), 1e3),
+        "itl_ms": Distribution.of((gap for record in done for gap in record.itl_s), 1e3),
+        "e2el_ms": Distribution.of((record.e2el_s for record in done), 1e3),
+    }
+
+
+def _counts(records: Sequence[RequestRecord], slo: Slo, ended_s: float | None) -> dict[str, Any]:
+    errors = Counter(record.error for record in records)
+    verdicts = Counter(met(record, slo, ended_s) for record in records)
+    return {
+        "planned": len(records),
+        "sent": sum(record.sent_s is not None for record in records),
+        "completed": errors.pop("", 0),
+        "cancelled": errors.pop("cancelled", 0),
+        "failed": dict(errors),
+        "met": verdicts[True],
+        "missed": verdicts[False],
+        "undecided": verdicts[None],
+    }
+
+
+def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float, window: Window) -> dict[str, Any]:
+    done = [record for record in records if record.ok]
+    inside = [record for record in done if window.has(record.last_token_s)]
+    output = sum(_output_inside(record, window) for record in records)
+    prompts = sum(record.input_len for record in records if window.has(record.first_token_s))
+    all_output = sum(record.output_len for record in done)
+    all_prompts = sum(record.input_len for record in done)
+    return {
+        "achieved_rate": _per_second(len(inside), window.length_s),
+        "request_goodput": _per_second(sum(met(r, slo) is True for r in inside), window.length_s),
+        "output_tok_per_s": _per_second(output, window.length_s),
+        "total_tok_per_s": _per_second(output + prompts, window.length_s),
+        "run_request_rate": _per_second(len(done), duration_s),
+        "run_output_tok_per_s": _per_second(all_output, duration_s),
+        "run_total_tok_per_s": _per_second(all_output + all_prompts, duration_s),
+    }
+
+
+def _per_second(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds >= MIN_SPAN_S else None
+
+
+def _output_inside(record: RequestRecord, window: Window) -> float:
+    """Output tokens of a request inside the window: the first at its time, the others spread evenly."""
+    if record.first_token_s is None or record.output_len < 1:
+        return 0.0
+    count = 1.0 if window.has(record.first_token_s) else 0.0
+    last_s = record.last_token_s if record.last_token_s is not None else record.first_token_s
+    length = last_s - record.first_token_s
+    if length <= 0.0:
+        return count * record.output_len
+    shared = min(last_s, window.end_s) - max(record.first_token_s, window.start_s)
+    return count + (record.output_len - 1) * max(0.0, shared) / length

@@ -1,0 +1,1 @@
+"""Peaks of hardware, and bytes per token of models."""

@@ -1,0 +1,1 @@
+"""What is launched where, and how long it may take."""

@@ -1,0 +1,260 @@
+"""From a scenario to what will be done: cells, deployments with their ports, bytes, and time.
+
+One deployment serves all input lengths of its connector. The aggregated one comes first, since
+its greedy outputs are what those of the others are compared with; if the scenario has none, a
+reference deployment is added that only gives these outputs. A deployment without P/D has as many
+engines as the scenario's P and D together, unless the scenario says how many: else the one that has more
+hardware would be ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, Protocol
+
+from kvbench.core.plan.estimates import LAUNCH_S, KvFootprint, TimePart, notes, scenario_footprint, time_parts
+from kvbench.core.records import Cell
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError
+
+Role = Literal["prefill", "decode", "aggregated"]
+
+AGGREGATED: Final = "aggregated"
+LAST_PORT: Final = 65_535
+
+
+class ConnectorInfo(Protocol):
+    """What a plan needs to know of a connector."""
+
+    @property
+    def disaggregated(self) -> bool: ...
+    @property
+    def service_ports(self) -> int: ...
+    def side_ports(self, role: str, tensor_parallel_size: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """One engine process. Port 0 is a free one, chosen at launch; ``side_port`` None is not needed."""
+
+    name: str
+    role: Role
+    rank: int
+    port: int
+    side_port: int | None
+    side_ports: int = 1
+    """How many ports from ``side_port`` on it takes, if it takes any."""
+    group_port: int | None = None
+    """Where the processes of an instance over several hosts meet, on the first; None for one host."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that it is dealt, by number or UUID; none where the engine or its host's owner chooses."""
+
+    @property
+    def all_side_ports(self) -> tuple[int, ...]:
+        """Its side ports; 0 is to be chosen at launch."""
+        if self.side_port is None:
+            return ()
+        return tuple(self.side_port and self.side_port + rank for rank in range(self.side_ports))
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """What is launched for one connector: its instances, prefill first, and the router before them.
+
+    One engine without P/D needs no router.
+    """
+
+    label: str
+    connector: str
+    instances: tuple[InstancePlan, ...]
+    router_port: int | None
+    reference_only: bool = False
+    """Not measured: it only gives the greedy outputs that the others must equal."""
+    service_ports: tuple[int, ...] = ()
+    """Ports of the connector's own helper processes."""
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """All its ports, in the order in which they were given out."""
+        found = [] if self.router_port is None else [self.router_port]
+        for instance in self.instances:
+            found += [instance.port, *instance.all_side_ports]
+            found += [] if instance.group_port is None else [instance.group_port]
+        return (*found, *self.service_ports)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without GPUs where none were dealt, as older runs have it: these can be gone on with."""
+        data = asdict(self)
+        for each in data["instances"]:
+            if not each["devices"]:
+                del each["devices"]
+        return data
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will be done, before anything is started."""
+
+    scenario: Scenario
+    cells: tuple[Cell, ...]
+    deployments: tuple[DeploymentPlan, ...]
+    reference: str
+    """The label of the deployment whose greedy outputs are the truth."""
+    kv: tuple[KvFootprint, ...]
+    time: tuple[TimePart, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """All ports of all deployments; none when they are chosen at launch."""
+        return tuple(port for each in self.deployments for port in each.ports if port)
+
+    @property
+    def lower_s(self) -> float:
+        return sum(part.lower_s for part in self.time)
+
+    @property
+    def upper_s(self) -> float:
+        return sum(part.upper_s for part in self.time)
+
+    def cells_of(self, label: str) -> tuple[Cell, ...]:
+        """The cells that one deployment serves, in order."""
+        return tuple(cell for cell in self.cells if cell.connector == label)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "scenario": self.scenario.resolved(),
+            "cells": [{**asdict(cell), "key": cell.key} for cell in self.cells],
+            "deployments": [each.to_json() for each in self.deployments],
+            "reference": self.reference,
+            "ports": list(self.ports),
+            "kv_per_request": [asdict(each) for each in self.kv],
+            "time_estimate": {
+                "lower_s": round(self.lower_s, 1),
+                "upper_s": round(self.upper_s, 1),
+                "parts": [asdict(part) for part in self.time],
+            },
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    scenario: Scenario,
+    connectors: Mapping[str, ConnectorInfo],
+    base_port: int | None = None,
+    launch_s: tuple[float, float] = LAUNCH_S,
+    profiles: Mapping[str, ConnectorInfo] | None = None,
+) -> Plan:
+    """The plan of a scenario. ``connectors`` holds at least those that the scenario names.
+
+    ``profiles`` holds what is special about a label's connector: its engine's version, its options.
+    ``base_port`` replaces the scenario's; with 0 every port is 0, to be chosen at launch.
+    ``launch_s`` is how long one deployment takes to get ready, at least and at most.
+    Raises InputError if the ports do not fit.
+    """
+    # Python's sort is stable: within the groups the file's order stays.
+    chosen = sorted(
+        scenario.connectors,
+        key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated),
+    )
+    wanted = [(each.label, each.name) for each in chosen]
+    reference = next((label for label, name in wanted if name == AGGREGATED), "")
+    reference_only = ""
+    if not reference:
+        reference = reference_only = _free_label({label for label, _ in wanted})
+        wanted.insert(0, (reference, AGGREGATED))
+    first = scenario.deployment.base_port if base_port is None else base_port
+    ports = _PortCounter(first)
+    special = profiles or {}
+    deployments = tuple(
+        _deployment(
+            scenario, (label, name), special.get(label, connectors.get(name)), ports, label == reference_only
+        )
+        for label, name in wanted
+    )
+    require_fitting_ports(first, ports.given)
+    lengths, output_len = scenario.workload.input_len, scenario.workload.output_len
+    cells = tuple(Cell(each.label, length, output_len) for each in chosen for length in lengths)
+    return Plan(
+        scenario=scenario,
+        cells=cells,
+        deployments=deployments,
+        reference=reference,
+        kv=tuple(scenario_footprint(scenario, length) for length in lengths if scenario.model.shape.known),
+        time=tuple(time_parts(scenario, len(cells), len(deployments), launch_s)),
+        notes=tuple(notes(scenario)),
+    )
+
+
+class _PortCounter:
+    """Gives out consecutive ports, or 0 for ever."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.given = 0
+
+    def take(self, count: int = 1) -> int:
+        """The first of ``count`` consecutive ports."""
+        self.given += count
+        return self._first + self.given - count if self._first else 0
+
+
+def _free_label(taken: set[str]) -> str:
+    """A label for the reference deployment that no connector has."""
+    label, number = "reference", 1
+    while label in taken:
+        number += 1
+        label = f"reference-{number}"
+    return label
+
+
+def _deployment(
+    scenario: Scenario,
+    label_and_name: tuple[str, str],
+    info: ConnectorInfo | None,
+    ports: _PortCounter,
+    reference_only: bool,
+) -> DeploymentPlan:
+    wanted = scenario.deployment
+    # Behind a URL is what is there; and true outputs, which are not timed, one engine gives as well.
+    lone = reference_only or wanted.engine == "external"
+    counts: list[tuple[Role, int]] = [("aggregated", 1 if lone else wanted.aggregated_engines)]
+    if info is not None and info.disaggregated:
+        counts = [("prefill", wanted.prefill), ("decode", wanted.decode)]
+    router_port = ports.take() if sum(count for _, count in counts) > 1 else None
+    instances = []
+    for role, count in counts:
+        side = 0 if info is None else info.side_ports(role, wanted.tensor_parallel_size)
+        for rank in range(count):
+            port, side_port = ports.take(), ports.take(side) if side else None
+            name = f"{role}-{rank}"
+            group = ports.take() if len(wanted.nodes_of(name)) > 1 else None
+            instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group))
+    services = 0 if info is None else info.service_ports
+    return DeploymentPlan(
+        *label_and_name,
+        instances=tuple(instances),
+        router_port=router_port,
+        reference_only=reference_only,
+        service_ports=tuple(ports.take() for _ in range(services)),
+    )
+
+
+def require_fitting_ports(base_port: int, count: int) -> None:
+    """Raise InputError if ``count`` ports from ``base_port`` on go beyond the last port."""
+    if base_port and base_port + count - 1 > LAST_PORT:
+        raise InputError(
+            f"the plan needs {count} ports from {base_port} on, and the last one there is {LAST_PORT}",
+            hint=f"deployment.base_port may be at most {LAST_PORT - count + 1}; 0 takes any free ports",
+        )
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def trial_seed(seed: int, cell_key: str, number: int) -> int:
+    """The seed of one trial, in [0, 2**63): stable over versions and machines, another for each trial."""
+    text = f"kvbench trial\n{seed}\n{cell_key}\n{number}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

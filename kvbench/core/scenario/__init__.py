@@ -1,0 +1,1 @@
+"""The scenario: its sections, checks and text."""

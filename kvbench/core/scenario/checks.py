@@ -1,0 +1,309 @@
+"""From pydantic's errors to sentences with a line, and what no single value's check can see."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from kvbench.core.scenario.host_checks import host_problems
+from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with plain data: where in it, and what."""
+
+    location: Location
+    text: str
+    other: Location = ()
+    """The other value of a contradiction: blamed if it alone was written."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that helps with an unknown word."""
+    options = list(known)
+    lowered = {each.lower(): each for each in options}
+    close = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean `{lowered[close[0]]}`?"
+    return f"there are: {', '.join(options)}" if options else "there are none"
+
+
+# ---------------------------------------------------------------- contradictions between values
+
+
+def contradictions(data: Mapping[str, Any]) -> list[Problem]:
+    """Values that are right alone but not together; ``data`` may be incomplete or wrong."""
+    return [
+        *_shape(data),
+        *_slo(data),
+        *_methods(data),
+        *_search(data),
+        *_load(data),
+        *_engines(data),
+        *_labels(data),
+        *_lengths(data),
+        *_hosts(data),
+    ]
+
+
+def _shape(data: Mapping[str, Any]) -> list[Problem]:
+    model = data.get("model")
+    engine = _section(data, "deployment").get("engine", "emulated")
+    if engine == "external" or not isinstance(model, Mapping) or model.get("layers"):
+        return []
+    if "preset" in model and "layers" not in model:
+        return []  # the preset brings them
+    text = f"the {engine} engine needs the model's shape: layers with kv_heads and head_dim, or mla_dim"
+    return [Problem(("model",), text)]
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _slo(data: Mapping[str, Any]) -> Iterator[Problem]:
+    slo = data.get("slo", {})
+    if not isinstance(slo, Mapping):
+        return
+    tiers = slo.get("tiers") or {}
+    if not isinstance(tiers, Mapping):
+        return
+    own = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
+    if tiers and own:
+        yield Problem(("slo", own[0]), f"slo.{own[0]} beside slo.tiers: put it into the tiers it is for")
+    elif not tiers and not own and _needs_slo(data):
+        if "slo" in data:
+            yield Problem(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
+        else:
+            yield Problem((), "the scenario needs the key `slo`")
+    for name, tier in tiers.items():
+        if isinstance(tier, Mapping) and not any(tier.get(key) for key in ("ttft_ms", "tpot_ms", "limits")):
+            yield Problem(
+                ("slo", "tiers", name), f"slo.tiers.{name} needs a limit: ttft_ms, tpot_ms or limits"
+            )
+    if slo.get("tpot_ms") is not None and _section(data, "workload").get("output_len") == 1:
+        yield Problem(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
+
+
+def _needs_slo(data: Mapping[str, Any]) -> bool:
+    """Listed rates and replays can be measured without one; whoever searches must know for what."""
+    search = _section(data, "search")
+    return search.get("method", "sustained") not in ("fixed", "trace")
+
+
+def _methods(data: Mapping[str, Any]) -> Iterator[Problem]:
+    search, workload = _section(data, "search"), _section(data, "workload")
+    method, rates = search.get("method", "sustained"), search.get("rates")
+    if method == "fixed" and not rates:
+        yield Problem(("search", "method"), "method fixed needs search.rates, such as [1, 2, 4]")
+    if method != "fixed" and rates:
+        text = f"search.rates are for method fixed, and the method is {method}"
+        yield Problem(("search", "rates"), text, ("search", "method"))
+    if method == "trace" and workload.get("trace") is None:
+        yield Problem(("search", "method"), "method trace needs workload.trace with a path")
+    if method != "trace" and workload.get("trace") is not None:
+        text = f"workload.trace is for method trace, and the method is {method}"
+        yield Problem(("workload", "trace"), text, ("search", "method"))
+    if search.get("compare_burst") and method != "sustained":
+        text = f"search.compare_burst stands beside method sustained, and the method is {method}"
+        yield Problem(("search", "compare_burst"), text, ("search", "method"))
+    slo = _section(data, "slo")
+    if slo.get("tiers") and (method == "burst" or search.get("compare_burst")):
+        text = "the burst method answers one SLO, not tiers"
+        yield Problem(("search", "compare_burst" if search.get("compare_burst") else "method"), text)
+
+
+def _search(data: Mapping[str, Any]) -> Iterator[Problem]:
+    search = _section(data, "search")
+    for low, high in (
+        ("min_rate", "max_rate"),
+        ("min_rate", "start_rate"),
+        ("start_rate", "max_rate"),
+        ("min_requests", "max_requests"),
+    ):
+        small, large = _number(search.get(low)), _number(search.get(high))
+        if small is not None and large is not None and small > large:
+            text = f"search.{low} ({small:g}) is above search.{high} ({large:g})"
+            yield Problem(("search", low), text, ("search", high))
+
+
+def _load(data: Mapping[str, Any]) -> Iterator[Problem]:
+    external = _section(data, "deployment").get("engine") == "external"
+    if external and _section(data, "load").get("mode") == "direct":
+        text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
+        yield Problem(("load", "mode"), text)
+
+
+def _engines(data: Mapping[str, Any]) -> Iterator[Problem]:
+    deployment = _section(data, "deployment")
+    if deployment.get("engine") == "external" and deployment.get("aggregated") is not None:
+        text = "deployment.aggregated counts engines that kvbench starts, and an external server is there"
+        yield Problem(("deployment", "aggregated"), text, ("deployment", "engine"))
+
+
+def _hosts(data: Mapping[str, Any]) -> Iterator[Problem]:
+    for place, text in host_problems(_section(data, "deployment")):
+        yield Problem(("deployment", *place), text)
+
+
+def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:
+    connectors = data.get("connectors")
+    seen: dict[str, int] = {}
+    for index, each in enumerate(connectors if isinstance(connectors, list) else []):
+        label = (each.get("label") or each.get("name")) if isinstance(each, Mapping) else each
+        if not isinstance(label, str):
+            continue
+        if label in seen:
+            text = f"the label {quoted(label)} is taken by connectors.{seen[label]}"
+            text += "; give one a `label:` of its own"
+            yield Problem(("connectors", index), text)
+        seen.setdefault(label, index)
+
+
+def _lengths(data: Mapping[str, Any]) -> Iterator[Problem]:
+    workload = _section(data, "workload")
+    if workload.get("trace") is not None:
+        return  # its own lengths count, and they are looked at when it is read
+    lengths = workload.get("input_len")
+    if not isinstance(lengths, list):
+        lengths = [lengths]
+    output_len = _number(workload.get("output_len"))
+    longest = _number(_section(_section(data, "deployment"), "engine_options").get("max_model_len"))
+    seen: set[float] = set()
+    for index, each in enumerate(lengths):
+        length = _number(each)
+        if length is None:
+            continue
+        if length in seen:
+            yield Problem(("workload", "input_len", index), f"the input length {length:g} is given twice")
+        seen.add(length)
+        if longest is not None and output_len is not None and length + output_len > longest:
+            text = (
+                f"input_len {length:g} and output_len {output_len:g} together exceed "
+                f"the engine's max_model_len of {longest:g}"
+            )
+            yield Problem(("workload", "input_len", index), text)
+
+
+# ---------------------------------------------------------------- pydantic's errors in words
+
+_WANTED: Final = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping of `key: value` lines",
+    "model_type": "a mapping of `key: value` lines",
+    "model_attributes_type": "a mapping of `key: value` lines",
+}
+_BOUND: Final = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def explain(
+    error: ValidationError,
+    root: Node,
+    data: Mapping[str, Any],
+    keys: Mapping[str, Sequence[str]],
+    known: Sequence[Mistake],
+) -> list[Mistake]:
+    """A mistake for each error that ``known`` does not already cover, and for each contradiction.
+
+    ``keys`` holds the keys allowed in each mapping, by its dotted path.
+    """
+    covered = {mistake.location for mistake in known if mistake.final}
+    found: list[Mistake] = []
+    for problem, by_key in _problems(error, keys):
+        if problem.location not in covered:
+            where = locate(root, problem.location, key=by_key)
+            found.append(Mistake(where, problem.location, problem.text))
+    covered |= {mistake.location for mistake in found}
+    for problem in contradictions(data):
+        if problem.location not in covered:
+            location = problem.location if exists(root, problem.location) else problem.other
+            found.append(
+                Mistake(locate(root, location or problem.location, key=True), location, problem.text)
+            )
+    return found
+
+
+def _problems(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[Problem, bool]]:
+    """Each error as a sentence, and whether it is about the key rather than the value."""
+    errors = error.errors(include_url=False)
+    inside = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
+    for each in errors:
+        location = tuple(each["loc"])
+        if location[:1] == ("connectors",) and location[2:3] == ("options",):
+            location = location[:2] + location[3:]
+        kind = each["type"]
+        if kind == "contradiction":
+            continue  # found again from the data, together with those that this error hides
+        if kind == "too_short" and each["loc"] in inside:
+            continue  # pydantic does not count entries that have mistakes of their own
+        if kind == "extra_forbidden":
+            yield Problem(location, _unknown_key(location, keys)), True
+        elif kind == "missing":
+            parent = ".".join(map(str, location[:-1]))
+            yield Problem(location, f"{parent or 'the scenario'} needs the key `{location[-1]}`"), True
+        elif kind == "kvbench":
+            yield Problem(location, f"{_dotted(location)}: {each['msg']}"), False
+        else:
+            yield Problem(location, _sentence(location, each)), False
+
+
+def _dotted(location: Location) -> str:
+    steps = (str(step) for step in location)
+    return ".".join(step if step.isprintable() else repr(step) for step in steps)
+
+
+def _unknown_key(location: Location, keys: Mapping[str, Sequence[str]]) -> str:
+    key, parent = str(location[-1]), _dotted(location[:-1])
+    allowed = keys.get(parent, ())
+    hint = nearest(key, allowed)
+    if not hint.startswith("did"):
+        # Perhaps the right key in the wrong place.
+        elsewhere = [f"{path}.{key}" if path else key for path, names in keys.items() if key in names]
+        if elsewhere:
+            hint = f"did you mean {quoted(elsewhere[0])}?"
+    inside = f" in {parent}" if parent else ""
+    return f"unknown key {quoted(key)}{inside}; {hint}"
+
+
+def _sentence(location: Location, error: Any) -> str:
+    name, kind = _dotted(location), error["type"]
+    context, seen = error.get("ctx", {}), shorten(error["input"])
+    if kind in _WANTED:
+        return f"{name} must be {_WANTED[kind]}, not {seen}"
+    if kind in _BOUND:
+        bound, words = _BOUND[kind]
+        return f"{name} must be {words} {context[bound]:g}, not {seen}"
+    if kind == "literal_error":
+        text = f"{name} must be {context['expected']}, not {seen}"
+        options = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+        hint = nearest(str(error["input"]), options)
+        return f"{text}; {hint}" if hint.startswith("did") else text
+    if kind in ("too_short", "too_long"):
+        least = kind == "too_short"
+        limit = f"at least {context['min_length']}" if least else f"at most {context['max_length']}"
+        return f"{name} must have {limit} entries, not {context['actual_length']}"
+    if kind == "string_pattern_mismatch":
+        return f"{name} is {seen}, which does not fit the pattern {context['pattern']}"
+    message = str(error["msg"])
+    return f"{name}: {message[:1].lower()}{message[1:]}, not {seen}"

@@ -1,0 +1,144 @@
+"""What a measurement is to find out: the SLO in its forms, and how it is looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from kvbench.core import slo as slos
+from kvbench.core.scenario.base import NAME_PATTERN, Section, as_tuple, custom
+
+_LIMIT_SCHEMA: Final = {
+    "type": "array",
+    "maxItems": 32,
+    "items": {
+        "anyOf": [
+            {"type": "string", "description": "such as `ttft_ms p90 <= 5000`"},
+            {
+                "type": "object",
+                "properties": {
+                    "metric": {"enum": list(slos.METRICS)},
+                    "statistic": {"type": "string", "default": "each"},
+                    "limit": {"type": "number", "exclusiveMinimum": 0},
+                },
+                "required": ["metric", "limit"],
+                "additionalProperties": False,
+            },
+        ]
+    },
+}
+
+
+def _short_limits(raw: Any) -> Any:
+    """Each entry as its checked short form, so that what was written either way reads the same."""
+    if isinstance(raw, (str, Mapping)):
+        raw = [raw]
+    if not isinstance(raw, (list, tuple)):
+        return raw
+    found = []
+    for each in raw:
+        if isinstance(each, Mapping) and (unknown := set(each) - {"metric", "statistic", "limit"}):
+            raise custom(f"a limit has metric, statistic and limit, but no `{min(map(str, unknown))}`")
+        try:
+            found.append(slos.Limit.from_json(each))
+        except ValueError as error:
+            raise custom(str(error)) from None
+    for place in slos.same_metric_twice(found):
+        raise custom(f"`{found[place].short()}` repeats the metric and the statistic of another limit")
+    return tuple(limit.short() for limit in found)
+
+
+Limits = Annotated[tuple[str, ...], BeforeValidator(_short_limits), WithJsonSchema(_LIMIT_SCHEMA)]
+TierName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class Tier(Section):
+    """One SLO of several that are answered from the same trials."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
+    tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
+    attainment: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of requests that must meet every limit; by default slo.attainment",
+    )
+    limits: Limits = Field((), max_length=32, description="further ones: `metric statistic <= milliseconds`")
+
+
+class Slo(Section):
+    """The limits that must be met: by each request of a share, on a percentile, on a mean; or in tiers."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
+    tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
+    attainment: float = Field(0.95, gt=0, lt=1, description="share of requests that must meet every limit")
+    limits: Limits = Field((), max_length=32, description="further ones: `metric statistic <= milliseconds`")
+    tiers: dict[TierName, Tier] = Field(
+        default_factory=dict, max_length=8, description="several SLOs by name, answered from the same trials"
+    )
+
+    @property
+    def given(self) -> bool:
+        """Whether any limit is set."""
+        return bool(self.tiers) or self.whole().has_limits
+
+    def whole(self) -> slos.Slo:
+        """The SLO, if there are no tiers; without limits where none is set."""
+        return slos.Slo.from_json(self.model_dump())
+
+    def by_tier(self) -> dict[str, slos.Slo]:
+        """Each tier's SLO, the strictest first; without tiers the one SLO under the name ""."""
+        if not self.tiers:
+            return {"": self.whole()}
+        each = {
+            name: slos.Slo.from_json({**tier.model_dump(), "attainment": tier.attainment or self.attainment})
+            for name, tier in self.tiers.items()
+        }
+        return {name: each[name] for name in slos.by_strictness(each)}
+
+    def main(self) -> slos.Slo:
+        """The one SLO, or the strictest tier's."""
+        return next(iter(self.by_tier().values()))
+
+
+Method = Literal["sustained", "burst", "fixed", "trace"]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Search(Section):
+    """How the highest rate is looked for. Rates are requests per second."""
+
+    method: Method = Field(
+        "sustained",
+        description="sustained: the highest rate that holds; burst: n = 5 × rate requests and their means, "
+        "as done by hand; fixed: the rates of `rates`, without an SLO; trace: replay of workload.trace",
+    )
+    compare_burst: bool = Field(
+        False, description="measure by the burst method too, in a table of its own beside the sustained rate"
+    )
+    rates: Annotated[tuple[Rate, ...], BeforeValidator(as_tuple)] = Field(
+        (), max_length=64, description="the rates of method fixed, each measured once"
+    )
+    equal_rate: bool = Field(
+        True,
+        description="after the search, offer all connectors of an input length the lowest rate found there, "
+        "with the same requests",
+    )
+    start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
+    min_rate: float = Field(0.1, gt=0, le=1e6, description="below this no rate counts as found")
+    max_rate: float = Field(1000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
+    precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the answer's interval")
+    trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
+    max_trial_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="a trial of a search ends when its verdict is sure, at the latest after so many seconds "
+        "of arrivals; by default as long as its latencies ask for, and at least trial_s",
+    )
+    min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
+    max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
+    max_trials: int = Field(12, ge=1, le=1000, description="trials in one cell at most")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence of a trial's verdict")

@@ -1,0 +1,96 @@
+"""`--set path=value`: values that replace, or come into, what a scenario file says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvbench.core.scenario.yaml_lines import (
+    MAX_DEPTH,
+    Location,
+    Mistake,
+    Node,
+    Where,
+    quoted,
+    read_yaml,
+    shorten,
+)
+
+# What a plain word stands for where an override wants to go into it: `model: tiny` is
+# `model: {preset: tiny}`, and `- nixl` is `- {name: nixl}`.
+_WORD_KEY: Final = {"model": "preset", "connectors": "name"}
+
+
+class _OverrideError(Exception):
+    """An override's path leads nowhere."""
+
+
+def apply_overrides(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Mistake]]:
+    """The tree with each ``path=value`` put in, in order, and the mistakes of the overrides."""
+    mistakes: list[Mistake] = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        where = Where(0, path or override)
+        steps = path.split(".")
+        if not equals or not all(steps) or len(steps) > MAX_DEPTH:
+            mistakes.append(Mistake(where, (), "is not of the form path=value, as in slo.ttft_ms=300"))
+            continue
+        value, found = read_yaml(text, path)
+        if value is None:
+            mistakes += found
+            continue
+        try:
+            root, location = _put(root, steps, replace(value, key_where=where), ())
+        except _OverrideError as problem:
+            mistakes.append(Mistake(where, (), str(problem)))
+            continue
+        mistakes += [replace(each, location=location + each.location) for each in found]
+    return root, mistakes
+
+
+def _put(node: Node, steps: Sequence[str], value: Node, at: Location) -> tuple[Node, Location]:
+    """The node with the value put in below it, and the value's full location."""
+    if not steps:
+        return value, at
+    step, rest = steps[0], steps[1:]
+    inside = node.value
+    empty = Node(None, value.where, value.key_where)
+    if isinstance(inside, list):
+        index = _index(inside, step, at)
+        changed, location = _put(inside[index], rest, value, (*at, index))
+        return replace(node, value=[*inside[:index], changed, *inside[index + 1 :]]), location
+    word = _WORD_KEY.get(str(at[0])) if at else None
+    if isinstance(inside, str) and word and len(at) == (2 if word == "name" else 1):
+        inside = {word: node}
+    if inside is None:
+        inside = {}
+    if not isinstance(inside, dict):
+        raise _OverrideError(
+            f"{quoted('.'.join(map(str, at)))} is {shorten(inside)}, which has nothing below it"
+        )
+    changed, location = _put(inside.get(step, empty), rest, value, (*at, step))
+    return replace(node, value={**inside, step: changed}), location
+
+
+def _index(items: list[Node], step: str, at: Location) -> int:
+    """The place of an entry given by its number, from 0, or by its label or name."""
+    name = ".".join(map(str, at))
+    if step.isascii() and step.isdigit() and len(step) < 9:
+        if int(step) < len(items):
+            return int(step)
+        raise _OverrideError(f"{name} has no entry {step}; they are numbered from 0 to {len(items) - 1}")
+    labels = [_entry_label(item) for item in items]
+    if step in labels:
+        return labels.index(step)
+    raise _OverrideError(f"{name} has no entry {quoted(step)}; there are: {', '.join(labels) or 'none'}")
+
+
+def _entry_label(item: Node) -> str:
+    if not isinstance(item.value, dict):
+        return str(item.value) if isinstance(item.value, (str, int, float)) else "?"
+    for key in ("label", "name"):
+        if key in item.value:
+            return str(item.value[key].value)
+    return "?"

@@ -1,0 +1,242 @@
+"""The scenario: what to measure, as checked and frozen values.
+
+``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
+mistakes. What each section may hold stands in ``scenario_sections``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from kvbench.core.scenario.base import NAME_PATTERN, NoOptions, Registry, Section, as_tuple, whole_number
+from kvbench.core.scenario.checks import contradictions, explain
+from kvbench.core.scenario.goals import Search, Slo, Tier
+from kvbench.core.scenario.hosts import FarHost, Roles, Ssh
+from kvbench.core.scenario.json_schema import scenario_schema_of
+from kvbench.core.scenario.overrides import apply_overrides
+from kvbench.core.scenario.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions, SlurmNodes, SlurmOptions
+from kvbench.core.scenario.sections import (
+    CommandPrefix,
+    ConnectorChoice,
+    Deployment,
+    KvLink,
+    Load,
+    ModelChoice,
+    Simulate,
+    Trace,
+    Workload,
+)
+from kvbench.core.scenario.yaml_lines import Mistake, Where, plain, read_yaml
+from kvbench.errors import ScenarioError
+
+__all__ = [
+    "ConnectorChoice",
+    "Deployment",
+    "Load",
+    "ModelChoice",
+    "Registry",
+    "Scenario",
+    "Search",
+    "Simulate",
+    "Slo",
+    "Tier",
+    "Trace",
+    "Workload",
+    "parse_scenario",
+    "scenario_schema",
+]
+
+
+class Scenario(Section):
+    """A whole scenario file."""
+
+    version: Annotated[Literal[1], BeforeValidator(whole_number)] = Field(
+        description="version of this file format"
+    )
+    name: str = Field(pattern=NAME_PATTERN, description="name of the run; by default the file's name")
+    description: str = Field("", max_length=4000, description="what this scenario is for")
+    model: ModelChoice = Field(description="a preset's name, a preset with changes, or a full shape")
+    deployment: Deployment = Field(
+        default_factory=Deployment, validate_default=True, description="what is launched for each connector"
+    )
+    connectors: Annotated[tuple[ConnectorChoice, ...], BeforeValidator(as_tuple)] = Field(
+        min_length=1, max_length=32, description="what is compared: connector names, or mappings with options"
+    )
+    workload: Workload = Field(description="what requests look like and how they arrive")
+    slo: Slo = Field(default_factory=Slo, description="the limits that must be met")
+    search: Search = Field(default_factory=Search, description="how the highest rate is looked for")
+    load: Load = Field(default_factory=Load, description="how the load is generated")
+    simulate: Simulate = Field(
+        default_factory=Simulate, description="figures that only `kvbench simulate` uses"
+    )
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="all randomness of the run comes from it")
+
+    @field_validator("deployment", mode="before")
+    @classmethod
+    def _default_deployment(cls, raw: Any) -> Any:
+        # Goes through the checks again, so that even default engine options get their type.
+        return dict(raw) if isinstance(raw, Deployment) and not raw.model_fields_set else raw
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        problems = contradictions(self.resolved())
+        if problems:
+            raise ValidationError.from_exception_data(
+                "scenario",
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError("contradiction", "{text}", {"text": each.text}),
+                        loc=each.location,
+                        input=None,
+                    )
+                    for each in problems
+                ],
+            )
+        return self
+
+    def connector_options(self, label: str) -> Any:
+        """The typed options of the connector with that label; none for a plan's reference deployment."""
+        for choice in self.connectors:
+            if choice.label == label:
+                return choice.options
+        return NoOptions()
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything with its defaults, as plain data. It is itself a scenario file's content."""
+        data = self.model_dump(mode="json")
+        data["connectors"] = [
+            {"name": each["name"], "label": each["label"], **each["options"]} for each in data["connectors"]
+        ]
+        return data
+
+
+def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence[str] = ()) -> Scenario:
+    """A checked scenario. ``overrides`` are ``path=value`` texts, put in before anything is checked.
+
+    Raises ScenarioError with every mistake on a line of its own, as ``path:line: what is wrong``.
+    """
+    root, mistakes = read_yaml(text)
+    if root is None:
+        raise scenario_error(mistakes, path)
+    if root.value is None:
+        raise scenario_error([Mistake(Where(), (), "the file is empty")], path)
+    if not isinstance(root.value, dict):
+        raise scenario_error([Mistake(root.where, (), "must be a mapping of `key: value` lines")], path)
+    root, more = apply_overrides(root, overrides)
+    mistakes += more
+    data = plain(root)
+    assert isinstance(data, dict)
+    data.setdefault("name", name_from_path(path))
+    _stand_in_lengths(data)
+    scenario = None
+    try:
+        scenario = Scenario.model_validate(data, context=registry)
+    except ValidationError as error:
+        mistakes += explain(error, root, _with_defaults(data), _keys_at(registry, data), mistakes)
+    if scenario is None or mistakes:
+        raise scenario_error(mistakes, path)
+    return _settled(scenario, registry)
+
+
+def _settled(scenario: Scenario, registry: Registry) -> Scenario:
+    """With connectors' options as the engine takes them: what was chosen is written down with the run."""
+    engine = scenario.deployment.engine
+    chosen = [
+        each.model_copy(update={"options": registry.settle(engine, each.options)})
+        for each in scenario.connectors
+    ]
+    return scenario.model_copy(update={"connectors": tuple(chosen)})
+
+
+def _stand_in_lengths(data: dict[str, Any]) -> None:
+    """A trace brings its own lengths, known once it is read; something must stand there until then."""
+    workload = data.get("workload")
+    if isinstance(workload, dict) and workload.get("trace") is not None:
+        for key in ("input_len", "output_len"):
+            workload.setdefault(key, 2)
+
+
+def scenario_schema(registry: Registry) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a scenario file."""
+    return scenario_schema_of(Scenario, registry)
+
+
+def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
+    """One error for all mistakes, in the order of the file."""
+    ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
+    lines = list(dict.fromkeys(f"{each.where.show(path)}: {each.text}" for each in ordered))
+    if len(lines) > 50:
+        lines = [*lines[:50], f"… and {len(lines) - 50} more mistakes"]
+    return ScenarioError("\n".join(lines), hint="`kvbench schema` prints the format of a scenario")
+
+
+def name_from_path(path: str) -> str:
+    """The file's name without its suffix, in letters that a name may have."""
+    stem = re.sub(r"\.ya?ml$", "", re.split(r"[/\\]", path)[-1])
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:80]
+    return name or "scenario"
+
+
+def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with the search's defaults, so that what contradicts a default is seen."""
+    search = data.get("search", {})
+    return {**data, "search": {**Search().model_dump(), **search} if isinstance(search, dict) else search}
+
+
+def _tier_names(data: Mapping[str, Any]) -> list[str]:
+    slo = data.get("slo")
+    tiers = slo.get("tiers") if isinstance(slo, dict) else None
+    return [str(name) for name in tiers] if isinstance(tiers, dict) else []
+
+
+def _host_names(data: Mapping[str, Any]) -> list[str]:
+    section = data.get("deployment")
+    hosts = section.get("hosts") if isinstance(section, dict) else None
+    return [str(name) for name in hosts] if isinstance(hosts, dict) else []
+
+
+def _simulated_links(data: Mapping[str, Any]) -> list[str]:
+    section = data.get("simulate")
+    links = section.get("connectors") if isinstance(section, dict) else None
+    return [str(name) for name in links] if isinstance(links, dict) else []
+
+
+def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The keys known in each mapping, by its dotted path; connectors by their index."""
+    sections: dict[str, type[BaseModel]] = {
+        "": Scenario,
+        "deployment": Deployment,
+        "deployment.prefix": CommandPrefix,
+        "deployment.roles": Roles,
+        "deployment.slurm": SlurmOptions,
+        "deployment.ray": RayOptions,
+        **{f"deployment.slurm.{role}": SlurmNodes for role in SCHEDULED_ROLES},
+        **{f"deployment.ray.{role}": RayNodes for role in SCHEDULED_ROLES},
+        **{f"deployment.hosts.{name}": FarHost for name in _host_names(data)},
+        **{f"deployment.hosts.{name}.ssh": Ssh for name in _host_names(data)},
+        "workload": Workload,
+        "workload.trace": Trace,
+        "slo": Slo,
+        **{f"slo.tiers.{name}": Tier for name in _tier_names(data)},
+        "search": Search,
+        "load": Load,
+        "simulate": Simulate,
+        **{f"simulate.connectors.{name}": KvLink for name in _simulated_links(data)},
+    }
+    keys = {path: list(model.model_fields) for path, model in sections.items()}
+    keys["model"] = ["preset", *ModelChoice.model_fields]
+    deployment = data.get("deployment")
+    engine = deployment.get("engine", "emulated") if isinstance(deployment, dict) else "emulated"
+    options = registry.engines.get(engine) if isinstance(engine, str) else None
+    keys["deployment.engine_options"] = list(options.model_fields) if options else []
+    connectors = data.get("connectors")
+    for index, each in enumerate(connectors if isinstance(connectors, list) else []):
+        name = each.get("name") if isinstance(each, dict) else each
+        model = registry.connectors.get(name) if isinstance(name, str) else None
+        keys[f"connectors.{index}"] = ["name", "label", *(model.model_fields if model else [])]
+    return keys

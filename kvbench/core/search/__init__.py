@@ -1,0 +1,1 @@
+"""Which rate next, and when a trial has seen enough."""

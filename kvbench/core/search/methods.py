@@ -1,0 +1,133 @@
+"""What the methods differ in: how much is offered, what is judged, and what a trial's verdict means.
+
+- ``sustained``: limits over the steady window, a growing queue is a miss (core/gates/gates.py).
+- ``equal_rate``: the same, at a rate that was given.
+- ``burst``: means over all requests of five seconds' arrivals; no steady state is asked for (burst.py).
+- ``fixed``: a rate is offered and described. It is "measured", whatever came of it, and marked *saturated*
+  where the system did not keep up.
+- ``trace``: recorded arrivals; judged as sustained if there is an SLO, else "measured".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.gates import UNSUSTAINED, judge
+from kvbench.core.metrics.metrics import Summary, Window
+from kvbench.core.records import Finding, Method, RequestRecord, VerdictKind
+from kvbench.core.search.burst import burst_requests
+from kvbench.core.search.sequential_trial import Decision
+from kvbench.core.slo import Slo, burst_slo
+
+SATURATED: Final = "saturated"
+"""The label of a trial whose rate was above what the system carried."""
+BEHIND: Final = 0.90
+"""Saturated: fewer than this share of what arrived was finished in the same time."""
+STEADY_GATES: Final = frozenset(
+    {"growing_queue", "too_few_requests", "too_short", "not_steady", "slot_capped", "one_batch"}
+)
+"""Gates that ask for a steady state, or for enough requests: other methods mean to do without."""
+
+
+def planned_requests(method: Method, rate: float, trial_s: float, least: int, most: int) -> int:
+    """Requests of one trial."""
+    if method == "burst":
+        return burst_requests(rate)
+    return max(least, min(most, round(rate * trial_s)))
+
+
+def judged_slo(method: Method, slo: Slo) -> Slo:
+    """The SLO by which a trial's requests are judged."""
+    return burst_slo(slo) if method == "burst" else slo
+
+
+def judged_window(method: Method, records: Sequence[RequestRecord]) -> Window | None:
+    """All arrivals for a burst; None: the steady window is found from the records."""
+    times = [record.scheduled_s for record in records]
+    return Window(min(times), max(times)) if method == "burst" and times else None
+
+
+def joined_verdict(
+    method: Method, evidence: Evidence, decision: Decision | None, *, searched: bool
+) -> tuple[VerdictKind, str, list[Finding]]:
+    """The gates' verdict together with the live rule's: gates refuse, and find what cannot be sustained.
+
+    Else the live rule's stands. What ended after the last look did so when no load was offered any more, and
+    proves nothing; but a yes that it contradicts is none.
+    """
+    verdict, reason, findings = verdict_of(method, evidence, searched=searched)
+    if decision is None or verdict not in ("met", "missed"):
+        return verdict, reason, findings
+    if decision.verdict == verdict:
+        return verdict, f"{decision.reason}, after {decision.at_s:.1f} s", findings
+    if decision.verdict == "met":
+        unsustained = any(finding.gate in UNSUSTAINED for finding in findings)
+        return ("missed" if unsustained else "undecided"), reason, findings
+    return decision.verdict, decision.reason, findings
+
+
+def verdict_of(
+    method: Method, evidence: Evidence, *, searched: bool
+) -> tuple[VerdictKind, str, list[Finding]]:
+    """(verdict, reason, findings) of a trial. ``searched``: it answers a search, so it must decide."""
+    verdict, reason, findings = judge(evidence)
+    if method == "burst":
+        findings = [_softened(finding) for finding in findings if finding.gate != "growing_queue"]
+        refusal = _refusal(findings)
+        if refusal is not None:
+            return "invalid", refusal.message, findings
+        return ("met" if evidence.summary.attained else "missed"), means_text(evidence.summary), findings
+    if method == "fixed" or not searched:
+        findings = [_softened(finding) for finding in findings]
+        refusal = _refusal(findings)
+        if refusal is not None:
+            return "invalid", refusal.message, findings
+        return "measured", saturation(evidence.summary, findings), findings
+    return verdict, reason, findings
+
+
+def _softened(finding: Finding) -> Finding:
+    soft = finding.gate in STEADY_GATES and finding.level == "invalid"
+    return replace(finding, level="warning") if soft else finding
+
+
+def _refusal(findings: Sequence[Finding]) -> Finding | None:
+    return next((finding for finding in findings if finding.level == "invalid"), None)
+
+
+def means_text(summary: Summary) -> str:
+    """``mean TTFT 4120 ms (limit 5000), …``: what the burst method looked at."""
+    parts = []
+    for each in summary.criteria:
+        if each.kind == "mean":
+            value = "none answered" if each.value is None else f"{each.value:.4g} ms"
+            parts.append(f"{each.text}: {value}")
+    return "burst; " + ", ".join(parts) if parts else "burst; no limit"
+
+
+def saturation(summary: Summary, findings: Sequence[Finding]) -> str:
+    """Why a rate is above what the system carried; empty if it is not.
+
+    The queue grows (the gate's finding); or many requests ran into their deadline; or clearly fewer requests
+    ended than arrived in the steady window, which must be longer than three latencies to tell that from
+    the filling of the pipe.
+    """
+    growth = next((finding for finding in findings if finding.gate == "growing_queue"), None)
+    if growth is not None:
+        return growth.message
+    late = summary.failed.get("timeout", 0) + summary.failed.get("no_answer", 0)
+    if late > 0.01 * summary.planned:
+        return f"{late} of {summary.planned} requests were not answered within their deadline"
+    behind = summary.arrived - summary.left
+    latency_s = (summary.e2el_ms.p50 or summary.e2el_ms.mean or math.inf) / 1e3
+    if (
+        summary.left < BEHIND * summary.arrived
+        and behind > 3 * math.sqrt(summary.arrived)
+        and summary.window.length_s > 3 * latency_s
+    ):
+        return f"{summary.left} requests ended in the time in which {summary.arrived} arrived"
+    return ""

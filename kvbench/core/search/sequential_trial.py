@@ -1,0 +1,349 @@
+"""The verdict of a trial under way: sure of a yes, sure of a no, or neither when its time is up.
+
+A trial is planned up to a longest duration and cut at the first *look* that is sure. Looks come at times
+that grow geometrically, and the chance of error allowed is shared out evenly among them. Three questions:
+
+1. **Does the queue grow?** By the number of requests that wait for their first token longer than they would
+   without a queue, and by the rate of first tokens while it is never empty (``kvbench.core.search.growth``).
+2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
+   the second half of the time so far (Fishman's crossing rule; rules that look at the latencies themselves,
+   such as MSER, prefer to drop bad luck and make short trials look too good). It ends one latency before
+   now: what is still under way is judged neither by its lucky half nor by the drain. The load is offered
+   until the decision.
+3. **Is each criterion kept?** A share by an exact binomial bound on the *effective* number of requests, or
+   by the confidence interval of its margin (the quantile of each request's value / limit) by sections; a
+   mean by the t interval of section means. What is pending in the steady part counts against either.
+
+At the very rate that is looked for the share *is* the one asked for, and no trial of affordable length proves
+either side. So a trial that only has to *confirm* a rate which others have found says yes also if its own
+share, at its end, is at or above the goal; the interval is told beside it. Below the goal it stays undecided.
+
+What it measured is handed to the search with the verdict: shares, and the **score**, which is 0 where the
+criterion is just kept, above 0 below that rate, and nearly linear in the rate: 1 / margin − 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.core.search.data import Measured
+from kvbench.core.search.growth import Seen, capacity_of, why_it_grows
+from kvbench.core.search.looks import Look, Strictness, mean_look, share_look
+
+FloatArray = npt.NDArray[np.float64]
+Verdict = Literal["met", "missed", "undecided"]
+Observation = (
+    tuple[int, tuple[float, ...]]
+    | tuple[int, tuple[float, ...], tuple[float, ...]]
+    | tuple[int, tuple[float, ...], tuple[float, ...], float | None]
+)
+"""(request's index, one value per criterion), and if known one margin per criterion: the value / its limit
+that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came.
+Then its TTFT in seconds, None while there is none."""
+
+TRIAL_LATENCIES: Final = 10.8
+TRIAL_REQUESTS: Final = 600
+QUICK_REQUESTS: Final = 2000
+QUICK_S: Final = 40.0
+"""A trial's time is up after so many of its own latencies, but not before so many requests, and where they
+come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
+a few are under way at once, a dozen latencies tell next to nothing."""
+FIRST_LOOK: Final = 2.0
+LOOK_FACTOR: Final = 1.25
+"""The first look at the criteria, in latencies, and by how much later each further one."""
+MET_AFTER: Final = 4.0
+"""Latencies before a yes is believed at all: a queue needs time to build up."""
+GROWTH_FIRST: Final = 60
+GROWTH_FACTOR: Final = 1.08
+"""Arrivals before growth is looked at, and by how much later each further look."""
+MIN_REQUESTS: Final = 12
+SECTIONS: Final = (4, 8)
+SECTIONED_REQUESTS: Final = 160
+"""Sections of the steady part with fewer, and with at least so many requests."""
+
+
+def trial_length_s(rate: float, latency_s: float) -> float:
+    """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
+    return max(2 * TRIAL_LATENCIES * latency_s, _requests_s(rate))
+
+
+def _requests_s(rate: float) -> float:
+    """How long the requests take that a trial needs at least."""
+    return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """``share``: values are 1 (kept) or 0, and their true share must be at least ``target``.
+    ``mean``: the values' true mean must be at most ``target``. Raises ValueError for impossible targets."""
+
+    kind: Literal["share", "mean"]
+    target: float
+
+    def __post_init__(self) -> None:
+        if self.kind == "share" and not 0.0 < self.target <= 1.0:
+            raise ValueError(f"a share must be above 0 and at most 1, not {self.target}")
+        if self.kind == "mean" and not 0.0 < self.target < math.inf:
+            raise ValueError(f"a mean's limit must be above 0, not {self.target}")
+
+
+@dataclass(frozen=True)
+class LiveConfig:
+    """``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: end-to-end
+    latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
+    latest; by default the last planned send. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of
+    either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
+    answer, whose figures count. ``confirms``: the rate was found by other trials, and this one is to agree:
+    when its time is up, figures that reach what is asked are a yes, proven or not.
+    ``latencies``: the time is up after so many of the trial's own latencies.
+    ``hopeless_s``: what has been under way for so long has broken a limit for sure.
+    """
+
+    offsets_s: Sequence[float] | FloatArray
+    rate: float
+    latency_s: float = 0.0
+    max_s: float | None = None
+    ttft_limit_s: float = 0.0
+    confidence: float = 0.95
+    thorough: bool = False
+    confirms: bool = False
+    latencies: float = TRIAL_LATENCIES
+    hopeless_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict, why, at what time of the trial, its steady part, and what was measured until then."""
+
+    verdict: Verdict
+    reason: str
+    at_s: float
+    window_s: tuple[float, float]
+    measured: Measured
+
+
+@dataclass
+class _Series:
+    """What was fed as totals, by time."""
+
+    times_s: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    in_flight: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+
+
+class LiveTrial:
+    """One trial. ``feed`` it what became known, in any order and as often as one likes, until it decides."""
+
+    def __init__(self, config: LiveConfig, criteria: Sequence[Criterion]) -> None:
+        """Raises ValueError without criteria or arrivals."""
+        self._offsets = np.asarray(config.offsets_s, dtype=np.float64)
+        if not criteria or not len(self._offsets):
+            raise ValueError("a trial needs at least one criterion and one planned request")
+        self.config = config
+        self.criteria = tuple(criteria)
+        n = len(self._offsets)
+        self._values = np.full((n, len(criteria)), np.nan)
+        self._margins = np.full((n, len(criteria)), np.nan)
+        self._settled_s = np.full(n, np.nan)
+        self._ttft_s = np.full(n, np.nan)
+        self._count = self._hopeless = 0
+        self._series = _Series()
+        self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
+        gaps = np.diff(self._offsets, prepend=0.0)
+        mean = float(gaps.mean())
+        self._clumping = max(1.0, float(gaps.var()) / mean**2 if mean > 0 else 1.0)
+        self._next_growth_s = float(self._offsets[min(GROWTH_FIRST, n) - 1])
+        self._next_look_s = FIRST_LOOK * config.latency_s
+        self._latency = (0, config.latency_s)
+        self._decision: Decision | None = None
+
+    def feed(
+        self, t_s: float, observations: Sequence[Observation], waiting_first: int, sent: int
+    ) -> Decision | None:
+        """Take in what became known up to ``t_s`` (seconds since the trial's start) and decide, or not yet.
+
+        ``waiting_first``: requests sent or due that have no first token yet; ``sent``: requests sent so far.
+        A request may be told again when more of it is known (first as a miss, then with its margin).
+        After the decision the same one is returned. Raises ValueError for an index that was not planned.
+        """
+        for each in observations:
+            index = each[0]
+            if not 0 <= index < len(self._offsets):
+                raise ValueError(f"no request {index} was planned")
+            self._settle(index, t_s)
+            self._values[index] = each[1]
+            if len(each) > 2:
+                self._margins[index] = each[2]
+            if len(each) > 3 and each[3] is not None:
+                self._ttft_s[index] = each[3]
+        series = self._series
+        series.times_s.append(t_s)
+        series.waiting.append(float(waiting_first))
+        series.in_flight.append(float(sent - self._count))
+        series.firsts.append(float(sent - waiting_first))
+        if self._decision is None:
+            self._give_up(t_s)
+            self._decision = self._look(t_s)
+        return self._decision
+
+    def _settle(self, index: int, t_s: float) -> None:
+        if math.isnan(self._settled_s[index]):
+            self._settled_s[index] = t_s
+            self._count += 1
+
+    def _give_up(self, t_s: float) -> None:
+        """Count as misses what is under way and can keep no limit any more."""
+        due = int(np.searchsorted(self._offsets, t_s - self.config.hopeless_s))
+        for index in range(self._hopeless, due):
+            if math.isnan(self._settled_s[index]):
+                self._settle(index, t_s)
+                self._values[index] = [0.0 if each.kind == "share" else math.inf for each in self.criteria]
+                self._margins[index] = math.inf
+        self._hopeless = max(self._hopeless, due)
+
+    # -- looks ------------------------------------------------------------------------------------
+
+    def _look(self, t_s: float) -> Decision | None:
+        latency_s = self._latency_s()
+        last = t_s >= self._up(latency_s) or self._count == len(self._offsets)
+        if t_s >= self._next_growth_s or last:
+            self._next_growth_s = t_s * GROWTH_FACTOR
+            grows = why_it_grows(self._seen(t_s))
+            if grows:
+                window = self._window(t_s)
+                return self._decide(
+                    "missed", grows, t_s, (window, self._judge(window, t_s, last)), grows=True
+                )
+        if not last and (t_s < self._next_look_s or t_s < FIRST_LOOK * latency_s or not self._count):
+            return None
+        self._next_look_s = t_s * LOOK_FACTOR
+        window = self._window(t_s)
+        looks = self._judge(window, t_s, last)
+        found = window, looks
+        early = t_s < MET_AFTER * latency_s
+        missed = next((look for look in looks if look.verdict == "missed"), None)
+        if missed is not None and (last or not (self.config.thorough and early)):
+            return self._decide("missed", missed.text, t_s, found)
+        met = bool(looks) and all(look.verdict == "met" for look in looks)
+        if met and (last or not (self.config.thorough or early)):
+            return self._decide("met", "; ".join(look.text for look in looks), t_s, found)
+        if last and self.config.confirms and looks and all(look.reached for look in looks):
+            why = "; ".join(look.text for look in looks)
+            return self._decide("met", f"reached, as a confirming trial is to: {why}", t_s, found)
+        if last:
+            why = "; ".join(look.text for look in looks) or "too few requests were settled"
+            return self._decide("undecided", f"the time was up before it was sure: {why}", t_s, found)
+        return None
+
+    def _up(self, latency_s: float) -> float:
+        """When the time is up: so many of the trial's own latencies, within what was planned."""
+        wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
+        return min(self._max_s, max(wanted, _requests_s(self.config.rate)))
+
+    def _alpha(self) -> float:
+        """The chance of error of one look, for either side."""
+        first = FIRST_LOOK * max(self._latency_s(), 1e-9)
+        looks = 1 + max(0.0, math.ceil(math.log(max(self._max_s / first, 1.0)) / math.log(LOOK_FACTOR)))
+        return (1.0 - self.config.confidence) / looks
+
+    def _latency_s(self) -> float:
+        """Median time from a request's planned send until it was settled; that expected before any was."""
+        if self._count >= max(5.0, 1.02 * self._latency[0]):
+            known = self._settled_s - self._offsets
+            self._latency = (self._count, float(np.median(known[~np.isnan(known)])))
+        return self._latency[1]
+
+    def _seen(self, t_s: float) -> Seen:
+        """What is known of the queue so far."""
+        series, config = self._series, self.config
+        return Seen(
+            rate=config.rate,
+            alone_s=config.latency_s,
+            latency_s=self._latency_s(),
+            ttft_limit_s=config.ttft_limit_s,
+            clumping=self._clumping,
+            offsets_s=self._offsets,
+            settled_s=self._settled_s,
+            ttft_s=self._ttft_s,
+            times_s=np.array(series.times_s),
+            waiting=np.array(series.waiting),
+            firsts=np.array(series.firsts),
+            unbroken=t_s < MET_AFTER * config.latency_s and not self._any_broken(),
+        )
+
+    def _any_broken(self) -> bool:
+        return any(
+            bool((column < 1.0).any() if each.kind == "share" else (column > each.target).any())
+            for each, column in zip(self.criteria, self._values.T, strict=True)
+        )
+
+    # -- criteria ---------------------------------------------------------------------------------
+
+    def _window(self, t_s: float) -> tuple[float, float]:
+        """The steady part so far."""
+        times, in_flight = np.array(self._series.times_s), np.array(self._series.in_flight)
+        late = in_flight[times >= t_s / 2]
+        # A count is whole: where 0.4 requests are under way on average, having none is as full as it gets.
+        filled_s = float(times[np.argmax(in_flight >= math.floor(late.mean()))]) if len(late) else 0.0
+        start_s = min(filled_s, t_s / 2)
+        known = self._settled_s - self._offsets
+        known = known[~np.isnan(known)]
+        lag_s = 1.1 * float(np.quantile(known, 0.95)) if len(known) else 0.0
+        return start_s, max(start_s, t_s - lag_s)
+
+    def _judge(self, window: tuple[float, float], t_s: float, last: bool) -> list[Look]:
+        """How each criterion stands; nothing while there is too little to look at."""
+        inside = (self._offsets >= window[0]) & (self._offsets <= window[1])
+        known = inside & ~np.isnan(self._settled_s)
+        n = int(known.sum())
+        if n < MIN_REQUESTS:
+            return []
+        # A thorough trial is cut only if half a latency's requests counted as one still say no.
+        clump = 1.0 if last or not self.config.thorough else self.config.rate * self._latency_s() / 2
+        sections = SECTIONS[n >= SECTIONED_REQUESTS]
+        how = Strictness(sections, self._alpha(), clump, int(inside.sum()) - n)
+        return [
+            mean_look(self._values[known, column], criterion.target, how)
+            if criterion.kind == "mean"
+            else share_look(self._values[known, column], self._margins[known, column], criterion.target, how)
+            for column, criterion in enumerate(self.criteria)
+        ]
+
+    def _decide(
+        self,
+        verdict: Verdict,
+        reason: str,
+        t_s: float,
+        found: tuple[tuple[float, float], list[Look]],
+        grows: bool = False,
+    ) -> Decision:
+        (start, end), looks = found
+        capacity = capacity_of(self._seen(t_s)) or (None, None)
+        measured = Measured(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
+        if looks:
+            worst = min(range(len(looks)), key=lambda index: looks[index].score)
+            look, criterion = looks[worst], self.criteria[worst]
+            inside = int(np.searchsorted(self._offsets, end) - np.searchsorted(self._offsets, start))
+            measured = Measured(
+                attainment=look.share,
+                attainment_lower=look.lower,
+                attainment_upper=look.upper,
+                n=inside,
+                effective_n=look.effective_n,
+                target=criterion.target if criterion.kind == "share" else None,
+                score=look.score,
+                score_error=look.error,
+                offered_rate=inside / (end - start) if end > start else None,
+                capacity=measured.capacity,
+                capacity_error=measured.capacity_error,
+                duration_s=t_s,
+                grows=grows,
+            )
+        return Decision(verdict, reason, t_s, (start, end), measured)

@@ -1,0 +1,1 @@
+"""Engines and deployments in virtual time."""

@@ -1,0 +1,366 @@
+"""A whole deployment on virtual time: router, P instances, KV transfers, D instances; no waiting.
+
+The engines are the emulated engine's model (``core.enginemodel``), what lies around them is a few constants
+(``Overheads``, ``Link``). A trial is given as planned sends and comes back as request records like the load
+generator's, so that everything after it is the same as for a measured trial. What is modelled, and how:
+
+- **Router**: P and D instances in turn, by the order of arrival. *Sequential* dispatch asks D when P has
+  answered; *concurrent* asks both at once, so that D reserves its blocks while P still computes.
+- **P** keeps a request's blocks until D has its KV; **D** reserves blocks before the transfer begins.
+- **Link**: each instance has one. A transfer takes P's and D's for bytes / bandwidth; who comes later waits
+  its turn (first come, first served), then the latency passes, in which the link is free for others.
+- **Client**: never late. A request without its last token ``timeout_s`` after its scheduled send has failed,
+  and its work is dropped wherever it is.
+
+- **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D: ``core.simhandoff``.
+
+What is not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from kvbench.core.records import RequestRecord
+from kvbench.core.simulation.blocking_handoff import BlockingHandOff
+from kvbench.core.simulation.data import Load, Outcome, System, Tick
+from kvbench.core.simulation.engine import StepEngine, use_of
+from kvbench.core.simulation.roles import Flow, Moved, Role
+from kvbench.core.simulation.scheduler import EngineConfig
+from kvbench.core.simulation.step import Request, Status
+
+TICK_S: Final = 0.25
+"""How often progress is told: the load generator's default."""
+
+
+def simulate(system: System, load: Load, watch: Callable[[Tick], bool] | None = None) -> Outcome:
+    """Run one trial. ``watch`` is told the progress every TICK_S and stops the trial by returning True.
+
+    Raises InputError for a request that can never fit into an engine.
+    """
+    return SimulatedTrial(system, load, watch).run()
+
+
+class SimulatedTrial:
+    """The event loop: a heap of (time, last?, order, what, with what)."""
+
+    def __init__(self, system: System, load: Load, watch: Callable[[Tick], bool] | None) -> None:
+        self.system, self.load, self.watch = system, load, watch
+        self.now = 0.0
+        self._events: list[tuple[float, bool, int, Callable[[Any], None], Any]] = []
+        self._count = 0
+        reuse = load.hashes is not None
+
+        def engines(count: int, config: EngineConfig) -> list[StepEngine]:
+            return [StepEngine(config, system.timing, system.time_scale, reuse=reuse) for _ in range(count)]
+
+        last = "decode" if system.prefill else "aggregated"
+        decode_config = system.decode_config or system.config
+        self.roles = {last: Role(engines(system.decode, decode_config if system.prefill else system.config))}
+        if system.prefill:
+            self.roles["prefill"] = Role(engines(system.prefill, system.config))
+        self._last = self.roles[last]
+        self._first = self.roles.get("prefill")
+        self.flows: list[Flow] = []
+        self._flow_of: dict[Request, Flow] = {}
+        self._waiting: dict[int, None] = {}
+        self._fresh_first: list[int] = []
+        self._fresh_settled: list[int] = []
+        self._open = 0
+        self._starting: set[StepEngine] = set()
+        self._stopped = False
+        self._free_at: dict[StepEngine, float] = {}
+        self._link_busy: dict[StepEngine, float] = {}
+        self._moved = Moved()
+        blocks = system.hand_off == "blocking"
+        self._blocking = BlockingHandOff(self._flow_of, self._give, self._poke) if blocks else None
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        n = len(self.load.offsets_s)
+        if n:
+            self._at(self.load.offsets_s[0], self._send, 0)
+        if self.watch is not None:
+            self._at(TICK_S, self._tick, None)
+        while self._events and not self._stopped and (self._open or len(self.flows) < n):
+            self.step()
+        for flow in self.flows:
+            if not flow.settled:
+                self._settle(flow, "cancelled", "the trial was stopped")
+        return self._outcome()
+
+    def step(self) -> bool:
+        """Let the next thing happen; False if there is none."""
+        if not self._events:
+            return False
+        self.now, _, _, handler, argument = heapq.heappop(self._events)
+        handler(argument)
+        return True
+
+    def _at(
+        self, time_s: float, handler: Callable[[Any], None], argument: Any, *, last: bool = False
+    ) -> None:
+        """``last``: after everything else that happens at that very moment."""
+        self._count += 1
+        heapq.heappush(self._events, (time_s, last, self._count, handler, argument))
+
+    def _tick(self, _: None) -> None:
+        assert self.watch is not None
+        records = [flow.record for flow in self.flows]
+        tick = Tick(
+            self.now, records, self._fresh_settled, self._fresh_first, list(self._waiting), self._open
+        )
+        self._fresh_settled, self._fresh_first = [], []
+        self._stopped = self.watch(tick)
+        self._at(self.now + TICK_S, self._tick, None)
+
+    # -- a request's way --------------------------------------------------------------------------
+
+    def _send(self, index: int) -> None:
+        load, over = self.load, self.system.overheads
+        scheduled = load.offsets_s[index]
+        prompt, output = load.input_len[index], load.output_len[index]
+        record = RequestRecord(f"sim-{index}", scheduled, prompt, output, sent_s=scheduled)
+        hashes = list(load.hashes[index]) if load.hashes is not None else []
+        whole = Request(record.request_id, prompt, output, hashes=hashes)
+        flow = Flow(index, record, whole, self._last.engines[index % len(self._last.engines)])
+        self.flows.append(flow)
+        self._flow_of[whole] = flow
+        self._waiting[index] = None
+        self._open += 1
+        if index + 1 < len(load.offsets_s):
+            self._at(load.offsets_s[index + 1], self._send, index + 1)
+        self._at(scheduled + load.timeout_s, self._time_out, flow)
+        asked = self.now + over.router_ms / 1e3
+        own = self.system.timing.overhead_s(self.system.time_scale, prompt)
+        if self._first is None:
+            self._at(asked + over.front_end_ms / 1e3 + own, self._to_last, flow)
+            return
+        whole.remote_kv = True
+        flow.part = Request(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
+        flow.first = self._first.engines[index % len(self._first.engines)]
+        self._flow_of[flow.part] = flow
+        record.router_received_s = self.now + over.router_ms / 2e3
+        record.prefill_sent_s = asked
+        self._at(asked + over.front_end_ms / 2e3 + own, self._to_first, flow)
+        if self.system.dispatch == "concurrent":
+            self._ask_decode(flow)
+
+    def _ask_decode(self, flow: Flow) -> None:
+        over = self.system.overheads
+        at = flow.record.prefill_sent_s if self.system.dispatch == "concurrent" else self.now
+        assert at is not None
+        flow.record.decode_sent_s = at
+        self._at(at + over.front_end_ms / 1e3, self._to_last, flow)
+
+    def _to_first(self, flow: Flow) -> None:
+        assert flow.first is not None
+        assert flow.part is not None
+        assert self._first is not None
+        if not flow.settled:
+            flow.in_first = True
+            self._deliver(self._first, flow.first, flow.part)
+
+    def _to_last(self, flow: Flow) -> None:
+        if not flow.settled:
+            flow.in_last = True
+            self._deliver(self._last, flow.last, flow.whole)
+
+    def _deliver(self, role: Role, engine: StepEngine, request: Request) -> None:
+        role.requests += 1
+        request.arrival_s = self.now
+        engine.scheduler.add(request)
+        self._poke(engine)
+
+    def _prefilled(self, flow: Flow, engine: StepEngine) -> None:
+        assert flow.part is not None
+        engine.scheduler.finish(flow.part)
+        flow.prefilled = True
+        over = self.system.overheads
+        answered = self.now + over.front_end_ms / 2e3
+        flow.record.prefill_answered_s = answered
+        if self.system.dispatch == "sequential":
+            self._at(answered + over.turn_ms / 1e3, self._after_answer, flow)
+        elif flow.asked:
+            self._move(flow)
+
+    def _after_answer(self, flow: Flow) -> None:
+        if not flow.settled:
+            self._ask_decode(flow)
+
+    # -- KV ---------------------------------------------------------------------------------------
+
+    def _load_kv(self, flow: Flow) -> None:
+        """D has reserved its blocks."""
+        flow.asked = True
+        if flow.prefilled:
+            self._move(flow)
+
+    def _move(self, flow: Flow) -> float:
+        """Sends a request's KV on its way; returns when D's scheduler knows it."""
+        system = self.system
+        assert flow.first is not None
+        block_tokens = (system.decode_config or system.config).block_tokens
+        blocks = len(flow.whole.blocks) - flow.whole.cached_tokens // block_tokens
+        nbytes = blocks * system.block_bytes
+        ends = (flow.first, flow.last)
+        start = max(self.now, *(self._free_at.get(end, 0.0) for end in ends))
+        busy = system.link.busy_s(nbytes)
+        for end in ends:
+            self._free_at[end] = start + busy
+            self._link_busy[end] = self._link_busy.get(end, 0.0) + busy
+        arrival = start + busy + system.link.latency_ms / 1e3
+        flow.moving = True
+        self._moved.count += 1
+        self._moved.seconds += arrival - self.now
+        self._moved.nbytes += nbytes
+        self._at(arrival, self._has_moved, flow)
+        return arrival + system.overheads.arrival_ms / 1e3
+
+    def _has_moved(self, flow: Flow) -> None:
+        assert flow.first is not None
+        assert flow.part is not None
+        flow.moving = False
+        if flow.part.status is Status.HELD:
+            flow.first.scheduler.release(flow.part)
+            self._poke(flow.first)
+        self._at(self.now + self.system.overheads.arrival_ms / 1e3, self._kv_known, flow)
+
+    def _kv_known(self, flow: Flow) -> None:
+        flow.last.scheduler.kv_arrived(flow.whole)
+        self._poke(flow.last)
+
+    def _give(self, flow: Flow) -> None:
+        """Of a blocking hand-off: P gives this one now; when D has it, D takes the next."""
+        assert self._blocking is not None
+        self._at(self._move(flow), self._blocking.take_next, flow.last)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _poke(self, engine: StepEngine) -> None:
+        """Something has changed for an engine: it looks at it as soon as no step is under way."""
+        if self._blocking is not None and self._blocking.takes(engine):
+            return
+        if not engine.busy:
+            if engine not in self._starting:
+                # Requests that come at the same moment start together.
+                self._starting.add(engine)
+                self._at(self.now, self._start, engine, last=True)
+            return
+        end = engine.cut(self.now)
+        if end is not None:
+            self._at(end, self._step_done, (engine, engine.run))
+
+    def _start(self, engine: StepEngine) -> None:
+        self._starting.discard(engine)
+        if self._blocking is not None:
+            end = self._blocking.begin(engine, self.now)
+        else:
+            end = engine.begin(self.now)
+            loads, engine.loads = engine.loads, []
+            for request in loads:
+                self._load_kv(self._flow_of[request])
+        if end is not None:
+            self._at(end, self._step_done, (engine, engine.run))
+
+    def _step_done(self, announced: tuple[StepEngine, int]) -> None:
+        engine, run = announced
+        if run != engine.run:
+            return
+        sampled, ends = engine.end()
+        if self._blocking is not None:
+            self._blocking.stepped(engine)
+        for request in sampled:
+            flow = self._flow_of[request]
+            if request is flow.part:
+                self._made_part(flow, engine, request)
+            else:
+                self._made_tokens(flow, engine, ends)
+        self._poke(engine)
+
+    def _made_part(self, flow: Flow, engine: StepEngine, request: Request) -> None:
+        assert self._first is not None
+        self._first.first_token(request)
+        self._first.finished(request, [self.now])
+        self._first.generated += 1
+        self._prefilled(flow, engine)
+
+    def _made_tokens(self, flow: Flow, engine: StepEngine, ends: Sequence[float]) -> None:
+        request, record = flow.whole, flow.record
+        if not flow.times:
+            record.first_token_s = ends[0]
+            if flow.part is not None:
+                record.decode_first_byte_s = ends[0]
+            self._last.first_token(request)
+            self._waiting.pop(flow.index, None)
+            self._fresh_first.append(flow.index)
+        flow.times += ends
+        self._last.generated += len(ends)
+        if request.output_len >= request.max_tokens:
+            engine.scheduler.finish(request)
+            self._last.finished(request, flow.times)
+            self._settle(flow, "", "")
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def _settle(self, flow: Flow, error: Literal["", "timeout", "cancelled"], detail: str) -> None:
+        record, times = flow.record, flow.times
+        flow.settled = True
+        self._open -= 1
+        self._waiting.pop(flow.index, None)
+        self._fresh_settled.append(flow.index)
+        record.error, record.error_detail, record.output_len = error, detail, len(times)
+        if not error or times:
+            record.status = 200
+        if times:
+            record.last_token_s = times[-1]
+            record.itl_s = [later - earlier for earlier, later in pairwise(times)]
+
+    def _time_out(self, flow: Flow) -> None:
+        if flow.settled:
+            return
+        self._settle(flow, "timeout", f"no complete answer within {self.load.timeout_s:g} s")
+        if flow.in_last:
+            self._drop_last(flow)
+        if flow.in_first:
+            self._drop_first(flow)
+
+    def _drop_last(self, flow: Flow) -> None:
+        scheduler, request = flow.last.scheduler, flow.whole
+        scheduler.abort(request)
+        # One that still waits for P will never be filled; a transfer under way ends by itself.
+        if request.status is Status.LOADING and not flow.prefilled:
+            scheduler.kv_failed(request)
+        self._poke(flow.last)
+
+    def _drop_first(self, flow: Flow) -> None:
+        assert flow.first is not None
+        assert flow.part is not None
+        on_the_way = flow.moving or (flow.whole.status is Status.LOADING and flow.prefilled)
+        if not (flow.part.status is Status.HELD and on_the_way):
+            flow.first.scheduler.abort(flow.part)
+            self._poke(flow.first)
+
+    # -- what comes of it -------------------------------------------------------------------------
+
+    def _outcome(self) -> Outcome:
+        duration = self.now
+        return Outcome(
+            records=[flow.record for flow in self.flows],
+            duration_s=duration,
+            stopped=self._stopped,
+            figures={
+                name: role.figures(self._moved if name != "aggregated" else None)
+                for name, role in self.roles.items()
+            },
+            phases={name: role.phases() for name, role in self.roles.items()},
+            use={name: use_of(role.engines, duration) for name, role in self.roles.items()},
+            transfers=self._moved.count,
+            transfer_s=self._moved.seconds,
+            transfer_bytes=self._moved.nbytes,
+            link_busy_share=min(1.0, max(self._link_busy.values(), default=0.0) / max(duration, 1e-9)),
+        )

@@ -1,0 +1,282 @@
+"""The engine model on a counter instead of a clock: the same scheduler and step times, no waiting.
+
+``VirtualEngine`` serves a list of requests on its own. ``StepEngine`` is one engine among others: whoever
+owns the counter asks it when its step ends (``kvbench.core.simulation.deployment``). Between two changes of
+its batch an engine that only decodes makes step after step alike; these are taken in one go and cut short if
+something happens meanwhile, so that a trial costs by its requests and not by its tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from kvbench.core.metrics.engine_use import Use
+from kvbench.core.simulation.kv_cache import BlockPool
+from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
+from kvbench.core.simulation.step import Request, StepPlan
+from kvbench.core.simulation.step_time import StepLoad, TimingProfile
+
+_LONGEST_RUN: Final = 64
+"""Steps planned in one go: more would mostly be cut off again."""
+
+
+class VirtualEngine:
+    """One engine on virtual time.
+
+    ``load_s`` says how long the KV of a remote request takes to arrive; tokens appear in
+    ``token_times`` by request id, in seconds of virtual time.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        timing: TimingProfile,
+        time_scale: float = 1.0,
+        load_s: Callable[[Request], float] = lambda request: 0.0,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.timing = timing
+        self.time_scale = time_scale
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.token_times: dict[str, list[float]] = {}
+        self._load_s = load_s
+        self._loads: list[tuple[float, int, Request]] = []
+        self._load_count = 0
+
+    def step(self) -> bool:
+        """Run one step, or move on to the next event. False when nothing is left to happen."""
+        self._land_loads()
+        plan = self.scheduler.schedule(self.now)
+        for request in plan.loads:
+            self._load_count += 1
+            heapq.heappush(self._loads, (self.now + self._load_s(request), self._load_count, request))
+        if not plan.chunks:
+            return bool(plan.preempted) or self._skip_ahead()
+        duration = self.timing.step_s(plan.load, self.time_scale)
+        self.now += duration
+        self.busy_s += duration
+        for request in self.scheduler.complete(plan):
+            self.token_times.setdefault(request.request_id, []).append(self.now)
+            if request.output_len >= request.max_tokens:
+                self.scheduler.finish(request)
+        return True
+
+    def _land_loads(self) -> None:
+        while self._loads and self._loads[0][0] <= self.now:
+            self.scheduler.kv_arrived(heapq.heappop(self._loads)[2])
+
+    def _skip_ahead(self) -> bool:
+        """Go to the next arrival of a request or of KV; False if there is none."""
+        events = [self._loads[0][0]] if self._loads else []
+        arrival = self.scheduler.next_ready_s()
+        if arrival is not None and arrival > self.now:
+            events.append(arrival)
+        if not events:
+            return False
+        self.now = min(events)
+        return True
+
+
+def serve(engine: VirtualEngine, requests: Sequence[Request]) -> dict[str, list[float]]:
+    """Serve requests, given in order of arrival; returns each one's token times."""
+    for request in requests:
+        engine.scheduler.add(request)
+    while engine.step():
+        pass
+    return engine.token_times
+
+
+# -- one engine among others -------------------------------------------------------------------------
+
+
+class CountingPool(BlockPool):
+    """A block pool that only counts: the same answers for requests that share no prefix, in O(1)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(1, enable_prefix_caching=False)
+        self.num_blocks = num_blocks
+        self._left = num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self._left
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - self._left / self.num_blocks
+
+    def can_take(self, cached: Sequence[int], fresh: int) -> bool:
+        return self._left >= fresh
+
+    def take(self, cached: Sequence[int], fresh: int) -> list[int]:
+        if fresh > self._left:
+            raise ValueError(f"{fresh} blocks wanted, {self._left} free")
+        self._left -= fresh
+        return [0] * fresh
+
+    def release(self, blocks: Iterable[int]) -> None:
+        self._left += len(list(blocks))
+        if self._left > self.num_blocks:
+            raise ValueError("more blocks were given back than taken")
+
+
+class _Gauges:
+    """Time integrals of what an engine's gauges would show."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5
+        self.peaks = [0.0] * 3
+        self._now = (0.0,) * 5
+        self._since = 0.0
+
+    def note(self, time_s: float, values: tuple[float, float, float, float, float]) -> None:
+        """From now on: running, waiting, KV use, slots full, KV full."""
+        span = time_s - self._since
+        if span > 0.0:
+            self.sums = [total + span * value for total, value in zip(self.sums, self._now, strict=True)]
+            self._since = time_s
+        self._now = values
+        self.peaks = [max(peak, value) for peak, value in zip(self.peaks, values, strict=False)]
+
+
+class StepEngine:
+    """One engine whose time is kept by others: ``begin`` a run of steps, ``cut`` it short, ``end`` it."""
+
+    def __init__(
+        self, config: EngineConfig, timing: TimingProfile, time_scale: float = 1.0, *, reuse: bool = False
+    ) -> None:
+        """``reuse``: requests have prefix hashes, so that blocks must be told apart."""
+        self.scheduler = Scheduler(config)
+        if not reuse:
+            self.scheduler.pool = CountingPool(config.num_blocks)
+        self.config = config
+        self.timing = timing
+        self.time_scale = time_scale
+        self.loads: list[Request] = []
+        """Requests whose KV may be fetched now; the owner takes them after each ``begin``."""
+        self.run = 0
+        """Counts the runs and their cuts: an end that was announced with another number is void."""
+        self.steps = 0
+        self.busy_s = 0.0
+        self._plan: StepPlan | None = None
+        self._ends: list[float] = []
+        self._began = 0.0
+        self._gauges = _Gauges()
+
+    @property
+    def busy(self) -> bool:
+        return self._plan is not None
+
+    def begin(self, now: float, *, loads_first: bool = False) -> float | None:
+        """Start what can be started at ``now``; returns when that ends, None if there is nothing to do.
+
+        ``loads_first``: nothing is started if there are requests whose KV may be fetched.
+        """
+        assert self._plan is None, "end() must follow begin()"
+        while True:
+            plan = self.scheduler.schedule(now)
+            self.loads += plan.loads
+            if plan.chunks or not plan.preempted:
+                break
+        if loads_first and self.loads:
+            self.scheduler.withdraw()
+            plan.chunks.clear()
+        self._note(now)
+        if not plan.chunks:
+            return None
+        self._plan, self._began = plan, now
+        load = plan.load
+        end = now + self.timing.step_s(load, self.time_scale)
+        self._ends = ends = [end]
+        seqs = len(plan.chunks)
+        for extra in range(1, self._alike(plan)):
+            end += self.timing.step_s(StepLoad((), seqs, load.decode_context + extra * seqs), self.time_scale)
+            ends.append(end)
+        self.run += 1
+        return end
+
+    def cut(self, now: float) -> float | None:
+        """Something happens at ``now``: the run ends with the step under way. Its new end, if it has one."""
+        keep = bisect_left(self._ends, now) + 1
+        if keep >= len(self._ends):
+            return None
+        del self._ends[keep:]
+        self.run += 1
+        return self._ends[-1]
+
+    def end(self) -> tuple[list[Request], list[float]]:
+        """The run is over: the requests that made tokens, and when each of these tokens came."""
+        assert self._plan is not None
+        plan, ends = self._plan, self._ends
+        self._plan, self._ends = None, []
+        self.steps += len(ends)
+        self.busy_s += ends[-1] - self._began
+        sampled = self.scheduler.complete(plan)
+        more = len(ends) - 1
+        if more:
+            pool, block_tokens = self.scheduler.pool, self.config.block_tokens
+            for request in sampled:
+                request.num_computed += more
+                request.num_tokens += more
+                fresh = -(-request.num_computed // block_tokens) - len(request.blocks)
+                if fresh > 0:
+                    request.blocks += pool.take((), fresh)
+        return sampled, ends
+
+    def _alike(self, plan: StepPlan) -> int:
+        """How many steps from this one on are sure to do the same: one more token for all that run."""
+        running = self.scheduler.running
+        if len(plan.chunks) != len(running):
+            return 1
+        steps = _LONGEST_RUN
+        for chunk in plan.chunks:
+            if chunk.count != 1 or not chunk.samples:
+                return 1
+            steps = min(steps, chunk.request.max_tokens - chunk.request.output_len)
+        block_tokens = self.config.block_tokens
+        fresh = sum(
+            -(-(chunk.start + steps) // block_tokens) - len(chunk.request.blocks) for chunk in plan.chunks
+        )
+        return steps if fresh <= self.scheduler.pool.free_blocks else 1
+
+    def _note(self, now: float) -> None:
+        scheduler = self.scheduler
+        running, free = len(scheduler.running), scheduler.pool.free_blocks
+        queue = scheduler.waiting
+        waiting = len(queue) + len(scheduler.ready) + len(scheduler.loading)
+        full = running >= self.config.max_num_seqs and bool(queue or scheduler.ready)
+        short = bool(queue) and -(-queue[0].num_tokens // self.config.block_tokens) > free
+        self._gauges.note(now, (running, waiting, scheduler.pool.usage, float(full), float(short)))
+
+    def use(self, until_s: float) -> Use:
+        """What was in use from 0 to ``until_s``."""
+        self._gauges.note(until_s, (0.0,) * 5)
+        running, waiting, kv, full, short = (total / max(until_s, 1e-9) for total in self._gauges.sums)
+        peaks = self._gauges.peaks
+        return Use(
+            busy_share=min(1.0, self.busy_s / max(until_s, 1e-9)),
+            running_mean=running,
+            running_peak=peaks[0],
+            waiting_mean=waiting,
+            waiting_peak=peaks[1],
+            kv_use_mean=kv,
+            kv_use_peak=peaks[2],
+            slots=self.config.max_num_seqs,
+            slots_full_share=full,
+            kv_full_share=short,
+        )
+
+
+def use_of(engines: Sequence[StepEngine], until_s: float) -> Use:
+    """The use of all engines of one role: means over them, and the highest of their peaks."""
+    each = [engine.use(until_s) for engine in engines]
+    merged = Use(engines=len(each), slots=each[0].slots)
+    for name in Use.__dataclass_fields__:
+        if name not in ("engines", "slots"):
+            values = [getattr(one, name) for one in each]
+            setattr(merged, name, max(values) if name.endswith("_peak") else sum(values) / len(values))
+    return merged

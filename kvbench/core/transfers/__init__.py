@@ -1,0 +1,1 @@
+"""KV transfers: cases, blocks, rows, the fitted formula."""

@@ -1,0 +1,62 @@
+"""Which blocks a case moves: the tables of both sides, and the block ids of each transfer under way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvbench.core.transfers.records import Case, Layout
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """One transfer: block ``local[i]`` of initiator ``initiator`` and ``remote[i]`` of target ``target``."""
+
+    initiator: int
+    target: int
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+
+
+def initiator_layout(case: Case) -> Layout:
+    """Every transfer under way has blocks of its own: ``threads`` transfers to each target."""
+    return _layout(case, case.targets)
+
+
+def target_layout(case: Case) -> Layout:
+    """Room for ``threads`` transfers from each initiator."""
+    return _layout(case, case.initiators)
+
+
+def _layout(case: Case, peers: int) -> Layout:
+    blocks = peers * case.threads * case.batch_size * (2 if case.scattered else 1)
+    return Layout(case.regions, blocks, case.block_bytes)
+
+
+def pairings(case: Case, seed: int = 0) -> list[Pairing]:
+    """All transfers of a case, by initiator, then thread, then target.
+
+    Contiguous blocks lie side by side in the same order on both sides. Scattered ones are every other block
+    of their part, in an order of its own on each side, so that no two of them touch, on either side.
+    """
+    found = []
+    for initiator in range(case.initiators):
+        for thread in range(case.threads):
+            for target in range(case.targets):
+                local = _ids(
+                    case, target * case.threads + thread, f"{seed} {initiator} {thread} {target} local"
+                )
+                remote = _ids(
+                    case, initiator * case.threads + thread, f"{seed} {initiator} {thread} {target} remote"
+                )
+                found.append(Pairing(initiator, target, local, remote))
+    return found
+
+
+def _ids(case: Case, slot: int, seed: str) -> tuple[int, ...]:
+    first = slot * case.batch_size
+    if not case.scattered:
+        return tuple(range(first, first + case.batch_size))
+    ids = [2 * block for block in range(first, first + case.batch_size)]
+    random.Random(seed).shuffle(ids)
+    return tuple(ids)

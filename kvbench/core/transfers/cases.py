@@ -1,0 +1,316 @@
+"""From the axes that a user asked for to the cases that are measured, and what was left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Final
+
+from kvbench.core.transfers import blocks
+from kvbench.core.transfers.records import Case, Memory, TransferOp
+from kvbench.core.units import KIB, MIB, size_text
+from kvbench.errors import InputError
+
+DEFAULT_SIZES: Final = ((4 * KIB, 1), (64 * KIB, 32), (MIB, 8), (16 * MIB, 1))
+"""Few but telling (block bytes, blocks): latency, an engine's scattered blocks, merged runs, bandwidth."""
+FULL_BLOCKS: Final = tuple(4 * KIB * 4**step for step in range(8))
+"""4 KiB to 64 MiB."""
+FULL_BATCHES: Final = (1, 8, 32, 128)
+FULL_THREADS: Final = (1, 4)
+FULL_LIMIT_BYTES: Final = 256 * MIB
+"""A transfer of the full matrix moves no more than this: beyond, bandwidth is what it was."""
+
+LAB_SIZES: Final = ((64 * KIB, 32), (MIB, 16))
+"""Large against a shaper's burst, and still many calls a second over one slow NIC."""
+LAB_SECONDS: Final = 1.0
+
+YARDSTICKS: Final = ("null", "memcpy", "shm", "tcp")
+"""Measured first: the tool's own cost, and the limits that the others are held against."""
+DEFAULT_SECONDS: Final = 0.5
+FULL_SECONDS: Final = 1.0
+LEAST_CALLS: Final = 20
+"""A case goes on until so many calls were made, …"""
+MOST_SECONDS: Final = 5.0
+"""… but no longer than this."""
+MEMORY_SHARE: Final = 0.8
+"""Of the free memory, what buffers may take: the libraries need some of their own."""
+
+# Time that a pair of workers takes to start, connect and end, by backend, and what each case takes besides
+# its own window (warm-up, calibration, verification). Medians of runs on two shared cores; an estimate.
+_SETUP_S: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("null", "memcpy", "shm", "tcp"), 0.8),
+    **dict.fromkeys(("mooncake", "nixl"), 2.0),
+    "mooncake_store": 3.0,
+}
+_SETUP_OTHER_S: Final = 4.0
+_WARMUP_SHARE: Final = 0.2
+_CASE_S: Final = 0.35
+_FILL_BYTES_PER_S: Final = 0.5e9
+
+
+@dataclass(frozen=True)
+class Mover:
+    """A transfer backend as the matrix sees it."""
+
+    name: str
+    protocols: tuple[str, ...] = ("tcp",)
+    """The usual one first."""
+    ops: tuple[TransferOp, ...] = ("read", "write")
+    nics: bool = True
+    loopback_only: bool = False
+    memories: tuple[str, ...] = ("host",)
+    optional: bool = False
+    problem: str = ""
+    """Why it cannot run here; empty if it can."""
+    one_nic: tuple[str, ...] = ()
+    """Protocols over which it uses one NIC and no more."""
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """Protocols that cannot run here, each with the reason."""
+
+    def usual(self) -> str:
+        """The protocol to take where none is named: RDMA where it is there, for it is built for that."""
+        if "rdma" in self.protocols and "rdma" not in self.lacking:
+            return "rdma"
+        return next((name for name in self.protocols if name not in self.lacking), self.protocols[0])
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is to be varied. ``backends`` and ``protocols`` empty: all that are usual."""
+
+    backends: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = ()
+    nics: tuple[int, ...] = (0,)
+    """0: no NIC is chosen, so a library over TCP passes the host's loopback."""
+    ops: tuple[TransferOp, ...] = ("write", "read")
+    sizes: tuple[tuple[int, int], ...] = DEFAULT_SIZES
+    """(bytes of a block, blocks of a transfer in each region)."""
+    threads: tuple[int, ...] = (1,)
+    initiators: tuple[int, ...] = (1,)
+    targets: tuple[int, ...] = (1,)
+    memory: Memory = "host"
+    regions: int = 1
+    whole_blocks: frozenset[str] = frozenset()
+    """Backends to which the pieces of a block in all regions are one piece."""
+    scattered: bool = False
+    shape: str = ""
+    merging: Mapping[str, bool] = field(default_factory=dict)
+    """Backends whose contiguous blocks are merged into runs; the others' are not."""
+    all_protocols: bool = False
+    remote: bool = False
+    """Whether the two sides stand on two machines."""
+
+    @classmethod
+    def full(cls, **given: Any) -> Axes:
+        """The large matrix; ``given`` axes are kept as they are."""
+        sizes = tuple(
+            (block, batch)
+            for block, batch in product(FULL_BLOCKS, FULL_BATCHES)
+            if block * batch <= FULL_LIMIT_BYTES
+        )
+        return cls(**{"sizes": sizes, "threads": FULL_THREADS, "all_protocols": True, **given})
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is not measured, and why. ``case``: an example. ``absent``: this machine lacks what it needs."""
+
+    what: str
+    reason: str
+    case: Case
+    absent: bool = False
+    cases: int = 1
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The cases in the order in which they are measured, and what was left out."""
+
+    cases: tuple[Case, ...]
+    left: tuple[Left, ...] = ()
+
+    def groups(self) -> int:
+        """Pairs of workers that have to be started."""
+        return len(_groups(self.cases))
+
+    def estimate_s(self, seconds: float, nic_gb_per_s: float | None = None) -> float:
+        """Seconds that it takes, with ``seconds`` of transfers for each case; a slow NIC makes it longer."""
+        return estimate_s(self.cases, seconds, nic_gb_per_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cases": [case.key for case in self.cases],
+            "left_out": [
+                {"what": left.what, "reason": left.reason, "absent": left.absent, "cases": left.cases}
+                for left in self.left
+            ],
+        }
+
+
+def build(axes: Axes, movers: Sequence[Mover], memory_bytes: int | None = None) -> Matrix:
+    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together.
+
+    Raises InputError for a backend that there is not, and where nothing is left to measure by what was asked.
+    """
+    chosen = _chosen(axes, movers)
+    cases: dict[str, Case] = {}
+    left: dict[tuple[str, str], Left] = {}
+    for mover in chosen:
+        for case, what, reason, absent in _of_mover(axes, mover, memory_bytes):
+            if not reason:
+                cases.setdefault(case.key, case)
+                continue
+            known = left.get((what, reason))
+            left[what, reason] = (
+                Left(what, reason, case, absent) if known is None else replace(known, cases=known.cases + 1)
+            )
+    if not cases and not any(each.absent for each in left.values()):
+        reasons = "; ".join(f"{each.what}: {each.reason}" for each in list(left.values())[:4])
+        raise InputError("nothing is left to measure: " + (reasons or "no axis has a value"))
+    return Matrix(tuple(sorted(cases.values(), key=_order(chosen))), tuple(left.values()))
+
+
+def _chosen(axes: Axes, movers: Sequence[Mover]) -> list[Mover]:
+    known = {mover.name: mover for mover in movers}
+    for name in axes.backends:
+        if name not in known:
+            raise InputError(
+                f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(sorted(known))}"
+            )
+    # What is optional and cannot run here anyway is told, so that nobody looks for it in vain.
+    names = axes.backends or tuple(mover.name for mover in movers if not mover.optional or mover.problem)
+    first = [name for name in YARDSTICKS if name in names]
+    return [known[name] for name in dict.fromkeys([*first, *names])]
+
+
+def _of_mover(axes: Axes, mover: Mover, memory_bytes: int | None) -> Iterator[tuple[Case, str, str, bool]]:
+    """(case, what it is part of, why not, whether something is absent); no reason for a good one."""
+    for protocol, reason, absent in _protocols(axes, mover):
+        sample = Case(mover.name, protocol, axes.ops[0], *axes.sizes[0])
+        if mover.problem:
+            yield replace(sample, protocol=""), mover.name, mover.problem, True
+            return
+        if reason:
+            yield sample, f"{mover.name} over {protocol}", reason, absent
+            continue
+        for case in _cases(axes, mover, protocol):
+            what, reason = _sense(case, mover, axes, memory_bytes)
+            yield case, what, reason, False
+
+
+def _protocols(axes: Axes, mover: Mover) -> Iterator[tuple[str, str, bool]]:
+    """(protocol, why not, whether something is absent)."""
+    # What passes no NIC is a yardstick and keeps its own way, whichever protocol the others are asked for.
+    asked = tuple(p for p in axes.protocols if p in mover.protocols) if not mover.nics else axes.protocols
+    if not asked:
+        names = mover.protocols if axes.all_protocols else (mover.usual(),)
+        # Told even where it is not asked for: whoever reads the table shall know what this machine hides.
+        names += ("rdma",) if "rdma" in mover.lacking and "rdma" not in names else ()
+    else:
+        names = asked
+    for name in names:
+        if name not in mover.protocols:
+            yield name, f"{mover.name} has no such protocol, only {', '.join(mover.protocols)}", False
+        else:
+            yield name, mover.lacking.get(name, ""), name in mover.lacking
+
+
+def _cases(axes: Axes, mover: Mover, protocol: str) -> Iterator[Case]:
+    nics = axes.nics if mover.nics else (0,)
+    regions = axes.regions
+    sizes: Sequence[tuple[int, int]] = axes.sizes
+    if mover.name in axes.whole_blocks:
+        sizes, regions = [(block * regions, batch) for block, batch in sizes], 1
+    sides = product(axes.initiators, axes.targets)
+    for count, op, (block, batch), threads, (initiators, targets) in product(
+        nics, axes.ops, sizes, axes.threads, sides
+    ):
+        yield Case(
+            mover.name,
+            protocol,
+            op,
+            block,
+            batch,
+            threads=threads,
+            nics=count,
+            initiators=initiators,
+            targets=targets,
+            memory=axes.memory,
+            scattered=axes.scattered,
+            merged=axes.merging.get(mover.name, False),
+            regions=regions,
+            shape=axes.shape,
+        )
+
+
+def _sense(case: Case, mover: Mover, axes: Axes, memory_bytes: int | None) -> tuple[str, str]:
+    """(what, why) of a combination that makes no sense; ("", "") for one that does."""
+    if case.op not in mover.ops:
+        return f"{case.backend} {case.op}", f"{case.backend} knows only {', '.join(mover.ops)}"
+    if case.nics > 1 and case.protocol in mover.one_nic:
+        return f"{case.backend} over {case.protocol} with several NICs", "it uses one address, so one NIC"
+    if case.memory not in mover.memories:
+        return (
+            f"{case.backend} in {case.memory} memory",
+            f"only {' and '.join(mover.memories)} memory is known",
+        )
+    if mover.loopback_only and axes.remote:
+        return case.backend, "it works within one host, and the two sides stand on two"
+    if case.initiators > 1 and case.targets > 1:
+        return (
+            f"{case.initiators} initiators to {case.targets} targets",
+            "one of the two sides has to be a single one: fan-in or fan-out",
+        )
+    need = memory_needed(case)
+    if memory_bytes is not None and need > MEMORY_SHARE * memory_bytes:
+        what = f"{size_text(case.block_bytes)} × {case.batch_size * case.regions} at {case.threads} a time"
+        return what, f"its buffers need {need / 1e9:.3g} GB of {memory_bytes / 1e9:.3g} GB that are free"
+    return "", ""
+
+
+def memory_needed(case: Case) -> int:
+    """Bytes of all sides' buffers, as if all stood on one host."""
+    here = case.initiators * blocks.initiator_layout(case).nbytes
+    return here + case.targets * blocks.target_layout(case).nbytes
+
+
+def _order(chosen: Sequence[Mover]) -> Any:
+    places = {mover.name: place for place, mover in enumerate(chosen)}
+
+    def key(case: Case) -> tuple[Any, ...]:
+        # Workers are kept from one case to the next one of their group.
+        group = _group(case, places[case.backend])
+        return (*group, case.op != "write", case.threads, case.nbytes, case.block_bytes)
+
+    return key
+
+
+def _group(case: Case, backend: Any) -> tuple[Any, ...]:
+    sides, streams = (case.initiators, case.targets), max(case.threads, case.nics, 1)
+    # Over several NICs a library may be set up for one direction.
+    op = ("write", "read").index(case.op) + 1 if case.nics > 1 else 0
+    return (backend, case.protocol, case.nics, *sides, case.memory, case.merged, streams, op)
+
+
+def _groups(cases: Iterable[Case]) -> dict[tuple[Any, ...], list[Case]]:
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(_group(case, case.backend), []).append(case)
+    return groups
+
+
+def estimate_s(cases: Iterable[Case], seconds: float, nic_gb_per_s: float | None = None) -> float:
+    """Seconds for these cases: starting workers, filling buffers, windows, verifying."""
+    total = 0.0
+    for members in _groups(cases).values():
+        first = members[0]
+        sides = first.initiators + first.targets
+        total += _SETUP_S.get(first.backend, _SETUP_OTHER_S) * max(1.0, sides / 2)
+        total += max(memory_needed(case) for case in members) / _FILL_BYTES_PER_S
+        for case in members:
+            line = case.nics * (nic_gb_per_s or 0.0) * 1e9
+            calls_s = LEAST_CALLS * case.nbytes / line if line else 0.0
+            total += max(seconds, min(MOST_SECONDS, calls_s)) * (1 + _WARMUP_SHARE)
+            total += _CASE_S + memory_needed(case) / _FILL_BYTES_PER_S
+    return total

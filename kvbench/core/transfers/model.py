@@ -1,0 +1,236 @@
+"""A transfer as a formula, fitted to measured ones: start-up + per descriptor + bytes / bandwidth.
+
+    time = start_s + per_descriptor_s · descriptors + nbytes / (gb_per_s · 10⁹)
+
+for each backend, protocol, op and number of NICs, from the median call times of the cases with one transfer
+under way at a time. All three are at least 0 (non-negative least squares), and a deviation counts by its
+share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The deviations are told with the
+model: with three figures for few points they are small by nature, and ``points`` says how few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.core.transfers.records import TransferRecord, pairs_of
+from kvbench.errors import InputError
+
+MODEL_SCHEMA: Final = 1
+WRITTEN_BY_P: Final = frozenset({"mooncake"})
+"""Backends whose connector lets P write the KV; the others' lets D read it."""
+_NO_LIMIT_GB_PER_S: Final = 1e6
+LEAST_POINTS: Final = 3
+_RANK_TOLERANCE: Final = 1e-9
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """One way of moving bytes. ``gb_per_s`` None: the bytes cost nothing that could be seen."""
+
+    backend: str
+    protocol: str
+    op: str
+    nics: int
+    start_s: float
+    per_descriptor_s: float
+    gb_per_s: float | None
+    points: int = 0
+    median_error: float = 0.0
+    """Median of |model − measured| / measured over the points."""
+    worst_error: float = 0.0
+    memory: str = "host"
+    descriptors_varied: bool = True
+    """Whether the points told the cost of a descriptor apart from those of start and bytes."""
+
+    def seconds(self, nbytes: float, descriptors: float = 1.0) -> float:
+        """Seconds of one transfer on an idle way."""
+        moving = nbytes / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
+        return self.start_s + self.per_descriptor_s * descriptors + moving
+
+    def as_link(self, block_bytes: float, regions: int, *, merged: bool) -> tuple[float, float]:
+        """(GB/s, seconds besides) of a KV cache's transfer; ``block_bytes``: of all ranks and regions.
+
+        Ranks work off their descriptors at the same time and share the bandwidth. Where neighbouring blocks
+        are merged there is one descriptor for each region, at the same cost for any length; where they are
+        not, each block brings ``regions`` of them, which makes its bytes slower.
+        """
+        per_byte = 1 / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
+        if merged:
+            besides = self.start_s + self.per_descriptor_s * regions
+        else:
+            besides = self.start_s
+            per_byte += self.per_descriptor_s * regions / block_bytes
+        return (1e-9 / per_byte if per_byte else _NO_LIMIT_GB_PER_S), besides
+
+    @property
+    def way(self) -> str:
+        """``nixl over tcp, write, 4 NICs``."""
+        nics = f", {self.nics} NICs" if self.nics else ""
+        over = "" if self.protocol in (self.backend, "", "memory", "none") else f" over {self.protocol}"
+        return f"{self.backend}{over}, {self.op}{nics}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TransferModel:
+        return cls(**data)
+
+    def formula(self) -> str:
+        """``8.1 µs + 0.35 µs × descriptors + bytes / 1.2 GB/s``."""
+        parts = [_time(self.start_s)]
+        if self.per_descriptor_s:
+            parts.append(f"{_time(self.per_descriptor_s)} × descriptors")
+        if self.gb_per_s:
+            parts.append(f"bytes / {self.gb_per_s:.3g} GB/s")
+        return " + ".join(parts)
+
+    def text(self) -> str:
+        """The formula, and ``(4 points, off by 3 %, at worst 6 %)``."""
+        return (
+            f"{self.formula()} ({self.points} points, off by {self.median_error:.1%}, "
+            f"at worst {self.worst_error:.1%})"
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
+    """A model for each way of moving bytes that has points enough; in the order of the records.
+
+    None of rows between several pairs of hosts: each pair has a way of its own.
+    """
+    records = list(records)
+    if len(pairs_of(records)) > 1:
+        return []
+    ways: dict[tuple[str, str, str, int, str], list[tuple[float, float, float]]] = {}
+    for record in records:
+        case = record.case
+        alone = case.threads == case.initiators == case.targets == 1
+        moved = record.status == "ok" and record.gb_per_s is not None and record.nbytes > 0
+        if moved and alone and record.call_s:
+            way = (case.backend, case.protocol, case.op, case.nics, case.memory)
+            point = (float(max(1, record.descriptors)), float(record.nbytes), median(record.call_s))
+            ways.setdefault(way, []).append(point)
+    models = []
+    for (backend, protocol, op, nics, memory), points in ways.items():
+        fitted = fit(points)
+        if fitted is not None:
+            start, per_descriptor, per_byte, errors, varied = fitted
+            models.append(
+                TransferModel(
+                    backend,
+                    protocol,
+                    op,
+                    nics,
+                    start,
+                    per_descriptor,
+                    1e-9 / per_byte if per_byte > 0 else None,
+                    len(points),
+                    median(errors),
+                    max(errors),
+                    memory,
+                    varied,
+                )
+            )
+    return models
+
+
+def fit(
+    points: Sequence[tuple[float, float, float]],
+) -> tuple[float, float, float, list[float], bool] | None:
+    """(start s, s per descriptor, s per byte, relative errors, varied) of points (descriptors, bytes, s).
+
+    None for fewer than three points, or where no two of them differ in bytes.
+    """
+    data = np.asarray(points, np.float64)
+    if len(data) < LEAST_POINTS or len(set(data[:, 1].tolist())) < 2 or not (data[:, 2] > 0).all():
+        return None
+    columns = np.column_stack([np.ones(len(data)), data[:, 0], data[:, 1]])
+    weighted = columns / data[:, 2:3]
+    varied = _rank(weighted) == 3
+    if not varied:  # descriptors and bytes (or start) cannot be told apart: the bytes take it
+        weighted[:, 1] = 0.0
+    found = nonnegative_least_squares(weighted, np.ones(len(data)))
+    errors = np.abs(weighted @ found - 1.0)
+    start, per_descriptor, per_byte = (float(value) for value in found)
+    return start, per_descriptor, per_byte, [float(error) for error in errors], varied
+
+
+def nonnegative_least_squares(matrix: Array, wanted: Array) -> Array:
+    """The x ≥ 0 with the least |matrix · x − wanted|², for few columns: every set of positive ones is tried.
+
+    The optimum is the plain least-squares solution on the columns that are positive in it, so trying all sets
+    finds it. Sets whose columns depend on each other are left out, for a smaller one does as well.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(scale > 0, scale, 1.0)
+    best, least = np.zeros(matrix.shape[1]), float(wanted @ wanted)
+    usable = [column for column in range(matrix.shape[1]) if scale[column] > 0]
+    for size in range(1, len(usable) + 1):
+        for chosen in combinations(usable, size):
+            part = scaled[:, chosen]
+            if _rank(part) < size:
+                continue
+            solution = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            residual = part @ solution - wanted
+            badness = float(residual @ residual)
+            if (solution >= 0).all() and badness < least * (1 - 1e-12):
+                least = badness
+                best = np.zeros(matrix.shape[1])
+                best[list(chosen)] = solution / scale[list(chosen)]
+    return best
+
+
+def _rank(matrix: Array) -> int:
+    scale = np.linalg.norm(matrix, axis=0)
+    if not matrix.size or not scale.any():
+        return 0
+    return int(np.linalg.matrix_rank(matrix / np.where(scale > 0, scale, 1.0), tol=_RANK_TOLERANCE))
+
+
+def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
+    """The model that stands for a connector's hand-over by a backend: of its usual op, and of most NICs.
+
+    ``protocol`` empty: the first one that was measured. Raises InputError where there is none.
+    """
+    mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
+    if not mine:
+        over = f" over {protocol}" if protocol else ""
+        there = dict.fromkeys(f"{model.backend}/{model.protocol}" for model in models)
+        raise InputError(
+            f"no transfer model is known of {backend}{over}", hint=f"there are: {', '.join(there) or 'none'}"
+        )
+    usual = "write" if backend in WRITTEN_BY_P else "read"
+    return max(mine, key=lambda model: (model.protocol == mine[0].protocol, model.op == usual, model.nics))
+
+
+def models_of_json(data: Any) -> list[TransferModel]:
+    """What ``models_json`` told. Raises InputError for anything else, and for a newer schema."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
+        raise InputError("these are no transfer models", hint="kvbench microbench writes them")
+    if data.get("schema") != MODEL_SCHEMA:
+        raise InputError(f"transfer models of schema {data.get('schema')!r}, known is {MODEL_SCHEMA}")
+    try:
+        models = [TransferModel.from_json(item) for item in data["models"]]
+        if not all(seconds >= 0 for model in models for seconds in (model.start_s, model.seconds(1.0))):
+            raise ValueError("a negative time")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the transfer models cannot be read: {error}") from None
+    return models
+
+
+def models_json(models: Sequence[TransferModel], run_id: str) -> dict[str, Any]:
+    """The file ``tables/transfer_model.json`` of a run."""
+    return {"schema": MODEL_SCHEMA, "run": run_id, "models": [model.to_json() for model in models]}

@@ -1,0 +1,221 @@
+"""What a measured transfer's row says: percentiles, bandwidth against limits, CPU cost; two runs compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from kvbench.core.stats import sectioned, t_quantile
+from kvbench.core.transfers.records import Case, TransferRecord
+
+PERCENTILES: Final[Mapping[str, float]] = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+LIMIT_BACKENDS: Final[Mapping[str, str]] = {"memcpy": "memcpy", "tcp": "tcp"}
+"""Column → backend whose rows of the same run are a limit to the others."""
+WITHIN_ONE_HOST: Final = frozenset({"memcpy", "shm"})
+"""Faster than any network: plain TCP is no limit to them."""
+CONFIDENCE: Final = 0.99
+"""A matrix has dozens of cases, and none of them should be called changed by chance."""
+MOST_SECTIONS: Final = 20
+"""Neighbouring calls resemble each other, so an error is taken from the means of so many sections, …"""
+CALLS_PER_SECTION: Final = 2
+"""… each of them with so many calls at least; of few calls there are fewer sections."""
+LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Times of single calls, in seconds. None where too few calls were made to tell."""
+
+    calls: int = 0
+    mean: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    p999: float | None = None
+
+
+def calls_needed(share: float) -> int:
+    """Fewest calls for a percentile: one of them at least has to lie beyond it; the median needs three."""
+    return max(3, math.ceil(round(1 / (1 - share), 6)))
+
+
+def call_times(times_s: Sequence[float]) -> CallTimes:
+    """Figures of the calls' times; a percentile is a time that really occurred (the next higher one)."""
+    data = np.sort(np.asarray(times_s, np.float64))
+    if not len(data):
+        return CallTimes()
+    known = {
+        name: float(np.quantile(data, share, method="higher"))
+        for name, share in PERCENTILES.items()
+        if len(data) >= calls_needed(share)
+    }
+    return CallTimes(len(data), float(data.mean()), float(data[0]), float(data[-1]), **known)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one row's numbers say. Shares are 1.0 for all of the limit; None where there is no such limit."""
+
+    times: CallTimes
+    gb_per_s: float | None = None
+    of_line_rate: float | None = None
+    of_memcpy: float | None = None
+    of_tcp: float | None = None
+    limit_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    """GB/s of each limit that applies: ``line``, ``memcpy``, ``tcp``."""
+    cpu_s_per_gb: float | None = None
+    """CPU-seconds of both sides for 10⁹ bytes."""
+
+
+def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figures:
+    """The figures of a row beside the limits that were measured in the same ``run``, between its hosts."""
+    if record.status != "ok":
+        return Figures(CallTimes())
+    limits: dict[str, float] = {}
+    if record.line_rate_gb_per_s:
+        limits["line"] = record.line_rate_gb_per_s
+    found = _twins(record.case, (other for other in run if other.pair == record.pair))
+    limits |= {column: found[name] for column, name in LIMIT_BACKENDS.items() if name in found}
+    rate = record.gb_per_s
+
+    def share(limit: str) -> float | None:
+        backend = record.case.backend
+        if rate is None or limit not in limits or backend == LIMIT_BACKENDS.get(limit):
+            return None
+        if limit == "tcp" and backend in WITHIN_ONE_HOST:
+            return None
+        return rate / limits[limit]
+
+    moved = record.calls * record.nbytes
+    spent = [cpu for cpu in (record.initiator_cpu_s, record.target_cpu_s) if cpu is not None]
+    return Figures(
+        call_times(record.call_s),
+        rate,
+        share("line"),
+        share("memcpy"),
+        share("tcp"),
+        limits,
+        sum(spent) / (moved / 1e9) if spent and moved and rate is not None else None,
+    )
+
+
+def _twins(case: Case, run: Iterable[TransferRecord]) -> dict[str, float]:
+    """GB/s of the same transfer by the limit backends, the one with the most equal axes of each."""
+    best: dict[str, tuple[int, float]] = {}
+    for other in run:
+        name = other.case.backend
+        if name not in LIMIT_BACKENDS.values() or other.status != "ok" or not other.gb_per_s:
+            continue
+        if _shape(other.case) != _shape(case):
+            continue
+        # A limit that passes NICs has to pass as many.
+        if other.case.nics not in (0, case.nics):
+            continue
+        likeness = (other.case.nics == case.nics) + (other.case.merged == case.merged)
+        if name not in best or likeness > best[name][0]:
+            best[name] = (likeness, other.gb_per_s)
+    return {name: rate for name, (_, rate) in best.items()}
+
+
+def _shape(case: Case) -> tuple[object, ...]:
+    sides = (case.initiators, case.targets)
+    size = (case.block_bytes, case.batch_size, case.regions)
+    return (*size, case.op, case.threads, sides, case.memory, case.scattered)
+
+
+# --- two runs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One case in two runs. ``ratio``: after / before, by calls a second; None: cannot be told from 1."""
+
+    case: Case
+    before_gb_per_s: float | None
+    after_gb_per_s: float | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """What the spread of the calls' times allows, at 99 %; None where there were too few calls."""
+    before_p50_s: float | None = None
+    after_p50_s: float | None = None
+    why: str = ""
+    """Why there is no ratio."""
+    pair: str = ""
+    """Between which hosts, where they were named."""
+
+    def text(self) -> str:
+        if self.ratio is None:
+            return self.why
+        word = "faster" if self.ratio > 1 else "slower"
+        return f"{self.ratio:.2f}× [{self.low:.2f}, {self.high:.2f}] {word}"
+
+
+def compare(before: Iterable[TransferRecord], after: Iterable[TransferRecord]) -> list[Change]:
+    """Each case of the second run beside the same one of the first; those of the first only come last."""
+    old = {(record.pair, record.case.key): record for record in before if record.status != "skipped"}
+    changes = []
+    for record in after:
+        if record.status != "skipped":
+            earlier = old.pop((record.pair, record.case.key), None)
+            changes.append(replace(_change(record.case, earlier, record), pair=record.pair))
+    left = [replace(_change(record.case, record, None), pair=record.pair) for record in old.values()]
+    return [*changes, *left]
+
+
+def _change(case: Case, before: TransferRecord | None, after: TransferRecord | None) -> Change:
+    known = Change(case, _rate(before), _rate(after))
+    if before is None or after is None:
+        return replace(known, why="only in " + ("this run" if before is None else "the other run"))
+    middle = [call_times(record.call_s).p50 for record in (before, after)]
+    known = replace(known, before_p50_s=middle[0], after_p50_s=middle[1])
+    for record, name in ((before, "the other run"), (after, "this run")):
+        if record.status != "ok" or not _calls_per_s(record):
+            return replace(known, why=f"failed in {name}")
+        if len(record.call_s) < LEAST_CALLS:
+            return replace(known, why=f"cannot be told: {len(record.call_s)} calls in {name}")
+    ratio = _calls_per_s(after) / _calls_per_s(before)
+    spread = math.exp(_spread(before.call_s, after.call_s))
+    low, high = ratio / spread, ratio * spread
+    if low <= 1 <= high:
+        return replace(known, low=low, high=high, why="cannot be told apart")
+    return replace(known, ratio=ratio, low=low, high=high)
+
+
+def apart(one: TransferRecord, other: TransferRecord) -> bool:
+    """Whether the bandwidths of two rows of one run differ by more than their calls' spread allows."""
+    if min(len(one.call_s), len(other.call_s)) < LEAST_CALLS or not one.gb_per_s or not other.gb_per_s:
+        return False
+    return abs(math.log(one.gb_per_s / other.gb_per_s)) > _spread(one.call_s, other.call_s)
+
+
+def _spread(one: Sequence[float], other: Sequence[float]) -> float:
+    """Half the interval of the logarithm of a ratio of mean times."""
+    error = math.hypot(_relative_error(one), _relative_error(other))
+    degrees = min(_sections(one), _sections(other)) - 1
+    return min(50.0, t_quantile(1 - (1 - CONFIDENCE) / 2, degrees) * error)
+
+
+def _sections(times_s: Sequence[float]) -> int:
+    return min(MOST_SECTIONS, len(times_s) // CALLS_PER_SECTION)
+
+
+def _calls_per_s(record: TransferRecord) -> float:
+    """Of equal transfers, bandwidth by another name; known too where nothing is moved."""
+    return record.calls / record.window_s if record.window_s > 0 else 0.0
+
+
+def _rate(record: TransferRecord | None) -> float | None:
+    return record.gb_per_s if record is not None and record.status == "ok" else None
+
+
+def _relative_error(times_s: Sequence[float]) -> float:
+    """Standard error of the mean call time, as a share of it: bandwidth is its inverse."""
+    mean, error = sectioned(np.asarray(times_s, np.float64), _sections(times_s), None)
+    return error / mean if mean > 0 else math.inf

@@ -1,0 +1,1 @@
+"""A running deployment: start, liveness, diagnosis of logs, stop, leftovers."""

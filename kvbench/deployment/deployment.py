@@ -1,0 +1,292 @@
+"""A running deployment: engines without P/D, or P/D pairs, with their router, from start to stop."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from kvbench import engines
+from kvbench.connectors.base import Connector
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.diagnose import Diagnosis
+from kvbench.deployment.liveness import ProcessWatch, beside
+from kvbench.engines.external import ExternalOptions
+from kvbench.errors import LaunchError, ServerError
+from kvbench.hosts import web
+from kvbench.hosts.api_key import bearer, hidden
+from kvbench.hosts.telemetry import Metrics, scrape
+from kvbench.launchers.base import Launcher, Process
+from kvbench.launchers.local import GRACE_S
+from kvbench.launchers.parts.ports import require_free_ports
+from kvbench.planning.process_specs import (
+    dispatch_spec,
+    instances,
+    process_specs,
+    profile_of,
+    several_hosts_problem,
+)
+from kvbench.planning.profiling import PROFILER_GRACE_S, has_prefix
+
+POLL_S = 0.02
+CONTROL_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 1.5
+"""Of a question that is asked again and again: between two of them it is looked whether all are alive."""
+_UNDER_WAY = re.compile(
+    r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
+    r"|llamacpp:requests_(?:processing|deferred))(?:\{.*\})? ([0-9.e+]+)",
+    re.MULTILINE,
+)
+"""What vLLM, SGLang and llama.cpp call them."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a deployment answers: requests at ``base_url``, metrics per instance."""
+
+    base_url: str
+    metrics_urls: Mapping[str, str] = field(default_factory=dict)
+    """Instance name → /metrics. Names start with their role."""
+    cache_reset_urls: Sequence[str] = ()
+    router_metrics_url: str = ""
+    api_key_env: str = ""
+    """The environment variable with the API key that the server wants."""
+    direct: Mapping[str, Any] | None = None
+    """How to ask P and D without the router (``roster.dispatch_spec``); None where there is none."""
+
+    def of_role(self, *roles: str) -> list[str]:
+        """The metrics URLs of the instances of these roles."""
+        return [url for name, url in self.metrics_urls.items() if name.split("-")[0] in roles]
+
+
+class Deployment:
+    """Context manager: starts the processes, waits until all are ready, stops all of them at the end."""
+
+    def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: Launcher) -> None:
+        self.plan = plan
+        self.ready_s = 0.0
+        self.processes: list[Process] = []
+        self._scenario = scenario
+        self._launcher = launcher
+        self.api_key_env: str = getattr(scenario.deployment.engine_options, "api_key_env", "")
+        self._client = web.client(
+            headers=bearer(self.api_key_env), timeout_s=CONTROL_TIMEOUT_S, over=launcher.web()
+        )
+        self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
+        self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
+        options = scenario.connector_options(plan.label)
+        asked = self._connector.transport_asked(options) if self._specs else ""
+        self._watch = ProcessWatch(scenario.deployment.engine, self._connector, asked)
+        self.endpoints = self._endpoints()
+
+    @property
+    def connector(self) -> Connector:
+        """The connector as this deployment's engine wants it."""
+        return self._connector
+
+    @property
+    def external(self) -> bool:
+        return self._scenario.deployment.engine == "external"
+
+    def __enter__(self) -> Deployment:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until each process answers its ready question.
+
+        Raises PortInUseError, ProcessDiedError or LaunchError; the caller stops what was started.
+        """
+        began = time.monotonic()
+        deployment = self._scenario.deployment
+        if deployment.several_hosts and not deployment.hosts:
+            raise several_hosts_problem()
+        if not self.external:
+            require_free_ports(self.plan, deployment, self._launcher)
+        for spec in self._specs:
+            self._watch.follow(spec, self._launcher.log_path(spec))
+            self.processes.append(self._launcher.start(spec))
+        self._wait_ready(began + self._scenario.deployment.ready_timeout_s)
+        self._watch.started(self.processes)
+        self.ready_s = time.monotonic() - began
+
+    def stop(self) -> None:
+        """Stop all processes, last started first. Safe to call twice."""
+        self._watch.close()
+        started, self.processes = self.processes, []
+        if started:
+            grace_s = PROFILER_GRACE_S if has_prefix(self._scenario.deployment) else GRACE_S
+            self._launcher.stop(started, grace_s)
+        self._client.close()
+
+    def check_alive(self) -> None:
+        """Raises HostLostError if a host is, ProcessDiedError if a process has ended, LaunchError if a log
+        tells a fatal cause.
+        """
+        self._launcher.check()
+        self._watch.check(self.processes)
+
+    def diagnoses(self) -> list[Diagnosis]:
+        """What the logs have said since the last call, and what they said at start-up; none of it fatal."""
+        return self._watch.take()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {process.name: process.pid for process in self.processes}
+
+    def metrics(self) -> dict[str, Metrics | None]:
+        """Read /metrics of each instance, and of the router as ``router``."""
+        pages = {name: scrape(self._client, url) for name, url in self.endpoints.metrics_urls.items()}
+        if self.endpoints.router_metrics_url:
+            pages["router"] = scrape(self._client, self.endpoints.router_metrics_url)
+        return pages
+
+    def reset_caches(self) -> None:
+        """Empty the prefix caches of all instances; servers without that endpoint are left as they are."""
+        for url in self.endpoints.cache_reset_urls:
+            try:
+                self._client.post(url)
+            except httpx.HTTPError as error:
+                raise ServerError(f"POST {url} failed: {error}") from error
+
+    def under_way(self) -> float | None:
+        """Requests that the instances say are running or waiting there; None if not all of them tell."""
+        told = [self._told_under_way(url) for url in self.endpoints.metrics_urls.values()]
+        known = sum(each for each in told if each is not None)
+        return known if known or (told and None not in told) else None
+
+    def _told_under_way(self, url: str) -> float | None:
+        """Requests that an instance says it has; None if it does not tell. Nothing else of the page is read.
+
+        One that is too busy to tell, or hangs, is taken to have one; ``check_alive`` knows more of it.
+        """
+        try:
+            response = self._client.get(url, timeout=ASK_TIMEOUT_S)
+        except httpx.TimeoutException:
+            return 1.0
+        except httpx.HTTPError:
+            return None
+        found = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
+        return sum(float(value) for value in found) if found else None
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """One greedy completion, not streamed; returns the text. Raises ServerError."""
+        body = {
+            "model": self._scenario.model.served_model_name,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "min_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        url = f"{self.endpoints.base_url}/v1/completions"
+        try:
+            timeout_s = self._scenario.workload.request_timeout_s
+            post = partial(self._client.post, url, json=body, timeout=timeout_s)
+            response = beside(post, self.check_alive)
+        except httpx.HTTPError as error:
+            self.check_alive()
+            raise self._failed(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code != 200:
+            raise self._failed(f"POST {url} answered {response.status_code}: {self._said(response)}")
+        try:
+            return str(response.json()["choices"][0]["text"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise self._failed(f"POST {url} answered no completion: {self._said(response)}") from error
+
+    def _failed(self, what: str) -> ServerError:
+        """The error for a request that failed, with what the logs say of it."""
+        words, mend = self._watch.explained(self.processes)
+        return ServerError(what + words, hint=mend)
+
+    def _said(self, response: httpx.Response) -> str:
+        """The beginning of an answer, for a message; some servers repeat the key that they refuse."""
+        return hidden(response.text[:300], self.api_key_env)
+
+    def _wait_ready(self, deadline: float) -> None:
+        # What has neither URL nor port serves another process, whose own answer tells of both.
+        waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
+        last_answer = ""
+        while waiting:
+            self.check_alive()
+            still = []
+            for spec in waiting:
+                ready, answer = self._is_ready(spec)
+                if not ready:
+                    still.append(spec)
+                    last_answer = f"{spec.name}: {answer}"
+            waiting = still
+            if waiting and time.monotonic() > deadline:
+                self._raise_not_ready([spec.name for spec in waiting], last_answer)
+            if waiting:
+                time.sleep(POLL_S)
+
+    def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
+        if not spec.ready_url:
+            listens = self._launcher.far(spec.name).listens(spec.host, spec.port)
+            return listens, f"nothing listens on {spec.host}:{spec.port}"
+        try:
+            response = self._client.get(spec.ready_url, timeout=2.0)
+        except httpx.HTTPError as error:
+            return False, f"{type(error).__name__}"
+        return response.status_code == 200, f"HTTP {response.status_code} {response.text[:200]}"
+
+    def _raise_not_ready(self, names: Sequence[str], last_answer: str) -> None:
+        lines = [
+            f"  {process.name}: {line}"
+            for process in self.processes
+            if process.name in names
+            for line in process.tail(5)
+        ]
+        limit = self._scenario.deployment.ready_timeout_s
+        found = self._watch.take()
+        message = f"{', '.join(names)} not ready after {limit:g} s; last answer from {last_answer}"
+        if lines:
+            message += "\nlast lines of the logs:\n" + "\n".join(lines)
+        if found:
+            message += "\n" + "\n".join(each.text() for each in found)
+        advice = [each.mend for each in found[:1]] or ["look into the logs"]
+        raise LaunchError(message, hint=f"{advice[0]}, or raise deployment.ready_timeout_s")
+
+    def _endpoints(self) -> Endpoints:
+        if self.external:
+            return _external_endpoints(self._scenario, self._connector)
+        members = instances(self._scenario, self.plan)
+        at = self._scenario.deployment.address_of
+        host = members[0].host if self.plan.router_port is None else at("router")
+        engine = engines.get(self._scenario.deployment.engine)
+        port = self.plan.router_port if self.plan.router_port is not None else members[0].port
+        router = f"http://{host}:{port}" if self.plan.router_port is not None else ""
+        return Endpoints(
+            base_url=f"http://{host}:{port}",
+            metrics_urls={member.name: f"{member.url}/metrics" for member in members},
+            cache_reset_urls=[f"{member.url}{engine.cache_reset_path}" for member in members],
+            router_metrics_url=f"{router}/metrics" if router else "",
+            direct=dispatch_spec(self._scenario, self.plan),
+        )
+
+
+def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
+    options = scenario.deployment.engine_options
+    assert isinstance(options, ExternalOptions)
+    found = options.metrics_urls
+    if not connector.disaggregated:
+        found = {name.replace("decode-", "aggregated-"): url for name, url in found.items()}
+    return Endpoints(options.base_url, found, api_key_env=options.api_key_env)

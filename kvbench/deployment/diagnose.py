@@ -1,0 +1,183 @@
+"""Log lines → causes: the patterns are data (log_patterns.py), and this matches them, once or live.
+
+``diagnose(lines)`` explains lines that are there. ``LogWatch`` follows the logs of a deployment's processes
+while it starts and while trials run: what is fatal ends the wait at once, with the cause and its mend; the
+rest becomes a finding of the trial in which it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from kvbench.core.records import Finding
+from kvbench.deployment.log_patterns import PATTERNS, Level, Pattern
+from kvbench.hosts.log_tail import LogReader
+
+__all__ = ["Diagnosis", "LogWatch", "Source", "diagnose", "worst"]
+
+MAX_QUOTE_CHARS: Final = 240
+
+FindingLevel = Literal["invalid", "warning", "note"]
+_WEIGHT: Final[Mapping[str, FindingLevel]] = {"fatal": "invalid", "refuse": "invalid", "warning": "warning"}
+_LIGHTER: Final[Mapping[str, FindingLevel]] = {"fatal": "invalid", "refuse": "warning", "warning": "note"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whose log it is. Empty means unknown, and then every pattern is tried."""
+
+    process: str = ""
+    engine: str = ""
+    """The engine's name, or "router"."""
+    kv_connector: str = ""
+    """The connector's class name, as "NixlConnector"; empty also where nothing is transferred."""
+    role: str = ""
+    transport_asked: str = ""
+
+    def has(self, pattern: Pattern) -> bool:
+        """May this log contain that pattern at all?"""
+        return (
+            (not pattern.engine or not self.engine or pattern.engine == self.engine)
+            and (not pattern.role or not self.role or pattern.role == self.role)
+            and (
+                not pattern.connector
+                or not self.process
+                or pattern.connector in self.kv_connector.lower()
+                or "multi" in self.kv_connector.lower()
+            )
+            and (not pattern.asked or pattern.asked in self.transport_asked.split(","))
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a log says is wrong: the first matching line, how often, the cause and how to mend it."""
+
+    key: str
+    level: Level
+    cause: str
+    mend: str
+    line: str
+    process: str = ""
+    count: int = 1
+    of_cancelled: bool = False
+
+    @property
+    def fatal(self) -> bool:
+        return self.level == "fatal"
+
+    def text(self) -> str:
+        """One sentence: who, why, and the words of the log."""
+        who = f"{self.process}: " if self.process else ""
+        times = f", {self.count} times" if self.count > 1 else ""
+        return f"{who}{self.cause} (its log says{times}: {self.line})"
+
+    def finding(self, *, excused: bool = False) -> Finding:
+        """As a finding of a trial. ``excused``: requests were cancelled, which may be all there is to it."""
+        lighter = excused and self.of_cancelled
+        weight: Mapping[str, FindingLevel] = _LIGHTER if lighter else _WEIGHT
+        return Finding(
+            f"log_{self.key}",
+            weight[self.level],
+            self.text(),
+            self.mend,
+            {"process": self.process, "count": self.count, "line": self.line},
+        )
+
+
+_ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
+
+
+def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnosis]:
+    """The causes that these lines tell, the most telling first; the same cause is told once.
+
+    A line is taken for one cause only, the first in the table that it matches.
+    """
+    source = source or Source()
+    patterns = [pattern for pattern in PATTERNS if source.has(pattern)]
+    found: dict[str, Diagnosis] = {}
+    for line in lines:
+        pattern = next((each for each in patterns if each.regex.search(line)), None)
+        if pattern is None:
+            continue
+        known = found.get(pattern.key)
+        count = _counted(pattern.key, known.count, 1) if known else 1
+        fatal = pattern.level == "fatal" or (pattern.fatal_after and count >= pattern.fatal_after)
+        level: Level = "fatal" if fatal else pattern.level
+        if known is not None:
+            found[pattern.key] = replace(known, count=count, level=level)
+        else:
+            quote = line.strip()[:MAX_QUOTE_CHARS]
+            told = Diagnosis(pattern.key, level, pattern.cause, pattern.mend, quote, source.process)
+            found[pattern.key] = replace(told, of_cancelled=pattern.of_cancelled)
+    return sorted(found.values(), key=_rank)
+
+
+def worst(diagnoses: Iterable[Diagnosis]) -> Diagnosis | None:
+    """The fatal one that comes nearest to the root; None if none is fatal."""
+    fatal = [each for each in diagnoses if each.fatal]
+    return min(fatal, key=_rank) if fatal else None
+
+
+def _rank(diagnosis: Diagnosis) -> tuple[bool, int]:
+    return not diagnosis.fatal, _ORDER[diagnosis.key]
+
+
+@dataclass
+class _Followed:
+    source: Source
+    reader: LogReader
+
+
+@dataclass
+class LogWatch:
+    """Follows the logs of several processes and keeps what they were found to say."""
+
+    _logs: list[_Followed] = field(default_factory=list)
+    _found: dict[tuple[str, str], Diagnosis] = field(default_factory=dict)
+
+    def follow(self, path: Path, source: Source) -> None:
+        """Follow a log from its present end on; it need not be there yet."""
+        self._logs.append(_Followed(source, LogReader(path)))
+
+    def poll(self) -> Diagnosis | None:
+        """Read what is new (a bounded part of it); the worst fatal diagnosis since the last ``take``."""
+        for log in self._logs:
+            self._add(diagnose(log.reader.read(), log.source))
+        return worst(self._found.values())
+
+    def drain(self, process: str = "") -> Diagnosis | None:
+        """Like ``poll``, but to the logs' ends; of one process only if it is named."""
+        for log in self._logs:
+            if process in ("", log.source.process):
+                self._add(diagnose(log.reader.drain(), log.source))
+        found = [each for each in self._found.values() if process in ("", each.process)]
+        return worst(found)
+
+    def take(self) -> list[Diagnosis]:
+        """What was found since the last ``take``, the worst first."""
+        found = sorted(self._found.values(), key=_rank)
+        self._found = {}
+        return found
+
+    def _add(self, found: Iterable[Diagnosis]) -> None:
+        limits: Mapping[str, int] = _FATAL_AFTER
+        for new in found:
+            known = self._found.get((new.process, new.key))
+            if known is not None:
+                count = _counted(new.key, known.count, new.count)
+                fatal = known.fatal or new.fatal or (new.key in limits and count >= limits[new.key])
+                new = replace(known, count=count, level="fatal" if fatal else known.level)
+            self._found[new.process, new.key] = new
+
+
+def _counted(key: str, before: int, more: int) -> int:
+    """How often something has happened; what happens once has not happened again if it is said again."""
+    return max(before, more) if key in _ONCE else before + more
+
+
+_ONCE: Final = frozenset(each.key for each in PATTERNS if each.once)
+_FATAL_AFTER: Final = {each.key: each.fatal_after for each in PATTERNS if each.fatal_after}

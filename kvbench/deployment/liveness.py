@@ -1,0 +1,181 @@
+"""What the logs and the exit statuses of a deployment's processes say while somebody waits for them."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from kvbench.connectors.base import Connector
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.deployment.diagnose import Diagnosis, LogWatch, Source
+from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError
+from kvbench.launchers.base import Process
+from kvbench.launchers.parts.liveness import Liveness
+
+LOOK_S: Final = 0.05
+"""How often processes and logs are looked at beside a call that blocks."""
+ROOT_GRACE_S: Final = 0.5
+"""A traceback names its cause last: after the first fatal line the rest of it is waited for."""
+OTHERS_LINES: Final = 3
+PORT_IN_USE_EXIT: Final = 98
+ROUTER: Final = "router"
+
+T = TypeVar("T")
+
+
+class ProcessWatch:
+    """Looks after a deployment's processes: have they ended, and do their logs say why they will not work?"""
+
+    def __init__(self, engine: str, connector: Connector, transport_asked: str) -> None:
+        self._engine = engine
+        self._connector = connector
+        self._transport_asked = transport_asked
+        self._logs = LogWatch()
+        self._paths: dict[str, Path] = {}
+        self._standing: list[Diagnosis] = []
+        self._liveness: Liveness | None = None
+
+    def follow(self, spec: ProcessSpec, path: Path) -> None:
+        """Follow a process's log; to be called before it is started."""
+        role = spec.name.split("-")[0]
+        self._paths[spec.name] = path
+        source = Source(
+            process=spec.name,
+            engine=ROUTER if role == ROUTER else self._engine,
+            kv_connector="" if role == ROUTER else self._connector.kv_connector,
+            role=role,
+            transport_asked=self._transport_asked,
+        )
+        self._logs.follow(path, source)
+
+    def check(self, processes: Sequence[Process]) -> None:
+        """Raises ProcessDiedError if one has ended, LaunchError if a log tells a fatal cause,
+        ProcessHungError if one does nothing any more.
+        """
+        for process in processes:
+            status = process.poll()
+            if status is not None:
+                self._logs.drain(process.name)
+                mine = [each for each in self._logs.take() if each.process == process.name]
+                raise died(process, status, mine[0] if mine else None, processes)
+        if self._logs.poll() is None:
+            self._check_liveness(processes)
+            return
+        deadline = time.monotonic() + ROOT_GRACE_S
+        while (cause := self._logs.drain()) is None or time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        raise LaunchError(cause.text(), hint=self._mend(cause))
+
+    def _check_liveness(self, processes: Sequence[Process]) -> None:
+        found = None if self._liveness is None else self._liveness.problem(processes)
+        if found is None:
+            return
+        process, what, mend = found
+        self._logs.drain()
+        told = [each.text() for each in self._logs.take()]
+        words = "; ".join([what, *told]) if told else what + last_words(processes)
+        raise ProcessHungError(words, hint=f"{mend}; the whole log is {process.log_path}")
+
+    def _mend(self, diagnosis: Diagnosis) -> str:
+        path = self._paths.get(diagnosis.process)
+        return f"{diagnosis.mend}; the whole log is {path}" if path else diagnosis.mend
+
+    def started(self, processes: Sequence[Process]) -> None:
+        """All are ready: what was found until now holds for every trial; from now on all are to answer."""
+        self._logs.drain()
+        self._standing = self._logs.take()
+        self._liveness = Liveness(processes)
+        self._liveness.start()
+
+    def close(self) -> None:
+        """Nothing is asked any more. Safe to call twice."""
+        if self._liveness is not None:
+            self._liveness.close()
+
+    def explained(self, processes: Sequence[Process]) -> tuple[str, str]:
+        """What the logs say, to stand behind a message, and the mend; without a cause their last lines."""
+        found = self.take()
+        if found:
+            return "\n".join(["", *(each.text() for each in found)]), self._mend(found[0])
+        words = last_words(processes)
+        return words, "no log names a cause: look into the whole logs" if words else ""
+
+    def take(self) -> list[Diagnosis]:
+        """What start-up left to say, and what was found since the last call; the worst first."""
+        self._logs.drain()
+        return [*self._standing, *self._logs.take()]
+
+
+@dataclass(frozen=True)
+class Box(Generic[T]):
+    """A value that may itself be None."""
+
+    value: T
+
+
+def beside(call: Callable[[], T], check: Callable[[], None]) -> T:
+    """Run a call that blocks, and ``check`` every 50 ms meanwhile; what either raises is raised.
+
+    If ``check`` raises, the call is left behind: it must end by a timeout of its own.
+    """
+    answers: queue.SimpleQueue[tuple[Box[T] | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            value = call()
+        except BaseException as error:
+            answers.put((None, error))
+        else:
+            answers.put((Box(value), None))
+
+    threading.Thread(target=work, name="beside", daemon=True).start()
+    while True:
+        try:
+            answer, error = answers.get(timeout=LOOK_S)
+        except queue.Empty:
+            check()
+            continue
+        if error is not None:
+            raise error
+        assert answer is not None
+        return answer.value
+
+
+def died(
+    process: Process,
+    status: int,
+    diagnosis: Diagnosis | None = None,
+    others: Sequence[Process] = (),
+) -> ProcessDiedError:
+    """The error for a process that has ended although it should run, with its last lines.
+
+    If nothing is known of the cause, the last lines of the ``others`` too.
+    """
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    lines = process.tail()
+    message = f"{process.name} {how}"
+    hint = f"the whole log is {process.log_path}"
+    if status == -signal.SIGKILL:
+        hint = f"if nobody killed it the kernel did, for want of memory: see `dmesg`; {hint}"
+    if diagnosis is not None:
+        message += f": {diagnosis.cause}"
+        hint = f"{diagnosis.mend}; {hint}"
+    elif status == PORT_IN_USE_EXIT:
+        message += " since its port is in use"
+    if lines:
+        message += "; its last lines:\n" + "\n".join(f"  {line}" for line in lines)
+    if diagnosis is None and status != PORT_IN_USE_EXIT:
+        message += last_words([each for each in others if each is not process])
+    return ProcessDiedError(message, hint=hint)
+
+
+def last_words(processes: Sequence[Process]) -> str:
+    """The last lines of each one's log, to stand behind a message; empty if there are none."""
+    lines = [f"  {each.name}: {line}" for each in processes for line in each.tail(OTHERS_LINES)]
+    return "\n".join(["", "last lines of the logs:", *lines]) if lines else ""

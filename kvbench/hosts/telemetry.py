@@ -1,0 +1,228 @@
+"""What engines and machine say of themselves: /metrics around a trial, and a sampler beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from kvbench.errors import ServerError
+from kvbench.hosts import web
+from kvbench.hosts.devices import NicReading, cgroup_throttled_s, nic_counters, thermal_events
+from kvbench.hosts.nvml import slowed_s
+
+SCRAPE_TIMEOUT_S = 5.0
+SAMPLE_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One reading of a Prometheus page: sample name → label sets with their values."""
+
+    samples: Mapping[str, Sequence[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Sum over all label sets of a sample that match ``labels``; None if there is none."""
+        found = [
+            value
+            for sample_labels, value in self.samples.get(name, ())
+            if all(sample_labels.get(key) == wanted for key, wanted in labels.items())
+        ]
+        return sum(found) if found else None
+
+    def label(self, name: str, label: str) -> str:
+        """A label's value of an info metric's first sample; empty if there is none."""
+        for sample_labels, _ in self.samples.get(name, ()):
+            return sample_labels.get(label, "")
+        return ""
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Prometheus text → Metrics. Raises ServerError for a page that is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise ServerError(f"a /metrics page cannot be read: {error}") from error
+    return Metrics(samples)
+
+
+def scrape(client: httpx.Client, url: str) -> Metrics | None:
+    """Read a /metrics page; None when it cannot be had, which is a gap in the evidence and no failure."""
+    if not url:
+        return None
+    try:
+        response = client.get(url, timeout=SCRAPE_TIMEOUT_S)
+        response.raise_for_status()
+        return parse_metrics(response.text)
+    except (httpx.HTTPError, ServerError):
+        return None
+
+
+def quantile(before: Metrics | None, after: Metrics | None, name: str, share: float) -> float | None:
+    """Upper bound of a histogram's quantile over what it counted between two readings.
+
+    The bound is that of the bucket which the quantile falls into; None if nothing was counted or it lies
+    beyond the last finite bucket's readings.
+    """
+    if before is None or after is None:
+        return None
+    start = {labels["le"]: value for labels, value in before.samples.get(f"{name}_bucket", ())}
+    grown = sorted(
+        (float(labels["le"]), value - start.get(labels["le"], 0.0))
+        for labels, value in after.samples.get(f"{name}_bucket", ())
+    )
+    if not grown or grown[-1][1] <= 0:
+        return None
+    wanted = share * grown[-1][1]
+    return next((bound for bound, count in grown if count >= wanted), None)
+
+
+def difference(before: Metrics | None, after: Metrics | None, name: str, **labels: str) -> float | None:
+    """Growth of a counter between two readings; None if either lacks it.
+
+    A counter that first appears in ``after`` counts from zero: Prometheus clients create
+    labelled counters at their first use.
+    """
+    if before is None or after is None:
+        return None
+    end = after.total(name, **labels)
+    if end is None:
+        return None
+    return end - (before.total(name, **labels) or 0.0)
+
+
+@dataclass(frozen=True)
+class HostReading:
+    """The machine at one moment. Counters since its start; what it does not tell is None or empty."""
+
+    load_average: float
+    steal_s: float
+    cpu_s: float
+    own_cpu_s: float
+    time_s: float
+    nics: Mapping[str, NicReading] = field(default_factory=dict)
+    throttled_s: float | None = None
+    thermal_events: int | None = None
+    gpu_slowed_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_host(*, slowdowns: bool = True) -> HostReading:
+    """Load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns.
+
+    This run is this process with all its descendants, those that have ended and been waited for included.
+    """
+    times = psutil.cpu_times()
+    used = times.user + times.system + times.nice
+    own = sum(_cpu_with_ended_children(process) for process in _family())
+    steal = float(getattr(times, "steal", 0.0))
+    return HostReading(
+        os.getloadavg()[0],
+        steal,
+        float(used),
+        own,
+        time.monotonic(),
+        nic_counters(),
+        cgroup_throttled_s(),
+        thermal_events() if slowdowns else None,
+        slowed_s() if slowdowns else {},
+    )
+
+
+def _family() -> list[psutil.Process]:
+    me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def _cpu_with_ended_children(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
+
+
+class Sampler:
+    """Samples the machine, given processes and /metrics gauges in a thread while a trial runs.
+
+    Rows: ``{"trial_id", "t_s", "source", "metric", "value"}``; ``t_s`` counts from ``start``.
+    """
+
+    GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+    def __init__(
+        self,
+        trial_id: str,
+        pids: Mapping[str, int],
+        metrics_urls: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """``headers``: for the questions at ``metrics_urls``."""
+        self.rows: list[dict[str, Any]] = []
+        self._headers = dict(headers or {})
+        self._trial_id = trial_id
+        self._metrics_urls = dict(metrics_urls)
+        self._processes = dict(_alive(pids))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Sampler:
+        self._started = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=SCRAPE_TIMEOUT_S + 2)
+
+    def _run(self) -> None:
+        with web.client(headers=self._headers) as client:
+            while not self._stop.wait(SAMPLE_INTERVAL_S):
+                now = time.monotonic() - self._started
+                self._sample_host(now)
+                for source, url in self._metrics_urls.items():
+                    metrics = scrape(client, url)
+                    for gauge in self.GAUGES if metrics is not None else ():
+                        assert metrics is not None
+                        self._add(now, source, gauge, metrics.total(gauge))
+
+    def _sample_host(self, now: float) -> None:
+        reading = read_host(slowdowns=False)  # hundreds of files on a machine with many cores
+        self._add(now, "host", "load_average", reading.load_average)
+        self._add(now, "host", "cpu_s", reading.cpu_s)
+        self._add(now, "host", "steal_s", reading.steal_s)
+        for name, nic in reading.nics.items():
+            self._add(now, f"nic:{name}", "tx_bytes", nic.sent_bytes)
+            self._add(now, f"nic:{name}", "rx_bytes", nic.received_bytes)
+        for name, process in self._processes.items():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                self._add(now, name, "cpu_s", times.user + times.system)
+                self._add(now, name, "rss_bytes", process.memory_info().rss)
+
+    def _add(self, now: float, source: str, metric: str, value: float | None) -> None:
+        if value is not None:
+            row = {"trial_id": self._trial_id, "t_s": round(now, 4), "source": source, "metric": metric}
+            self.rows.append({**row, "value": float(value)})
+
+
+def _alive(pids: Mapping[str, int]) -> Iterable[tuple[str, psutil.Process]]:
+    """The processes and their children, by name; those that have ended are left out."""
+    for name, pid in pids.items():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            yield name, process
+            for child in process.children(recursive=True):
+                yield f"{name}/child", child

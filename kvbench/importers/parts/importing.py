@@ -1,0 +1,287 @@
+"""``kvbench import``: results of other tools → a run folder that says where each row comes from.
+
+Serving results become trials of method "imported" in a run of kind "imported"; transfer results become the
+rows of a run of kind "microbench". Both carry the label "imported", and ``manifest.json`` has under
+``imported`` the files (name, SHA-256, lines), the tool, what is missing, what was left out and why, and
+claims that the files make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from kvbench import importers
+from kvbench.core.transfers.records import TransferWarning
+from kvbench.errors import EXIT_OK, InputError
+from kvbench.importers.base import (
+    ImportedRow,
+    Origin,
+    Problem,
+    Reading,
+    ServingRow,
+    TransferRow,
+    read_lines,
+    read_text,
+)
+from kvbench.importers.parts.table import serving_table, transfer_table
+from kvbench.importers.parts.trials import IMPORTED, trial_of
+from kvbench.results.store import RunInfo, RunStore
+
+_TRACES: Final = re.compile(
+    r"vllm bench serve|benchmark_serving\.py|Serving Benchmark|nixlbench|transfer_engine_bench|_perf\b|"
+    r"ib_\w+_bw|aiperf|guidellm|TTFT|num_prompts",
+    re.IGNORECASE,
+)
+_SHOWN: Final = 12
+_LOOKED_AT: Final = 4096
+"""So many of the left-out lines are printed; the manifest has all of them."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for. ``connector``: the user's word for rows whose file names none."""
+
+    files: Sequence[Path]
+    format: str | None = None
+    name: str | None = None
+    connector: str | None = None
+
+
+@dataclass
+class Source:
+    """A file, or folder, that was read: its format and all that it gave."""
+
+    path: Path
+    format: str
+    reading: Reading
+
+
+def command(wish: Wish, output: Path, console: Console) -> int:
+    """Reads all files, writes one run folder, and prints the rows.
+
+    Raises InputError when nothing can be read.
+    """
+    sources = [read(path, wish.format) for path in wish.files]
+    _distinct_names(sources)
+    rows = [row for source in sources for row in source.reading.rows]
+    if len({isinstance(row, ServingRow) for row in rows}) > 1:
+        raise InputError(
+            "these files have results of serving and of raw transfers, which have no table in common",
+            hint="import them one kind after the other",
+        )
+    for row in rows:
+        if isinstance(row, ServingRow) and not row.connector and wish.connector:
+            row.connector = wish.connector
+            row.derived["connector"] = "named on kvbench's command line"
+    folder = write(sources, wish, output)
+    _print(sources, rows, folder, console)
+    return EXIT_OK
+
+
+def read(path: Path, name: str | None = None) -> Source:
+    """What a file says, read as the format ``name`` or as the one that it looks like.
+
+    Raises InputError for a file that no format takes, and for one without a single whole result.
+    """
+    if not path.exists():
+        raise InputError(
+            f"there is no file {str(path)!r}", hint="give the path of a result file, or of a folder with some"
+        )
+    found = name or importers.recognised(path)
+    if found is None:
+        raise InputError(f"{path.name}: {_unlike(path)}", hint=f"formats: {', '.join(importers.names())}")
+    reading = importers.get(found).read(path)
+    if not reading.rows:
+        said = [problem.said() for problem in reading.problems] or [f"{path.name}: no result in it"]
+        raise InputError(f"{path.name} as {found} has no whole result: " + "; ".join(said[:3]))
+    reading.problems += _unended(path, reading)
+    return Source(path, found, reading)
+
+
+def _unended(path: Path, reading: Reading) -> list[Problem]:
+    """A row on a last line that has no end: nothing tells whether its last figure is whole."""
+    if path.is_dir() or path.suffix == ".json" or read_text(path).endswith("\n"):
+        return []
+    last = len(read_lines(path))
+    if not any(row.origin.line == row.origin.last_line == last for row in reading.rows):
+        return []
+    text = "the file ends in this line without a line end: if it was cut off, the last figure is, too"
+    return [Problem(last, text, path.name)]
+
+
+def _unlike(path: Path) -> str:
+    """Why a file is nothing that is known, with the lines that come nearest to it."""
+    if path.is_dir():
+        return "the folder holds no results of a tool that is known"
+    lines = read_lines(path)
+    if _binary("\n".join(lines)[:_LOOKED_AT]):
+        return "this is no text; results are read from text, JSON and CSV, and from folders with them"
+    traces = [line for line, text in enumerate(lines, start=1) if _TRACES.search(text)]
+    if traces:
+        places = ", ".join(str(line) for line in traces[:5]) + (", …" if len(traces) > 5 else "")
+        return (
+            f"no whole result of a tool that is known in its {len(lines)} lines; "
+            f"words of one stand at line {places}"
+        )
+    return f"no result of a tool that is known in its {len(lines)} lines; line 1 is {lines[0].strip()[:60]!r}"
+
+
+def _binary(text: str) -> bool:
+    """Whether it was no text before it was decoded: more than one in ten is no character, or a control."""
+    odd = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    return "\0" in text or odd > len(text) / 10
+
+
+# --- the run folder --------------------------------------------------------------------------------
+
+
+def write(sources: Sequence[Source], wish: Wish, output: Path) -> Path:
+    """The run folder of what was read; returns its path."""
+    transfers = any(source.reading.transfers for source in sources)
+    about = {key: value for source in sources for key, value in source.reading.about.items()}
+    name = wish.name or sources[0].path.stem
+    argv = ["kvbench", "import", *(shlex.quote(source.path.name) for source in sources)]
+    argv += ["--format", wish.format] if wish.format else []
+    info = RunInfo(kind="microbench" if transfers else IMPORTED, argv=argv, labels=[IMPORTED])
+    environment = {"gpus": [{"name": gpu} for gpu in about["gpus"]]} if about.get("gpus") else {}
+    store = RunStore.create(output, name, b"", _plan(sources, about, name), environment, info)
+    with store:
+        place = 0
+        for source in sources:
+            for row in source.reading.rows:
+                place += 1
+                if isinstance(row, ServingRow):
+                    store.add_trial(trial_of(row, place), row.requests)
+                else:
+                    store.add_transfer(row.record)
+        # The seed and the time of the measurement are not told; those of the import are not them.
+        store.update(seed=None, started_at="", imported=provenance(sources, about))
+    return store.path
+
+
+def _plan(sources: Sequence[Source], about: dict[str, Any], name: str) -> dict[str, Any]:
+    rows = [row for source in sources for row in source.reading.serving]
+    models = {str(row.settings.get("model") or row.settings.get("model_id") or "") for row in rows}
+    model = about.get("model") or (models.pop() if len(models) == 1 else "")
+    return {"name": name, "model": Path(str(model)).name, "slo": about.get("slo"), "imported": True}
+
+
+def provenance(sources: Sequence[Source], about: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says under ``imported``: see the module's words."""
+    rows = [row for source in sources for row in source.reading.rows]
+    missing = Counter(name for row in rows for name in row.missing)
+    return {
+        "files": [entry for source in sources for entry in _files(source)],
+        "rows": len(rows),
+        "missing": dict(sorted(missing.items())),
+        "left_out": [
+            {"file": problem.file, "line": problem.line, "why": problem.text}
+            for source in sources
+            for problem in source.reading.problems
+        ],
+        "definitions": {
+            source.format: source.reading.definitions for source in sources if source.reading.definitions
+        },
+        "about": {key: value for key, value in about.items() if key != "claims"},
+        "claims": about.get("claims", []),
+    }
+
+
+def _files(source: Source) -> list[dict[str, Any]]:
+    inside = source.reading.files or [source.path]
+    versions = sorted({row.origin.version for row in source.reading.rows} - {""})
+    tools = sorted({row.origin.tool for row in source.reading.rows} - {""})
+    return [
+        {
+            "name": path.relative_to(source.path).as_posix() if source.path.is_dir() else path.name,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "bytes": path.stat().st_size,
+            "lines": len(read_lines(path)),
+            "format": source.format,
+            "tool": ", ".join(tools),
+            "version": ", ".join(versions) or None,
+        }
+        for path in inside
+    ]
+
+
+def _distinct_names(sources: Sequence[Source]) -> None:
+    """Files of one name in several folders are told apart by their folder's name, or else by a number."""
+    counts = Counter(source.path.name for source in sources)
+    seen: Counter[str] = Counter()
+    for source in sources:
+        if counts[source.path.name] == 1:
+            continue
+        prefix = source.path.resolve().parent.name
+        seen[prefix] += 1
+        prefix = prefix if seen[prefix] == 1 else f"{prefix}#{seen[prefix]}"
+        source.reading.rows = [_renamed(row, f"{prefix}/{row.origin.file}") for row in source.reading.rows]
+        source.reading.problems = [
+            Problem(each.line, each.text, f"{prefix}/{each.file}") for each in source.reading.problems
+        ]
+
+
+def _renamed(row: ImportedRow, file: str) -> ImportedRow:
+    origin: Origin = replace(row.origin, file=file)
+    row.origin = origin
+    if isinstance(row, TransferRow):
+        row.record.warnings = [
+            TransferWarning(each.kind, each.message, each.advice, {**each.evidence, "file": file})
+            for each in row.record.warnings
+        ]
+    return row
+
+
+# --- telling ---------------------------------------------------------------------------------------
+
+
+def _print(sources: Sequence[Source], rows: Sequence[ImportedRow], folder: Path, console: Console) -> None:
+    for source in sources:
+        what = importers.get(source.format).FORMAT
+        _line(
+            console, f"{source.path.name}: {len(source.reading.rows)} rows, read as {source.format} ({what})"
+        )
+    serving = [row for row in rows if isinstance(row, ServingRow)]
+    console.print(
+        serving_table(serving) if serving else transfer_table([r for r in rows if isinstance(r, TransferRow)])
+    )
+    missing = Counter(name for row in rows for name in row.missing)
+    everywhere = [name for name, count in missing.items() if count == len(rows)]
+    if everywhere:
+        _line(console, f"not told in any row: {', '.join(everywhere)}", "dim")
+    problems = [problem for source in sources for problem in source.reading.problems]
+    for problem in problems[:_SHOWN]:
+        _line(console, f"  • {problem.said()}", "yellow")
+    if len(problems) > _SHOWN:
+        _line(
+            console, f"  • and {len(problems) - _SHOWN} more: see imported.left_out in the manifest", "yellow"
+        )
+    for source in sources:
+        for repeat in source.reading.about.get("repeated_tables", ()):
+            places = f"{repeat['line']}-{repeat['last_line']}"
+            _line(
+                console,
+                f"lines {places} repeat the table of line {repeat['repeats_line']}, all figures equal",
+                "dim",
+            )
+    claims = [claim for source in sources for claim in source.reading.about.get("claims", ())]
+    if claims:
+        _line(
+            console,
+            f"{len(claims)} claims of the text are kept beside the rows: imported.claims in the manifest",
+        )
+    _line(console, f"files: {folder} (manifest.json, {'trials.jsonl' if serving else 'transfers.parquet'})")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,129 @@
+"""Do processes go on? None may be stopped by a signal, and each server is to answer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urljoin
+
+from kvbench.errors import KvbenchError
+from kvbench.hosts.procfs import cpu_s, family, is_stopped
+from kvbench.launchers.base import Process
+from kvbench.launchers.local import LocalProcess
+from kvbench.launchers.parts.far_process import RemoteProcess
+from kvbench.launchers.parts.heartbeat import Pulse
+
+STATE_S: Final = 0.5
+"""How often it is looked whether processes are stopped."""
+FAMILY_S: Final = 3.0
+"""How often their children are looked up."""
+FROZEN_S: Final = 5.0
+"""So long stopped is no hiccup: nothing measured beside it is worth anything."""
+SILENT_S: Final = 10.0
+"""So long without an answer and without CPU time, and a server hangs."""
+BUSY_SILENT_S: Final = 60.0
+"""A server that computes may have good reasons, such as a compilation: it gets longer."""
+IDLE_SHARE: Final = 0.02
+"""Of a core; what a hung process's other threads may still take."""
+
+
+class Liveness:
+    """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
+
+    What it costs them is one small request in two seconds (``heartbeat.py``). Processes on other hosts are
+    looked at by the agents there, which tell what they see (``processes/agent/lifewatch.py``).
+    """
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        # No page of this name need be there, and nobody works for it: an engine's health page may generate
+        # a token, a router's asks everybody behind it.
+        asked = [each.spec for each in processes if isinstance(each, LocalProcess) and each.spec.ready_url]
+        self._pulse = Pulse({each.name: urljoin(each.ready_url, "/version") for each in asked})
+        self._far: dict[str, list[RemoteProcess]] = {}
+        for each in processes:
+            if isinstance(each, RemoteProcess):
+                self._far.setdefault(each.host, []).append(each)
+        self._families: dict[str, list[int]] = {}
+        self._families_at = -math.inf
+        self._looked_at = -math.inf
+        self._stopped_at: dict[int, tuple[float, float]] = {}
+        self._taken: dict[str, tuple[float, float]] = {}
+
+    def start(self) -> None:
+        self._pulse.start()
+        self._tell_agents("watch")
+
+    def close(self) -> None:
+        self._pulse.close()
+        self._tell_agents("unwatch")
+
+    def _tell_agents(self, what: str) -> None:
+        for processes in self._far.values():
+            keys = [each.key for each in processes]
+            with contextlib.suppress(KvbenchError):  # a host that is lost is told by others
+                processes[0].agent.say(what, watch=keys[0], keys=keys)
+
+    def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
+        """Which process does nothing any more, why, and what to do; None while all is well, and at most
+        twice a second anything else.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < STATE_S:
+            return None
+        if now - self._looked_at > 4 * STATE_S:  # what went on meanwhile is not known
+            self._stopped_at, self._taken = {}, {}
+        self._looked_at = now
+        if now - self._families_at > FAMILY_S:
+            self._families_at = now
+            here = [each for each in processes if isinstance(each, LocalProcess)]
+            self._families = {each.name: family(each.pid) for each in here}
+        return self._told() or self._stopped(processes, now) or self._silent(processes, now)
+
+    def _told(self) -> tuple[Process, str, str] | None:
+        for process in (each for processes in self._far.values() for each in processes):
+            if process.hung is not None and process.poll() is None:
+                what, mend = process.hung
+                return process, f"on the host {process.host}: {what}", f"on {process.host}: {mend}"
+        return None
+
+    def _stopped(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
+        for process in processes:
+            for pid in self._families.get(process.name, ()):
+                if not is_stopped(pid):
+                    self._stopped_at.pop(pid, None)
+                    continue
+                taken_s = cpu_s([pid])
+                since, before_s = self._stopped_at.setdefault(pid, (now, taken_s))
+                if taken_s > before_s:  # it went on between two looks
+                    self._stopped_at[pid] = now, taken_s
+                elif now - since >= FROZEN_S:
+                    whose = process.name if pid == process.pid else f"{process.name}'s child process"
+                    return (
+                        process,
+                        f"{whose} {pid} is frozen: a signal has stopped it, for {FROZEN_S:g} s now",
+                        f"find out who stops it; `kill -CONT {pid}` lets it go on",
+                    )
+        return None
+
+    def _silent(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
+        silent = self._pulse.silent_s()
+        for process in processes:
+            seconds = silent.get(process.name, 0.0)
+            if seconds < SILENT_S / 2:
+                self._taken.pop(process.name, None)
+                continue
+            members = self._families.get(process.name)
+            taken_s = cpu_s(members) if members else math.inf
+            since, before_s = self._taken.setdefault(process.name, (now, taken_s))
+            idle = members is not None and taken_s - before_s <= IDLE_SHARE * (now - since)
+            if seconds >= (SILENT_S if idle else BUSY_SILENT_S):
+                busy = "takes no CPU time" if idle else "is busy with something else"
+                return (
+                    process,
+                    f"{process.name} hangs: it has not answered for {seconds:.0f} s and {busy}",
+                    "look into its log, and at its stacks with `py-spy dump` or gdb while it hangs",
+                )
+        return None

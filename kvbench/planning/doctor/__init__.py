@@ -1,0 +1,1 @@
+"""``kvbench doctor``: will it work here, before anything is started?"""

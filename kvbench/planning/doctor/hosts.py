@@ -1,0 +1,251 @@
+"""``kvbench doctor --hosts``: all hosts of a scenario at once, and who reaches whom on the data network."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import permutations
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvbench.core.plan.plan import Plan
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.scenario.schedulers import SlurmOptions
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.hosts.nics.choice import best_gid
+from kvbench.hosts.version_rules import Check
+from kvbench.launchers.parts.agent_client import Agent
+from kvbench.launchers.parts.fleet import Fleet
+from kvbench.launchers.parts.placement import fleet_with
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+
+FREE_BYTES: Final = 2**30
+"""A GPU of whose memory more is in use works for somebody."""
+NOTABLE_S: Final = 0.5
+"""Clocks further apart make logs hard to read. Nothing that is measured compares two clocks."""
+MARKS: Final = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
+
+
+def command(scenario_name: str, overrides: tuple[str, ...], console: Console) -> int:
+    """Print every finding with its mend, and the matrix; 1 if something does not work without one."""
+    from rich.table import Table
+
+    scenario, _ = resolve(Wish(scenario_name, overrides))
+    require_nodes(scenario, os.environ)
+    tell = partial(console.print, markup=False)
+    scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", tell)
+    with standing as fleet:
+        checks = examine(scenario, plan_of(scenario), fleet)
+        pairs = reached(scenario, fleet)
+        nic_pairs = nics_reached(scenario, fleet)
+    checks += list(pair_checks({**pairs, **nic_pairs}))
+    table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
+    console.print(table)
+    if pairs:
+        console.print(matrix(pairs))
+    if nic_pairs:
+        console.print(nic_table(nic_pairs))
+    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+
+
+def require_nodes(scenario: Scenario, env: Mapping[str, str]) -> None:
+    """Nobody waits in a queue only to look at what comes of it. Raises InputError."""
+    deployment = scenario.deployment
+    if deployment.launcher != "slurm":
+        return
+    if not (deployment.slurm or SlurmOptions()).job and not env.get("SLURM_JOB_ID"):
+        raise InputError(
+            "doctor --hosts looks at the nodes of a Slurm job that runs, and there is none here",
+            hint="get one with `salloc --no-shell …`, and name it: --set deployment.slurm.job=NUMBER",
+        )
+
+
+def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
+    """Findings about each host by itself, and about what must be the same on all."""
+    checks = []
+    try:
+        fleet.require()
+    except KvbenchError as error:
+        checks.append(Check("hosts", "missing", error.message, error.hint))
+    environments = fleet.environments()
+    for name, agent in fleet.items():
+        try:
+            checks += list(_host(scenario, plan, name, agent, environments[name]))
+        except KvbenchError as error:
+            checks.append(Check(name, "missing", error.message, error.hint))
+    return [*checks, *_same(environments)]
+
+
+def _host(
+    scenario: Scenario, plan: Plan, name: str, agent: Agent, told: Mapping[str, Any]
+) -> Iterator[Check]:
+    hello, deployment = agent.hello, scenario.deployment
+    host = deployment.hosts[name]
+    yield Check(name, "ok", f"kvbench {hello['version']}, Python {hello['python']}, {hello['cores']} cores")
+    offset_s = float(hello["unix_s"]) - agent.seen_unix_s
+    far_apart = abs(offset_s) > NOTABLE_S
+    yield Check(
+        f"{name} clock",
+        "warn" if far_apart else "ok",
+        f"{offset_s:+.3f} s from here",
+        "logs will not line up; results do not depend on it" if far_apart else "",
+    )
+    nics = {str(each["name"]): each for each in told.get("nics") or ()}
+    devices = {str(each.get("name")) for each in told.get("rdma") or ()}
+    for nic in host.nics:
+        here = nic in nics or nic in devices
+        down = here and nics.get(nic, {}).get("operstate") == "down"
+        finding = (
+            "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
+        )
+        yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
+    yield from gid_checks(name, told)
+    yield from _ports(scenario, plan, name, agent)
+    model = str(getattr(deployment.engine_options, "model", ""))
+    if model.startswith(("/", "~")):
+        there = agent.ask("exists", path=model)["exists"]
+        yield Check(
+            f"{name} model", "ok" if there else "missing", f"{model} {'' if there else 'is not there'}"
+        )
+    used = {int(index): int(taken) for index, taken in agent.ask("gpus")["used_bytes"].items()}
+    busy = [index for index in host.devices or used if used.get(index, 0) > FREE_BYTES]
+    lacking = [index for index in host.devices if index not in used]
+    if used or lacking:
+        words = f"GPUs not there: {lacking}" if lacking else f"in use: {busy}" if busy else "all free"
+        yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
+
+
+def gid_checks(name: str, told: Mapping[str, Any]) -> Iterator[Check]:
+    """The address by which each port of an RDMA device is reached."""
+    for device in told.get("rdma") or ():
+        for port in device.get("ports") or ():
+            gid = best_gid(port) if port.get("gids") else None
+            label = f"{name} {device['name']}:{port['port']}"
+            if gid is None:
+                fix = "is its link up, and has its interface an address?"
+                yield Check(label, "warn", "it has no GID", fix)
+            else:
+                kind = f", {gid['type']}" if gid.get("type") else ""
+                yield Check(label, "ok", f"GID {gid['index']} is {gid['gid']}{kind}")
+
+
+def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[Check]:
+    """The plan's ports at the host's address."""
+    deployment = scenario.deployment
+    wanted = {
+        port
+        for each in plan.deployments
+        for instance in each.instances
+        if deployment.host_name(instance.name) == name
+        for port in (instance.port, *instance.all_side_ports, instance.group_port or 0)
+    }
+    if deployment.roles.host_of("router") == name:
+        wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
+    wanted -= {0}
+    address = deployment.hosts[name].address
+    try:
+        agent.ask("require_free", address=address, ports=[["the plan", port] for port in sorted(wanted)])
+        probed = agent.ask("free_ports", address=address, counts=[1])["ports"]
+    except KvbenchError as error:
+        yield Check(f"{name} ports", "missing", error.message, error.hint)
+        return
+    yield Check(f"{name} ports", "ok", f"{len(wanted) or len(probed)} can be bound at {address}")
+
+
+def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+    """Libraries that are not the same everywhere."""
+    told = {name: each.get("libraries") or {} for name, each in environments.items()}
+    differ = []
+    for library in dict.fromkeys(key for each in told.values() for key in each):
+        versions = {name: each.get(library) for name, each in told.items()}
+        if len(set(versions.values())) > 1:
+            words = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
+            differ.append(f"{library} ({words})")
+    if differ:
+        yield Check(
+            "libraries", "warn", "not the same: " + "; ".join(differ), "install the same on all hosts"
+        )
+    elif len(told) > 1:
+        yield Check("libraries", "ok", "the same on all hosts")
+
+
+def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+    """For each pair (from, to): round trip and bytes a second, or what went wrong. One pair at a time."""
+    hosts = scenario.deployment.hosts
+    return {
+        (one, other): _tried(fleet[one], hosts[one].address, fleet[other], hosts[other].address)
+        for one, other in permutations(fleet, 2)
+    }
+
+
+def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+    """The same for each NIC with the one of the same place on the other host, where hosts name several."""
+    hosts = scenario.deployment.hosts
+    addresses = {}
+    for name, agent in fleet.items():
+        if len(hosts[name].nics) > 1 and not agent.lost:
+            told = agent.ask("nics", kind="tcp", names=list(hosts[name].nics))
+            addresses[name] = {str(nic["name"]): str(nic["address"]) for nic in told["usable"]}
+    found = {}
+    for one, other in permutations(addresses, 2):
+        for own, there in zip(addresses[one].items(), addresses[other].items(), strict=False):
+            key = (f"{one}/{own[0]}", f"{other}/{there[0]}")
+            found[key] = _tried(fleet[one], own[1], fleet[other], there[1])
+    return found
+
+
+def _tried(one: Agent, own: str, other: Agent, address: str) -> dict[str, Any]:
+    """Round trip and bytes a second from one address to another, or what went wrong."""
+    try:
+        port = other.ask("listen", address=address)["port"]
+        return one.ask("call", own=own, address=address, port=port)
+    except KvbenchError as error:
+        return {"error": error.message}
+
+
+def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
+    """Each NIC's way to the one of the same place on the other hosts."""
+    from rich.table import Table
+
+    table = Table("NIC", "to", "round trip", "one TCP flow", box=None, pad_edge=False)
+    for (one, other), told in pairs.items():
+        cells = ["[red]no[/red]", ""]
+        if "error" not in told:
+            cells = [f"{told['rtt_s'] * 1e3:.2f} ms", f"{told['bytes_per_s'] / 1e9:.2f} GB/s"]
+        table.add_row(escape(one), escape(other), *cells)
+    return table
+
+
+def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
+    """Pairs that do not reach each other."""
+    for (one, other), told in pairs.items():
+        if "error" in told:
+            fix = "is a firewall in between, and is each address that of the data network?"
+            yield Check(f"{one} → {other}", "missing", f"not reached: {told['error']}", fix)
+
+
+def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
+    """Who reaches whom, from the row's host to the column's: round trip, and a plain TCP flow."""
+    from rich.table import Table
+
+    names = list(dict.fromkeys(one for one, _ in pairs))
+    table = Table("from \\ to", *map(escape, names), box=None, pad_edge=False)
+    for one in names:
+        cells = []
+        for other in names:
+            told = pairs.get((one, other))
+            if told is None:
+                cells.append("–")
+            elif "error" in told:
+                cells.append("[red]no[/red]")
+            else:
+                cells.append(f"{told['rtt_s'] * 1e3:.2f} ms, {told['bytes_per_s'] / 1e9:.2f} GB/s")
+        table.add_row(escape(one), *cells)
+    return table

@@ -1,0 +1,263 @@
+"""What `kvbench doctor SCENARIO` looks at: can this scenario run here, before anything is started?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from kvbench import connectors, engines
+from kvbench.core.plan.plan import Plan
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError, KvbenchError
+from kvbench.hosts.devices import gpus, rdma
+from kvbench.hosts.version_rules import Check
+from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.planning.process_specs import instances, unusable
+
+GIB: Final = 2**30
+DEFAULT_GPU_SHARE: Final = 0.92
+"""vLLM's gpu_memory_utilization when none is given (0.9 in older releases)."""
+_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+_WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
+    """One check or more for each question. Raises InputError or ScenarioError for the file itself."""
+    scenario, _ = resolve(Wish(name, tuple(overrides)))
+    plan = plan_of(scenario)
+    checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistake in it")]
+    checks += connector_checks(scenario, plan)
+    if scenario.deployment.engine == "external":
+        return checks
+    checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
+    checks += memory_checks(scenario, plan, gpus())
+    checks += transport_checks(scenario, rdma())
+    warned = [note for note in plan.notes if note]
+    return [*checks, *(Check("note", "warn", note, "see the scenario") for note in warned)]
+
+
+def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
+    """Does the engine, in its version, have each connector, and what that needs?"""
+    engine = engines.get(scenario.deployment.engine)
+    version = engine.version(scenario.deployment.engine_options)
+    who = f"{engine.name} {version}".strip()
+    for deployment in plan.deployments:
+        problem = unusable(scenario, deployment)
+        name = f"{deployment.label} on {engine.name}"
+        if problem is not None:
+            yield Check(name, "missing", problem.reason, problem.fix)
+            continue
+        title = connectors.get(deployment.connector).title
+        yield Check(name, "ok", f"{title}, with {who}")
+
+
+def model_check(scenario: Scenario) -> Check:
+    """Is the model's folder there? A name without a slash at its front is left to the engine."""
+    model = str(getattr(scenario.deployment.engine_options, "model", ""))
+    if not model:
+        return Check(
+            "model", "ok", f"{scenario.model.name}: the {scenario.deployment.engine} engine needs no files"
+        )
+    if not model.startswith(("/", ".", "~")) and not Path(model).exists():
+        return Check("model", "ok", f"{model} is a name: the engine loads it from its cache or downloads it")
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        return Check("model", "missing", f"{model} is not there", "correct deployment.engine_options.model")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return Check("model", "missing", f"{model} holds no config.json", "give the folder of one model")
+    weights = weight_bytes(folder)
+    told = f", {weights / GIB:.2f} GiB of weights" if weights else ", no weights found in it"
+    return Check("model", "ok", f"{model}{told}")
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a model's weights on disk; 0 if they cannot be told."""
+    if folder.is_file():
+        return folder.stat().st_size
+    try:
+        return int(json.loads((folder / _WEIGHTS_INDEX).read_bytes())["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    for pattern in _WEIGHT_FILES:
+        total = sum(path.stat().st_size for path in folder.glob(pattern))
+        if total:
+            return total
+    return 0
+
+
+def launcher_check(scenario: Scenario) -> Check:
+    """Is every host of the deployment this machine, as the local launcher needs it?"""
+    deployment = scenario.deployment
+    name = f"launcher {deployment.launcher}"
+    if deployment.launcher in ("slurm", "ray"):
+        return _scheduler_check(name, deployment.launcher)
+    if deployment.launcher != "local":
+        look = "kvbench doctor --hosts SCENARIO" if deployment.hosts else ""
+        return Check(name, "ok", f"processes start elsewhere; {look or 'its hosts are known at the start'}")
+    hosts = dict.fromkeys([deployment.host_of("prefill"), deployment.host_of("decode"), deployment.host])
+    for host in hosts:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.bind((host, 0))
+        except OSError as error:
+            return Check(
+                name,
+                "missing",
+                f"{host} is no address of this machine ({error.strerror or error})",
+                "print the commands with `kvbench launch --print`, run them there, measure with --base-url",
+            )
+    return Check(name, "ok", f"processes start here, on {', '.join(hosts)}")
+
+
+def _scheduler_check(name: str, launcher: str) -> Check:
+    """Can the scheduler be asked from here? What it would give is known when it is asked only."""
+    from kvbench.launchers import ray, slurm
+
+    problem = slurm.problem() if launcher == "slurm" else ray.problem()
+    if not problem:
+        return Check(name, "ok", "its hosts are known when a run asks for them")
+    fix = "start kvbench on a login node" if launcher == "slurm" else "pip install 'kvbench[ray]'"
+    return Check(name, "missing", problem, fix)
+
+
+def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
+    """Are the ports of its plan free?"""
+    if not plan.ports:
+        return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
+    if scenario.deployment.launcher != "local":
+        return Check("ports of the plan", "ok", "looked at on the hosts before each start")
+    host = scenario.deployment.host
+    taken = []
+    for port in sorted(set(plan.ports)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                taken.append(port)
+    span = f"{min(plan.ports)} to {max(plan.ports)}"
+    if not taken:
+        return Check("ports of the plan", "ok", f"{span} are free")
+    return Check(
+        "ports of the plan",
+        "missing",
+        f"in use: {', '.join(map(str, taken[:8]))} (of {span})",
+        "end what listens there, or --set deployment.base_port=PORT (0: any free ones)",
+    )
+
+
+def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
+    """Is there memory for weights and KV, computed from the shape? ``listed``: GPUs as found."""
+    deployment = scenario.deployment
+    pools = kv_pools(scenario, plan)
+    if pools:
+        yield _host_memory(pools, psutil.virtual_memory().available)
+    if deployment.engine not in ("vllm", "sglang") or not listed:
+        return
+    yield gpu_count_check(scenario, plan, listed)
+    known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
+    if known:
+        yield gpu_memory_check(scenario, min(known))
+
+
+def transport_checks(scenario: Scenario, listed: list[dict[str, Any]]) -> Iterator[Check]:
+    """Does a connector ask for TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
+    deployment = scenario.deployment
+    active = [each["name"] for each in listed if any(port["state"] == "ACTIVE" for port in each["ports"])]
+    if not active or deployment.launcher != "local" or not engines.get(deployment.engine).chooses_transport:
+        return
+    for choice in scenario.connectors:
+        if connectors.get(choice.name).transport_asked(choice.options) == "tcp":
+            yield Check(
+                f"transport of {choice.label}",
+                "warn",
+                f"it is told to use TCP, beside active RDMA devices ({', '.join(active)})",
+                "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
+            )
+
+
+def kv_pools(scenario: Scenario, plan: Plan) -> int:
+    """Bytes of the KV pools of the largest deployment, where kvbench decides their size; else 0."""
+    engine = engines.get(scenario.deployment.engine)
+    sizes = [0]
+    for deployment in plan.deployments:
+        members = instances(scenario, deployment)
+        sizes.append(
+            sum(engine.kv_pool_bytes(member, scenario.deployment.engine_options) for member in members)
+        )
+    return max(sizes)
+
+
+def _host_memory(needed: int, available: int) -> Check:
+    detail = f"KV pools take up to {needed / GIB:.2f} GiB, {available / GIB:.1f} GiB are available"
+    if needed <= available:
+        return Check("host memory", "ok", detail)
+    return Check(
+        "host memory",
+        "missing",
+        detail,
+        "lower engine_options.num_blocks or max_num_seqs, or use a smaller model",
+    )
+
+
+def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Check:
+    """Is there a GPU for each rank of the largest deployment, and which gets which?"""
+    try:
+        require_gpus(plan, listed)
+    except InputError as error:
+        return Check("gpus", "missing", error.message, error.hint)
+    most = max(plan.deployments, key=lambda each: len(each.instances))
+    shown = [f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices]
+    ranks = scenario.deployment.tensor_parallel_size
+    detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
+    return Check("gpus", "ok", f"{detail}; {'; '.join(shown)}" if shown else detail)
+
+
+def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
+    """How many requests of full length one rank's GPU holds beside its share of the weights."""
+    options, ranks = scenario.deployment.engine_options, scenario.deployment.tensor_parallel_size
+    shape, workload = scenario.model.shape, scenario.workload
+    share = getattr(options, "gpu_memory_utilization", None) or DEFAULT_GPU_SHARE
+    folder = Path(str(getattr(options, "model", ""))).expanduser()
+    weights = weight_bytes(folder) if folder.exists() else 0
+    if not shape.known:
+        return Check(
+            "gpu memory", "warn", "the model's shape is not known", "name a preset or give its layers"
+        )
+    tokens = max(workload.input_len) + workload.output_len
+    one = shape.wire_bytes_per_token(ranks) * tokens / ranks
+    left = gpu_bytes * share - weights / ranks
+    fits = int(left // one) if left > 0 else 0
+    weighed = (
+        f"{weights / ranks / GIB:.1f} GiB of weights" if weights else "weights not known, so not counted"
+    )
+    detail = (
+        f"per GPU {gpu_bytes * share / GIB:.1f} GiB for vLLM, {weighed}, {one / GIB:.3f} GiB of KV per "
+        f"request of {tokens} tokens: room for {fits} of them"
+    )
+    if fits >= 1:
+        return Check("gpu memory", "ok", detail)
+    return Check("gpu memory", "missing", detail, "raise tensor_parallel_size, or shorten the requests")
+
+
+def vllm_command(scenario: Scenario) -> Path | None:
+    """The executable that the scenario starts vLLM with, if it is there."""
+    words = getattr(scenario.deployment.engine_options, "command", ("vllm",))
+    found = shutil.which(words[0])
+    return Path(found) if found else None
+
+
+def command_of(name: str, overrides: Sequence[str]) -> Path | None:
+    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` tells."""
+    try:
+        return vllm_command(resolve(Wish(name, tuple(overrides)))[0])
+    except KvbenchError:
+        return None

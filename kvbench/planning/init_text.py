@@ -1,0 +1,180 @@
+"""The text of a new scenario: each choice with a comment on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import yaml
+
+from kvbench.core.physics.model_shapes import MODELS, ModelShape
+from kvbench.planning.init_machine import Able, Machine
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What is offered as an answer, by engine."""
+
+    model: str
+    input_len: str
+    output_len: int
+    ttft_ms: float
+    tpot_ms: float
+    trial_s: float
+    ready_s: int
+
+
+# The emulated ones are the quickstart's; the others ask for what a reader of streamed text notices.
+DEFAULTS: Final[Mapping[str, Defaults]] = {
+    "emulated": Defaults("tiny", "256,1024,2048", 16, 250, 15, 5, 15),
+    "vllm": Defaults("Qwen/Qwen3-8B", "1024,4096,8192", 128, 1000, 50, 30, 600),
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Everything that the file says."""
+
+    engine: str
+    model: str
+    shape: ModelShape
+    connectors: tuple[str, ...]
+    input_len: tuple[int, ...]
+    output_len: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+def described(machine: Machine) -> list[str]:
+    """What was found, a line each."""
+    cards = [str(card.get("name")) for card in machine.gpus]
+    return [
+        f"GPUs      {', '.join(cards) or 'none'}",
+        f"RDMA      {', '.join(machine.nics) or 'none'}",
+        f"vLLM      {f'{machine.vllm_version} at {machine.vllm}' if machine.vllm else 'none on the PATH'}",
+    ]
+
+
+def written(answers: Answers, machine: Machine, able: Sequence[Able]) -> str:
+    """The scenario's text, with a comment on each choice."""
+    offered = DEFAULTS[answers.engine]
+    cannot = [f"  # {each.name} cannot run here: {each.reason}" for each in able if each.reason]
+    lines = [
+        *(f"# {line}" for line in ("Written by `kvbench init` for this machine:", *described(machine))),
+        "version: 1",
+        "",
+        *_model_lines(answers),
+        "",
+        "deployment:",
+        *_deployment_lines(answers, machine),
+        f"  ready_timeout_s: {offered.ready_s}",
+        "  base_port: 21000         # the first of a dozen; 0 takes any free ones",
+        "  trace: false             # true: spans of sampled requests for `kvbench timeline`",
+        "",
+        "connectors:                # each gets a line in the plot; aggregated is the truth for outputs",
+        *_connector_lines(answers, machine),
+        *(_one_line(text) for text in cannot),
+        "",
+        "workload:",
+        f"  input_len: {list(answers.input_len)}",
+        f"  output_len: {answers.output_len}",
+        "  burstiness: 1.0          # Poisson arrivals",
+        f"  request_timeout_s: {_timeout_s(answers)}",
+        "",
+        "slo:                       # what each request must meet",
+        f"  ttft_ms: {answers.ttft_ms:g}",
+        f"  tpot_ms: {answers.tpot_ms:g}",
+        "  attainment: 0.95         # of all requests, not of the successful ones",
+        "",
+        "search:",
+        f"  trial_s: {offered.trial_s:g}               # longer gives a result to quote: 60 or more",
+        "  min_requests: 60         # 59 without a miss are what shows 95 % at 95 % confidence",
+        "  precision: 0.1           # the answer's interval is 10 % wide",
+        "  max_trials: 8",
+        "",
+        "seed: 1                    # the same load for every connector; change it for another run",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _timeout_s(answers: Answers) -> int:
+    """Far beyond the SLO: ten times what a request may take that just meets it."""
+    return max(10, math.ceil((answers.ttft_ms + answers.tpot_ms * answers.output_len) / 100))
+
+
+def _model_lines(answers: Answers) -> list[str]:
+    shape = answers.shape
+    per_token = f"# {shape.kv_bytes_per_token() / 1024:g} KiB of KV per token"
+    if shape.name in MODELS:
+        return [f"model: {shape.name}  {per_token}"]
+    fields = {key: value for key, value in asdict(shape).items() if key != "source" and value}
+    return [
+        f"model:  {per_token}, from its config.json",
+        *(f"  {k}: {_scalar(v)}" for k, v in fields.items()),
+    ]
+
+
+def _deployment_lines(answers: Answers, machine: Machine) -> list[str]:
+    lines = [
+        f"  engine: {answers.engine}",
+        "  prefill: 1               # x and y of xPyD; aggregated has as many engines as both",
+        "  decode: 1",
+        "  tensor_parallel_size: 1",
+        "  engine_options:",
+    ]
+    if answers.engine == "emulated":
+        return [
+            *lines,
+            "    timing: quick          # compute is modelled; KV bytes and the libraries are real",
+        ]
+    lines += [f"    model: {_scalar(answers.model)}", f"    command: [{_scalar(machine.vllm)}]"]
+    longest = max(answers.input_len) + answers.output_len
+    lines.append(f"    max_model_len: {longest}")
+    return [*lines, *_gpu_lines(machine)]
+
+
+def _gpu_lines(machine: Machine) -> list[str]:
+    indices = [str(card.get("index", number)) for number, card in enumerate(machine.gpus)]
+    if len(indices) >= 2:
+        return [f'    prefill_devices: ["{indices[0]}"]', f'    decode_devices: ["{indices[1]}"]']
+    if indices:
+        return [
+            f'    prefill_devices: ["{indices[0]}"]   # one GPU for both: fine to try, not to quote',
+            f'    decode_devices: ["{indices[0]}"]',
+            "    gpu_memory_utilization: 0.42",
+        ]
+    return ["    env:", '      VLLM_CPU_KVCACHE_SPACE: "1"   # GiB, since there is no GPU']
+
+
+def _connector_lines(answers: Answers, machine: Machine) -> list[str]:
+    lines: list[str] = []
+    for name in answers.connectors:
+        options = _options(name, answers, machine)
+        lines.append(f"  - name: {name}" if options else f"  - {name}")
+        lines += [f"    {key}: {_scalar(value)}" for key, value in options.items()]
+    return lines
+
+
+def _options(name: str, answers: Answers, machine: Machine) -> dict[str, str]:
+    """Options that follow from the devices; none where the connector's defaults are right."""
+    nics = ",".join(machine.nics)
+    if name == "mooncake" and nics:
+        return {"protocol": "rdma", "device_name": nics}
+    if name in ("nixl", "nixl_push"):
+        devices = {"ucx_net_devices": ",".join(f"{nic}:1" for nic in machine.nics)} if nics else {}
+        # With a real engine UCX knows best what GPU memory needs; the emulated one would take TCP.
+        emulated = {"ucx_tls": "rc,tcp"} if nics and answers.engine == "emulated" else {}
+        return {**emulated, **devices}
+    return {}
+
+
+def _scalar(value: object) -> str:
+    """A value as YAML on one line, quoted where it must be."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def _one_line(text: str) -> str:
+    return "  " + " ".join(text.split())

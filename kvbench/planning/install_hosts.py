@@ -1,0 +1,188 @@
+"""``kvbench hosts install``: the same kvbench on every host of a scenario, in an environment of its own."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from kvbench.core.scenario.hosts import FarHost
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
+from kvbench.launchers.parts.fleet import in_shell
+from kvbench.launchers.ssh import SshConnections
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.version import __version__
+
+BUILD_DEADLINE_S: Final = 300.0
+FETCH_DEADLINE_S: Final = 900.0
+INSTALL_DEADLINE_S: Final = 900.0
+SOURCES: Final = Path(__file__).resolve().parents[2]
+_NOT_BUILT_FROM: Final = ("results", "notebooks", "docs", "tests", "build", "dist")
+_WHEELS_TAR: Final = "kvbench-wheels.tar"
+
+
+@dataclass(frozen=True)
+class Install:
+    """What is to be installed, and from where."""
+
+    wheel: Path | None = None
+    """A wheel of kvbench; None builds one of what runs here."""
+    wheelhouse: Path | None = None
+    """A folder with the wheels of all that it needs; None leaves that to each host's own registry."""
+    bring: bool = False
+    """Fetch these wheels here, in the versions that are installed here."""
+    extras: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Files to be copied to each host."""
+
+    wheel: Path
+    extras: tuple[str, ...] = ()
+    wheels: Path | None = None
+    """A tar of the wheels of all that it needs."""
+
+
+def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, console: Console) -> int:
+    """Copy a wheel to each host and install it into ``WORKDIR/venv``; 1 if one of them failed."""
+    scenario, _ = resolve(Wish(scenario_name, overrides))
+    hosts = scenario.deployment.used_hosts
+    if scenario.deployment.launcher != "ssh" or not hosts:
+        raise InputError("the scenario names no hosts to install on", hint="launcher: ssh, hosts: …")
+    if wanted.bring and wanted.wheelhouse is not None:
+        raise InputError("--bring fetches the wheels, and --wheelhouse has them: give one of the two")
+    connections = SshConnections()
+
+    def install(name: str) -> KvbenchError | str:
+        try:
+            return installed(name, hosts[name], ready, connections)
+        except KvbenchError as error:
+            return error
+
+    with tempfile.TemporaryDirectory(prefix="kvbench-wheel-") as folder:
+        try:
+            ready = prepared(wanted, Path(folder))
+            with ThreadPoolExecutor(16) as pool:
+                results = dict(zip(hosts, pool.map(install, hosts), strict=True))
+        finally:
+            connections.close()
+    for name, result in results.items():
+        words = f"failed: {result.message}\n  {result.hint}" if isinstance(result, KvbenchError) else result
+        console.print(f"{name}: {words}", markup=False)
+    return EXIT_FAILED if any(isinstance(each, KvbenchError) for each in results.values()) else EXIT_OK
+
+
+def prepared(wanted: Install, folder: Path) -> Ready:
+    """All files that the hosts get, in ``folder``. Raises LaunchError."""
+    wheel = wanted.wheel or built(folder)
+    house = fetched(wheel, wanted.extras, folder / "wheels") if wanted.bring else wanted.wheelhouse
+    if house is None:
+        return Ready(wheel, wanted.extras)
+    wheels = sorted(house.glob("*.whl"))
+    if not wheels:
+        raise InputError(f"{house} has no wheels", hint="pip download --dest DIR kvbench-*.whl fills it")
+    packed = folder / _WHEELS_TAR
+    with tarfile.open(packed, "w") as tar:
+        for each in wheels:
+            tar.add(each, each.name)
+    return Ready(wheel, wanted.extras, packed)
+
+
+def built(folder: Path) -> Path:
+    """A wheel of the sources that run here. Raises LaunchError if there are none, or it cannot be built."""
+    if not (SOURCES / "pyproject.toml").is_file():
+        raise LaunchError(
+            f"{SOURCES} has no sources to build a wheel from",
+            hint="give the wheel that was installed: --wheel FILE",
+        )
+    copy = folder / "sources"  # what a build leaves beside the sources is not for the user's folder
+    shutil.copytree(SOURCES, copy, ignore=_not_built_from, symlinks=True)
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    _pip(["wheel", *options, str(copy)], BUILD_DEADLINE_S)
+    wheels = sorted(folder.glob("kvbench-*.whl"))
+    if not wheels:
+        raise LaunchError(f"no wheel of {SOURCES} came of its build")
+    return wheels[-1]
+
+
+def _not_built_from(folder: str, names: list[str]) -> set[str]:
+    left = {name for name in names if name == "__pycache__" or name.endswith((".pyc", ".so", ".egg-info"))}
+    if Path(folder) == SOURCES:
+        left |= {name for name in names if name.startswith(".") or name in _NOT_BUILT_FROM}
+    return left
+
+
+def fetched(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
+    """The wheels of what ``wheel`` needs, in the versions that are installed here; returns the folder."""
+    folder.mkdir()
+    here = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    limits = folder / "constraints.txt"
+    limits.write_text("".join(f"{name}=={version}\n" for name, version in here.items() if name != "kvbench"))
+    what = str(wheel) + (f"[{','.join(extras)}]" if extras else "")
+    _pip(["wheel", "--constraint", str(limits), "--wheel-dir", str(folder), what], FETCH_DEADLINE_S)
+    return folder
+
+
+def _pip(words: Sequence[str], deadline_s: float) -> None:
+    """Raises LaunchError with the last of what pip said."""
+    command = [sys.executable, "-m", "pip", words[0], "--quiet", *words[1:]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"pip {words[0]} took longer than {deadline_s:g} s: {' '.join(command)}") from None
+    if done.returncode:
+        raise LaunchError(
+            f"pip {words[0]} failed here: {(done.stderr or done.stdout).strip()[-400:]}",
+            hint=f"by hand: {' '.join(command)}",
+        )
+
+
+def install_commands(host: FarHost, wheel: str, extras: Sequence[str] = (), wheels: str = "") -> str:
+    """What is run on a host, once the wheel is there, and the tar of ``wheels`` if nothing else is asked."""
+    venv, house = in_shell(f"{host.workdir}/venv"), in_shell(f"{host.workdir}/wheels")
+    python = in_shell(host.python) if host.python else "python3"
+    what = in_shell(wheel) + (shlex.quote(f"[{','.join(extras)}]") if extras else "")
+    pip = f"{venv}/bin/python -m pip install --quiet"
+    source = unpack = clean = ""
+    if wheels:
+        source = f" --no-index --find-links {house}"
+        unpack = f" && rm -rf {house} && mkdir -p {house} && tar -xf {in_shell(wheels)} -C {house}"
+        clean = f" && rm -rf {house} {in_shell(wheels)}"
+    return (
+        f"{{ [ -x {venv}/bin/python ] || {python} -m venv {venv}; }}{unpack}"
+        f" && {pip}{source} --upgrade {what}"
+        f" && {pip}{source} --force-reinstall --no-deps {in_shell(wheel)}{clean}"
+        f" && {venv}/bin/python -c 'import kvbench; print(kvbench.__version__)'"
+    )
+
+
+def installed(name: str, host: FarHost, ready: Ready, connections: SshConnections) -> str:
+    """Copies and installs; returns what came of it. Raises LaunchError with the commands to do it by hand."""
+    there = connections.put(name, host.ssh, ready.wheel, host.workdir)
+    wheels = connections.put(name, host.ssh, ready.wheels, host.workdir) if ready.wheels else ""
+    words = install_commands(host, there, ready.extras, wheels)
+    status, text = connections.output(name, host.ssh, words, INSTALL_DEADLINE_S)
+    if status:
+        hint = f"by hand, there: {words}"
+        if not wheels and ("Could not find a version" in text or "No matching distribution" in text):
+            hint = f"if it reaches no registry: kvbench hosts install --bring SCENARIO; {hint}"
+        raise LaunchError(f"status {status}: {text.strip()[-400:]}", hint=hint)
+    version = text.strip().splitlines()[-1]
+    if version != __version__:
+        raise LaunchError(f"it has kvbench {version} now, and here it is {__version__}", hint="give --wheel")
+    words = f"kvbench {version} in {host.workdir}/venv"
+    if host.python:
+        words += f"; now set deployment.hosts.{name}.python to that venv's bin/python, or leave it out"
+    return words

@@ -1,0 +1,365 @@
+"""Kubernetes manifests of a deployment: what ``kvbench launch`` would start here, as pods.
+
+Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
+name is what the others know it by. Specs and files that processes read are ConfigMaps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import yaml
+from pydantic import Field, ValidationError
+
+from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
+from kvbench.core.scenario.base import Section
+from kvbench.core.scenario.hosts import FarHost, Roles
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError
+from kvbench.planning.process_specs import process_specs
+from kvbench.version import __version__
+
+Manifest = dict[str, Any]
+
+_NAME: Final = r"^([a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?)?$"
+_RESOURCE: Final = r"^([A-Za-z0-9._/-]{1,253}(=[0-9]{1,4})?)?$"
+SPECS: Final = "/etc/kvbench"
+LONGEST_NAME: Final = 52
+"""A pod's label with the StatefulSet's revision adds eleven characters, and a label has 63 at most."""
+
+
+class K8sOptions(Section):
+    """What a cluster needs to know beside the scenario."""
+
+    image: str = Field(f"kvbench:{__version__}", min_length=1, description="image with kvbench installed")
+    engine_image: str = Field("", description="image of the instances, if it is another, such as vLLM's")
+    namespace: str = Field("", pattern=_NAME, description="namespace of everything; by default kubectl's")
+    gpu: str = Field(
+        "nvidia.com/gpu",
+        pattern=_RESOURCE,
+        description="GPU resource: tensor_parallel_size of it an instance",
+    )
+    rdma: str = Field(
+        "",
+        pattern=_RESOURCE,
+        description="RDMA resource of each instance, such as rdma/hca_shared_devices_a=1",
+    )
+    model_claim: str = Field("", pattern=_NAME, description="PersistentVolumeClaim with the model's files")
+    model_mount: str = Field("/models", pattern=r"^/[^\x00-\x20]{1,200}$", description="where it is mounted")
+    cpu: str = Field("", pattern=r"^([0-9.]+m?)?$", description="CPU request of each instance, such as 4")
+    memory: str = Field("", pattern=r"^([0-9.]+[KMGTi]{0,2})?$", description="memory request, such as 64Gi")
+    shared_memory: str = Field(
+        "16Gi", pattern=r"^[0-9.]+[KMGTi]{0,2}$", description="limit of /dev/shm in an instance's pod"
+    )
+    service_account: str = Field("", pattern=_NAME, description="service account of the pods")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as such; no anchors, which kubectl knows and people do not."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def options_from(words: Sequence[str]) -> K8sOptions:
+    """Options given as NAME=VALUE. Raises InputError with all mistakes."""
+    given = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign:
+            raise InputError(f"--with {word}: must be NAME=VALUE")
+        given[name.replace("-", "_")] = value
+    try:
+        return K8sOptions.model_validate(given)
+    except ValidationError as error:
+        told = [f"--with {each['loc'][0]}: {each['msg']}" for each in error.errors()]
+        known = ", ".join(K8sOptions.model_fields)
+        raise InputError("\n".join(told), hint=f"known are: {known}") from None
+
+
+def rendered(plan: Plan, options: K8sOptions, label: str = "") -> str:
+    """The manifests of one deployment as YAML documents, with how to measure it as a comment.
+
+    ``label``: which, if the scenario has several. Raises InputError.
+    """
+    scenario = plan.scenario
+    planned = chosen(plan, label)
+    manifests = manifests_of(scenario, planned, options)
+    names = dns_names(scenario, planned)
+    documents = "---\n".join(
+        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=110) for each in manifests
+    )
+    return f"{_header(scenario, planned, names)}{documents}"
+
+
+def chosen(plan: Plan, label: str) -> DeploymentPlan:
+    """The deployment of that label; without one, the only one there is. Raises InputError."""
+    there = [each for each in plan.deployments if not each.reference_only]
+    found = [each for each in there if each.label == label] if label else there
+    if len(found) != 1:
+        raise InputError(
+            f"no deployment is called {label}" if label else "the scenario has several deployments",
+            hint=f"choose one with --connector: {', '.join(each.label for each in there)}",
+        )
+    return found[0]
+
+
+def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
+    """Process → the name of its Service. Raises InputError if a name is too long or not its own."""
+    processes = [each.name for each in planned.instances]
+    processes += ["router"] if planned.router_port is not None else []
+    names = {name: _label(f"{scenario.name}-{planned.label}-{name}") for name in processes}
+    for name in names.values():
+        if len(name) > LONGEST_NAME:
+            raise InputError(
+                f"{name} is too long for the name of a pod ({len(name)} characters, {LONGEST_NAME} fit)",
+                hint="give the scenario a shorter name: --set name=…",
+            )
+    return names
+
+
+def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOptions) -> list[Manifest]:
+    """ConfigMap, Service and StatefulSet of each pod, in the order of start. Raises InputError."""
+    if scenario.deployment.engine == "external":
+        raise InputError("an external server is not launched by kvbench", hint="name an engine that is")
+    names = dns_names(scenario, planned)
+    if any(each.port == 0 for each in planned.instances) or planned.router_port == 0:
+        raise InputError(
+            "pods need ports that are known beforehand", hint="give one: --set deployment.base_port=21000"
+        )
+    undealt = tuple(replace(each, devices=()) for each in planned.instances)
+    specs = process_specs(_placed(scenario, names), replace(planned, instances=undealt))
+    home = "router" if "router" in names else planned.instances[0].name
+    pods: dict[str, list[ProcessSpec]] = {name: [] for name in names}
+    for spec in specs:  # helpers are in the router's pod
+        pods[spec.name if spec.name in pods else home].append(spec)
+    found: list[Manifest] = []
+    for name, members in pods.items():
+        found += _pod(scenario, planned, options, names[name], members)
+    return found
+
+
+def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
+    """The scenario with each process on a host of its own, which is its Service."""
+    roles = {
+        role: tuple(names[name] for name in names if name.rsplit("-", 1)[0] == role)
+        for role in ("prefill", "decode", "aggregated", "router")
+    }
+    roles["router"] = roles["router"] or roles["aggregated"]  # where helpers are, even without a router
+    hosts = {name: FarHost(address=name) for name in names.values()}
+    # The choice of devices is that of one machine; a pod sees what it was given.
+    engine = scenario.deployment.engine_options
+    free = {each: () for each in ("prefill_devices", "decode_devices") if hasattr(engine, each)}
+    deployment = scenario.deployment.model_copy(
+        update={
+            "hosts": hosts,
+            "roles": Roles.model_validate(roles),
+            "engine_options": engine.model_copy(update=free) if free else engine,
+        }
+    )
+    return scenario.model_copy(update={"deployment": deployment})
+
+
+def _pod(
+    scenario: Scenario,
+    planned: DeploymentPlan,
+    options: K8sOptions,
+    name: str,
+    members: Sequence[ProcessSpec],
+) -> list[Manifest]:
+    role = members[-1].name.rsplit("-", 1)[0]
+    labels = {
+        "app.kubernetes.io/name": "kvbench",
+        "app.kubernetes.io/instance": name,
+        "kvbench/scenario": _label(scenario.name),
+        "kvbench/deployment": _label(planned.label),
+        "kvbench/role": role,
+        "kvbench/run-tag": run_tag(scenario, planned),
+    }
+    meta: Manifest = {"name": name, "labels": labels}
+    if options.namespace:
+        meta["namespace"] = options.namespace
+    selector = {"app.kubernetes.io/instance": name}
+    ports = [
+        {"name": f"p{number}", "port": number, "targetPort": number} for number in _ports(planned, members)
+    ]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": meta,
+        # Headless: the name is the pod's own address, to which it can bind; known before it is ready.
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": selector,
+            "ports": ports,
+        },
+    }
+    files = {file: text for each in members for file, text in _files(each).items()}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}
+    pod = _pod_spec(scenario, options, name, members, run_tag(scenario, planned))
+    workload = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": meta,
+        "spec": {
+            "serviceName": name,
+            "replicas": 1,
+            "selector": {"matchLabels": selector},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return [*([config] if files else []), service, workload]
+
+
+def _pod_spec(
+    scenario: Scenario, options: K8sOptions, name: str, members: Sequence[ProcessSpec], tag: str
+) -> Manifest:
+    volumes: list[Manifest] = []
+    if any(_files(each) for each in members):
+        volumes.append({"name": "specs", "configMap": {"name": name}})
+    instance = members[-1].name != "router"
+    if instance:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
+        if options.model_claim:
+            volumes.append(
+                {
+                    "name": "model",
+                    "persistentVolumeClaim": {"claimName": options.model_claim, "readOnly": True},
+                }
+            )
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 10,
+        "containers": [_container(scenario, options, name, each, tag) for each in members],
+    }
+    if volumes:
+        pod["volumes"] = volumes
+    if options.service_account:
+        pod["serviceAccountName"] = options.service_account
+    return pod
+
+
+def _container(scenario: Scenario, options: K8sOptions, name: str, spec: ProcessSpec, tag: str) -> Manifest:
+    """One process. Its own address in arguments and environment becomes the pod's IP, to bind to."""
+    engine = spec.name.rsplit("-", 1)[0] in ("prefill", "decode", "aggregated")
+    env = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env, RUN_TAG_ENV: tag}
+    env |= {variable: f"{SPECS}/{_file_name(spec, variable)}" for variable in spec.files}
+    argv = ["python3" if word == sys.executable else word for word in spec.argv]
+    argv += [f"{SPECS}/{spec.name}.json"] if spec.spec is not None else []
+    container: Manifest = {
+        "name": _label(spec.name),
+        "image": (engine and options.engine_image) or options.image,
+        "command": [_expanded(word, name) for word in argv],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            *({"name": key, "value": _expanded(value, name)} for key, value in env.items()),
+        ],
+    }
+    mounts = [{"name": "specs", "mountPath": SPECS, "readOnly": True}] if _files(spec) else []
+    if spec.port:
+        container["ports"] = [{"name": "http", "containerPort": spec.port}]
+        container |= _probes(spec, scenario.deployment.ready_timeout_s)
+    if engine:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        if options.model_claim:
+            mounts.append({"name": "model", "mountPath": options.model_mount, "readOnly": True})
+        container |= _resources(scenario, options)
+    if mounts:
+        container["volumeMounts"] = mounts
+    return container
+
+
+def _resources(scenario: Scenario, options: K8sOptions) -> Manifest:
+    limits: dict[str, str] = {}
+    if options.gpu and scenario.deployment.engine != "emulated":
+        limits[options.gpu.partition("=")[0]] = str(scenario.deployment.tensor_parallel_size)
+    found: Manifest = {}
+    if options.rdma:
+        resource, _, count = options.rdma.partition("=")
+        limits[resource] = count or "1"
+        # Memory is pinned for the NIC.
+        found["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    requests = {key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value}
+    resources = {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+    return {**found, **({"resources": resources} if resources else {})}
+
+
+def _probes(spec: ProcessSpec, ready_s: float) -> Manifest:
+    """Readiness as kvbench itself asks for it; so long for the start as the scenario gives it."""
+    path = re.sub(r"^https?://[^/]+", "", spec.ready_url)
+    asked: Manifest = {"httpGet": {"path": path, "port": spec.port}} if path else {}
+    asked = asked or {"tcpSocket": {"port": spec.port}}
+    return {
+        "startupProbe": {**asked, "periodSeconds": 2, "failureThreshold": max(15, round(ready_s / 2))},
+        "readinessProbe": {**asked, "periodSeconds": 2},
+    }
+
+
+def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec]) -> list[int]:
+    """All that a pod's processes listen on: HTTP, side channels, helpers."""
+    of_instance = {each.name: (each.port, *each.all_side_ports) for each in planned.instances}
+    ports: list[int] = []
+    for each in members:
+        ports += of_instance.get(each.name, (each.port,))
+    if members[-1].name == "router" or planned.router_port is None:
+        ports += planned.service_ports
+    return [port for port in dict.fromkeys(ports) if port]
+
+
+def _files(spec: ProcessSpec) -> dict[str, str]:
+    """The files that a process reads, by their names."""
+    files = {_file_name(spec, variable): dict(content) for variable, content in spec.files.items()}
+    if spec.spec is not None:
+        files[f"{spec.name}.json"] = dict(spec.spec)
+    return {name: json.dumps(content, indent=1) for name, content in files.items()}
+
+
+def _file_name(spec: ProcessSpec, variable: str) -> str:
+    return f"{spec.name}-{variable.lower()}.json"
+
+
+def _expanded(word: str, own: str) -> str:
+    """A word for Kubernetes, which expands $(NAME): what stood there already stays as it is."""
+    return re.sub(rf"(?<![\w.-]){re.escape(own)}(?![\w-])", "$(POD_IP)", word.replace("$(", "$$("))
+
+
+def _label(text: str) -> str:
+    """In letters that names and labels of Kubernetes may have."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:63].rstrip("-") or "kvbench"
+
+
+def run_tag(scenario: Scenario, planned: DeploymentPlan) -> str:
+    """What marks everything of this deployment: a label, and KVBENCH_RUN_TAG in the pods."""
+    return _label(f"k8s-{scenario.name}-{planned.label}")
+
+
+def _header(scenario: Scenario, planned: DeploymentPlan, names: Mapping[str, str]) -> str:
+    ports = {each.name: each.port for each in planned.instances}
+    first = planned.instances[0].name
+    base = (
+        f"{names['router']}:{planned.router_port}" if "router" in names else f"{names[first]}:{ports[first]}"
+    )
+    pages = {
+        f"--{role}-metrics-url": f"http://{names[f'{role}-0']}:{ports[f'{role}-0']}/metrics"
+        for role in ("prefill", "decode")
+        if f"{role}-0" in names
+    }
+    words = " ".join([f"--base-url http://{base}", *(f"{key} {value}" for key, value in pages.items())])
+    return (
+        f"# {scenario.name}: {planned.label}, by kvbench {__version__}\n"
+        f"# all of it: kubectl get,delete all,configmap -l kvbench/run-tag={run_tag(scenario, planned)}\n"
+        f"# from a pod in the same namespace: kvbench sweep {words}\n"
+    )

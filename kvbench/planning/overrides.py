@@ -1,0 +1,234 @@
+"""What a user asked for on the command line, turned into a checked scenario."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import yaml
+
+from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.engines.external import url_problem
+from kvbench.errors import InputError, ServerError
+from kvbench.hosts import web
+from kvbench.hosts.api_key import bearer
+from kvbench.planning.scenario_files import find_scenario, load_scenario, registry
+from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
+
+ASK_TIMEOUT_S = 10.0
+SMALL_VOCABULARY = 4000
+"""Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The options of ``sweep``, ``bench`` and ``plan``, as they were given."""
+
+    scenario: str = "quickstart"
+    overrides: tuple[str, ...] = ()
+    connectors: tuple[str, ...] = ()
+    base_url: str | None = None
+    input_len: str | None = None
+    output_len: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    attainment: float | None = None
+    fixed_rate: float | None = None
+    replay: bool = False
+    slo: tuple[str, ...] = ()
+    method: str | None = None
+    rates: str | None = None
+    trace: str | None = None
+    time_scale: float | None = None
+    workers: int | None = None
+    direct: bool = False
+    both_modes: bool = False
+    api_key_env: str | None = None
+    prefill_metrics_url: str | None = None
+    decode_metrics_url: str | None = None
+
+
+def resolve(wish: Wish) -> tuple[Scenario, bytes]:
+    """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
+    if wish.base_url is not None:
+        return _external(wish, wish.base_url)
+    if wish.prefill_metrics_url or wish.decode_metrics_url:
+        raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
+    overrides = [*wish.overrides, *_shorthand(wish)]
+    overrides = [*_replaced(wish), *overrides]
+    scenario, source = load_scenario(wish.scenario, overrides)
+    overrides += _traced(scenario)
+    if wish.connectors or scenario.workload.trace:
+        data, origin = find_scenario(wish.scenario)
+        if wish.connectors:
+            chosen = _chosen_connectors(scenario, wish.connectors)
+            overrides.append(f"connectors={json.dumps(chosen)}")
+        scenario = parse_scenario(data.decode("utf-8-sig"), origin, registry(), overrides)
+    if scenario.workload.trace:
+        require_fitting(scenario, load_trace(scenario.workload.trace))
+    return scenario, source
+
+
+def _replaced(wish: Wish) -> list[str]:
+    """What stands for a whole section, so that nothing of the scenario's own is left beside it."""
+    found = []
+    if wish.slo:
+        found.append(f"slo={json.dumps({'limits': list(wish.slo)})}")
+    if wish.trace is not None or wish.time_scale is not None:
+        trace = {"path": wish.trace, "time_scale": wish.time_scale}
+        given = {key: value for key, value in trace.items() if value is not None}
+        if wish.trace is None:
+            found.append(f"workload.trace.time_scale={wish.time_scale}")
+        else:
+            found += [f"workload.trace={json.dumps(given)}", "search.method=trace"]
+    return [*found, *_method(wish)]
+
+
+def _method(wish: Wish) -> list[str]:
+    """``--method sustained,burst`` and ``--rates``, which mean a method by themselves."""
+    found = []
+    names = [name.strip() for name in (wish.method or "").split(",") if name.strip()]
+    if wish.rates is not None:
+        found += [f"search.rates=[{wish.rates}]", *([] if names else ["search.method=fixed"])]
+    if sorted(names) == ["burst", "sustained"]:
+        return [*found, "search.method=sustained", "search.compare_burst=true"]
+    if len(names) > 1:
+        raise InputError(
+            f"--method takes one method, or sustained,burst for both, not {wish.method!r}",
+            hint="there are: sustained, burst, fixed, trace",
+        )
+    return [*found, *(f"search.method={name}" for name in names)]
+
+
+def _traced(scenario: Scenario) -> list[str]:
+    """A trace's cell is called by the trace's mean lengths."""
+    if scenario.workload.trace is None:
+        return []
+    input_len, output_len, longest = trace_lengths(scenario.workload.trace)
+    lengths = [f"workload.input_len=[{input_len}]", f"workload.output_len={output_len}"]
+    return [*lengths, f"workload.trace.longest={longest}"]
+
+
+def _shorthand(wish: Wish) -> list[str]:
+    """The short options as overrides of the scenario."""
+    values = {
+        "workload.input_len": None if wish.input_len is None else f"[{wish.input_len}]",
+        "workload.output_len": wish.output_len,
+        "slo.ttft_ms": wish.ttft_ms,
+        "slo.tpot_ms": wish.tpot_ms,
+        "slo.attainment": wish.attainment,
+        "load.workers": wish.workers,
+        "load.mode": "direct" if wish.direct else None,
+        "deployment.engine_options.api_key_env": wish.api_key_env,
+    }
+    return [f"{path}={value}" for path, value in values.items() if value is not None]
+
+
+def _chosen_connectors(scenario: Scenario, names: tuple[str, ...]) -> list[Any]:
+    """The scenario's entries of these names, with their options; a name it lacks is taken with defaults."""
+    entries = {str(each["label"]): each for each in scenario.resolved()["connectors"]}
+    return [entries.get(name, name) for name in dict.fromkeys(names)]
+
+
+def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
+    """A scenario for a server that is already there, written down as a file would be."""
+    if problem := url_problem(base_url):
+        raise InputError(f"--base-url {problem}")
+    missing = [
+        option
+        for option, value in (("--input-len", wish.input_len), ("--output-len", wish.output_len))
+        if value is None and wish.trace is None
+    ]
+    unsearched = wish.rates is not None or wish.trace is not None
+    if wish.ttft_ms is None and wish.tpot_ms is None and not wish.slo and not unsearched:
+        missing.append("--ttft-ms, --tpot-ms or --slo")
+    if missing:
+        raise InputError(f"--base-url also needs {', '.join(missing)}", hint="see `kvbench sweep --help`")
+    if len(wish.connectors) > 1:
+        raise InputError(
+            "one base URL is one deployment, so it has one --connector",
+            hint="measure each with a run of its own",
+        )
+    if wish.direct or wish.both_modes:
+        raise InputError(
+            "behind a --base-url only one URL is known, so P and D cannot be asked directly",
+            hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
+        )
+    root = base_url.rstrip("/").removesuffix("/v1")
+    name = wish.connectors[0] if wish.connectors else "aggregated"
+    document = {
+        "version": 1,
+        "name": "external",
+        "model": {
+            "name": "external",
+            "served_model_name": served_model(root, wish.api_key_env or ""),
+            "vocab_size": SMALL_VOCABULARY,
+        },
+        "deployment": {"engine": "external", "engine_options": _engine_options(root, name, wish)},
+        "connectors": [name],
+        "workload": {}
+        if wish.trace is not None
+        else {"input_len": _lengths(wish.input_len or ""), "output_len": wish.output_len},
+        "slo": {
+            key: value
+            for key, value in (
+                ("ttft_ms", wish.ttft_ms),
+                ("tpot_ms", wish.tpot_ms),
+                ("attainment", wish.attainment),
+                ("limits", list(wish.slo) or None),
+            )
+            if value is not None
+        },
+    }
+    text = yaml.safe_dump(document, sort_keys=False)
+    overrides = [*_replaced(replace(wish, slo=())), *wish.overrides]
+    overrides += [f"load.workers={wish.workers}"] if wish.workers is not None else []
+    scenario = parse_scenario(text, "--base-url", registry(), overrides)
+    if scenario.workload.trace:
+        overrides += _traced(scenario)
+        scenario = parse_scenario(text, "--base-url", registry(), overrides)
+    return scenario, text.encode()
+
+
+def _engine_options(root: str, connector: str, wish: Wish) -> dict[str, str]:
+    options = {"base_url": root}
+    if connector == "aggregated":
+        options["decode_metrics_url"] = f"{root}/metrics"
+    given = {
+        "prefill_metrics_url": wish.prefill_metrics_url,
+        "decode_metrics_url": wish.decode_metrics_url,
+        "api_key_env": wish.api_key_env,
+    }
+    options |= {name: value for name, value in given.items() if value}
+    if connector == "aggregated" and "prefill_metrics_url" in options:
+        raise InputError(
+            "--prefill-metrics-url is for a P/D pair, and nothing says which connector it has",
+            hint="add --connector, such as --connector nixl",
+        )
+    return options
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--input-len takes whole numbers with commas between, not {text!r}") from None
+
+
+def served_model(root: str, api_key_env: str = "") -> str:
+    """The first model that a server offers. Raises ServerError if it cannot be asked."""
+    url = f"{root}/v1/models"
+    headers = bearer(api_key_env)
+    try:
+        with web.client(headers=headers, timeout_s=ASK_TIMEOUT_S) as client:
+            response = client.get(url)
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.HTTPError as error:
+        raise ServerError(
+            f"GET {url} failed: {type(error).__name__} {error}".rstrip(), hint="is the server running there?"
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"GET {url} answered no list of models", hint="is it OpenAI-compatible?") from error

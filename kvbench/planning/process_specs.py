@@ -1,0 +1,225 @@
+"""Which processes a deployment has: from a scenario and its plan to commands, before anything starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvbench import connectors, engines
+from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
+from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.process_modules import ROUTER_MODULE
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.hosts import NODE
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.engines.base import Instance, Setting
+from kvbench.errors import InputError
+from kvbench.planning.profiling import observed
+from kvbench.transfer.base import Problem
+
+
+def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
+    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
+    engine = engines.get(scenario.deployment.engine)
+    version = engine.version(scenario.deployment.engine_options)
+    options = scenario.connector_options(label)
+    own = options if isinstance(options, ConnectorOptions) else None
+    return connectors.get(connector).profile(version, own)
+
+
+def engine_warnings(scenario: Scenario) -> list[str]:
+    """Settings of the scenario that its engine ignores or that harm."""
+    chosen = {}
+    for choice in scenario.connectors:
+        with suppress(InputError):  # one that the engine lacks is told by ``unusable``
+            chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
+    deployment = scenario.deployment
+    per_request_s = scenario.slo.main().e2el_ms(scenario.workload.output_len) / 1e3
+    rate = scenario.search.start_rate
+    setting = Setting(
+        connectors=chosen,
+        hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
+        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
+    )
+    warnings = list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
+    return [*_exposed(scenario), *warnings]
+
+
+def _exposed(scenario: Scenario) -> list[str]:
+    """Says so where what is started listens on more than this machine's own loopback device."""
+    deployment = scenario.deployment
+    if deployment.engine == "external":
+        return []
+    hosts = dict.fromkeys(deployment.host_of(role) for role in ("", "prefill", "decode"))
+    if deployment.hosts:
+        hosts = dict.fromkeys(host.address for host in deployment.used_hosts.values())
+    open_to = [host for host in hosts if not is_loopback(host)]
+    if not open_to:
+        return []
+    return [
+        f"engines and router listen on {', '.join(open_to)}: whoever reaches that address can send requests "
+        "and read /metrics, since nothing asks for a key (deployment.host)"
+    ]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is this machine's own loopback device."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
+    where = scenario.deployment.address_of
+
+    def addresses(role: str) -> tuple[str, ...]:
+        return tuple(
+            f"{where(each.name)}:{each.side_port}"
+            for each in plan.instances
+            if each.role == role and each.side_port
+        )
+
+    services = tuple(f"{where('router')}:{port}" for port in plan.service_ports)
+    return Neighbours(addresses("prefill"), addresses("decode"), services)
+
+
+def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
+    """The engine instances of one deployment, prefill first."""
+    shape: ModelShape = scenario.model.shape
+    neighbours = _neighbours(scenario, plan)
+    longest = scenario.workload.longest
+    return [
+        Instance(
+            name=process.name,
+            role=process.role,
+            rank=process.rank,
+            host=scenario.deployment.address_of(process.name),
+            port=process.port,
+            side_port=process.side_port,
+            engine_id=f"{plan.label}-{process.name}",
+            model=shape,
+            served_model_name=scenario.model.served_model_name,
+            tensor_parallel_size=scenario.deployment.tensor_parallel_size,
+            max_tokens_per_request=longest,
+            neighbours=neighbours,
+            nodes=tuple(
+                scenario.deployment.hosts[name].address for name in scenario.deployment.nodes_of(process.name)
+            ),
+            group_port=process.group_port,
+            devices=process.devices,
+        )
+        for process in plan.instances
+    ]
+
+
+def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None) -> list[ProcessSpec]:
+    """Every process of a deployment in the order of start: helpers, prefill, decode, router.
+
+    ``log_dir`` is where their logs will be; None while only a plan is made.
+    """
+    engine = engines.get(scenario.deployment.engine)
+    connector = profile_of(scenario, plan.connector, plan.label)
+    options = scenario.connector_options(plan.label)
+    engine_options = scenario.deployment.engine_options
+    members = instances(scenario, plan)
+    services_at = scenario.deployment.address_of("router")
+    specs = connector.services(options, services_at, plan.service_ports)
+    for member in members:
+        specs += engine.processes(member, connector, options, engine_options)
+    if plan.router_port is not None:
+        specs.append(_router_spec(scenario, plan))
+    roles = {member.name: member.role for member in members}
+    addresses = [services_at, *(address for member in members for address in (member.host, *member.nodes))]
+    beside = tuple(dict.fromkeys([*addresses, "localhost", "127.0.0.1"]))
+    return [
+        replace(
+            observed(spec, roles.get(spec.name.partition(NODE)[0], ""), scenario.deployment, log_dir),
+            beside=beside,
+        )
+        for spec in specs
+    ]
+
+
+def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:
+    """How requests go to P and D, as JSON: what the router gets, and the load generator in direct mode.
+
+    Keys: connector, version, options, prefill (empty without P/D), decode. None for a single engine, to which
+    requests go straight, and for servers that somebody else started, of which only one URL is known.
+    """
+    if plan.router_port is None or scenario.deployment.engine == "external":
+        return None
+    members = instances(scenario, plan)
+    connector = profile_of(scenario, plan.connector, plan.label)
+    prefill = [
+        {
+            "url": member.url,
+            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
+            "side_address": member.side_address,
+            **(
+                {"engine_id": member.engine_id, "tensor_parallel_size": member.tensor_parallel_size}
+                if connector.needs_engine_id
+                else {}
+            ),
+        }
+        for member in members
+        if member.role == "prefill"
+    ]
+    engine = engines.get(scenario.deployment.engine)
+    return {
+        "connector": plan.connector,
+        "version": engine.version(scenario.deployment.engine_options),
+        "options": scenario.connector_options(plan.label).model_dump(mode="json"),
+        "prefill": prefill,
+        "decode": [
+            {"url": member.url, "side_address": member.side_address}
+            for member in members
+            if member.role != "prefill"
+        ],
+    }
+
+
+def _router_spec(scenario: Scenario, plan: DeploymentPlan) -> ProcessSpec:
+    host = scenario.deployment.address_of("router")
+    lie = engines.get(scenario.deployment.engine).router_lie(scenario.deployment.engine_options)
+    processes = scenario.deployment.router_processes
+    spec = {
+        "host": host,
+        "port": plan.router_port,
+        "request_timeout_s": scenario.workload.request_timeout_s,
+        "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
+        **(dispatch_spec(scenario, plan) or {}),
+        **({"processes": processes} if processes > 1 else {}),
+        **({"lie": lie} if lie else {}),
+    }
+    return ProcessSpec(
+        name="router",
+        argv=(sys.executable, "-m", ROUTER_MODULE),
+        spec=spec,
+        ready_url=f"http://{host}:{plan.router_port}/health",
+        port=plan.router_port or 0,
+    )
+
+
+def several_hosts_problem() -> InputError:
+    """The error for a deployment whose processes are not all here."""
+    return InputError(
+        "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
+        hint="name the hosts in deployment.hosts with launcher: ssh; or print the commands with "
+        "`kvbench launch --print`, run them there, and measure with --base-url",
+    )
+
+
+def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
+    """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
+    deployment = scenario.deployment
+    if deployment.launcher == "local" and deployment.several_hosts and deployment.engine != "external":
+        error = several_hosts_problem()
+        return Problem(error.message, error.hint)
+    engine = engines.get(deployment.engine)
+    return engine.check(connectors.get(plan.connector), deployment.engine_options)

@@ -1,0 +1,103 @@
+"""Scenario files on disk: found by path or by the name of a bundled one, read, and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench import connectors, engines
+from kvbench.connectors.base import ConnectorOptions
+from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario
+from kvbench.core.scenario.yaml_lines import MAX_CHARS
+from kvbench.errors import InputError, ScenarioError
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def registry() -> Registry:
+    """The options of all connectors and engines that are there."""
+    return Registry(
+        connectors={name: connectors.get(name).options_model for name in connectors.names()},
+        engines={name: engines.options_model(name) for name in engines.names()},
+        settle=_settle,
+    )
+
+
+def _settle(engine: str, options: Any) -> Any:
+    """A library chooses its transport with a real engine only."""
+    chooses = engines.get(engine).chooses_transport or not isinstance(options, ConnectorOptions)
+    return options if chooses else options.settled()
+
+
+def bundled_folder() -> Path:
+    """Where the bundled scenarios lie: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "scenarios"
+    return installed if installed.is_dir() else package.parent / "scenarios"
+
+
+def bundled_names() -> tuple[str, ...]:
+    """The names of all bundled scenarios."""
+    return tuple(sorted(path.stem for path in bundled_folder().glob("*.yaml")))
+
+
+def find_scenario(name_or_path: str) -> tuple[bytes, str]:
+    """A scenario's bytes and where they come from.
+
+    What has a slash or a YAML suffix is a path; anything else is first a bundled name and then a file
+    in the current folder. Raises InputError with the nearest names.
+    """
+    is_path = "/" in name_or_path or name_or_path.endswith(_SUFFIXES)
+    bundled = name_or_path.removesuffix(".yaml")
+    path = Path(name_or_path)
+    try:
+        if bundled in bundled_names() and not (is_path and path.exists()):
+            path = bundled_folder() / f"{bundled}.yaml"
+        if path.is_file():
+            return _read(path), str(path)
+        if path.exists():
+            kind = "folder" if path.is_dir() else "special file"
+            raise InputError(f"{path} is a {kind}, not a scenario file", hint=_there_are(name_or_path))
+    except (ValueError, OSError) as error:
+        # A name with a null byte, far too long, or in a folder that may not be entered.
+        raise InputError(f"{name_or_path[:80]!r} cannot be opened: {error}", hint=_there_are("")) from error
+    what = f"there is no file {name_or_path!r}" if is_path else f"no scenario is called {name_or_path!r}"
+    raise InputError(what, hint=_there_are(name_or_path))
+
+
+def load_scenario(
+    name_or_path: str, overrides: Sequence[str] = (), known: Registry | None = None
+) -> tuple[Scenario, bytes]:
+    """A checked scenario, and the bytes of its file as they are. Raises InputError or ScenarioError."""
+    data, origin = find_scenario(name_or_path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ScenarioError(
+            f"{origin}:{line}: is not UTF-8 text: byte 0x{data[error.start]:02x}",
+            hint="save the file as UTF-8",
+        ) from error
+    return parse_scenario(text, origin, known or registry(), overrides), data
+
+
+def _read(path: Path) -> bytes:
+    limit = 4 * MAX_CHARS  # a character takes at most four bytes; the parser counts characters
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > limit:
+        raise InputError(f"{path} is longer than {limit // 1024} KiB, too long for a scenario")
+    return data
+
+
+def _there_are(wanted: str) -> str:
+    names = bundled_names()
+    stem = Path(wanted.replace("\0", "")).stem
+    close = difflib.get_close_matches(stem, names, n=1)
+    nearest = f"did you mean {close[0]}? " if close else ""
+    return f"{nearest}bundled scenarios: {', '.join(names) or 'none'}; or give the path of a .yaml file"

@@ -1,0 +1,87 @@
+"""Planned requests that come from a file: traces as they are read, and what a load generator is handed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvbench.core.load.traces import TracedRequest, TraceFigures, figures, parse_trace, scaled
+from kvbench.core.scenario.scenario import Scenario, Trace
+from kvbench.core.search.burst import burst_offsets
+from kvbench.errors import InputError
+
+MOST_BYTES = 2 * 2**30
+"""A larger trace is refused before it is read."""
+
+
+def load_trace(trace: Trace) -> list[TracedRequest]:
+    """The first ``max_requests`` requests of a trace, with its own time scale. Raises InputError."""
+    return scaled(
+        parse_trace(_text_of(trace), trace.path, trace.format), trace.time_scale, trace.max_requests
+    )
+
+
+def _text_of(trace: Trace) -> str:
+    path = Path(trace.path)
+    try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"the trace {path} is a folder, a pipe or a device, and no file")
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(
+                f"{path} has more than {MOST_BYTES / 2**30:g} GiB", hint="cut it to what is replayed"
+            )
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the trace {path} cannot be read: {error.strerror or error}",
+            hint="its path counts from where kvbench is started",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+
+
+def trace_lengths(trace: Trace) -> tuple[int, int, int]:
+    """Mean prompt and output length, by which a trace's cell is called, and its longest request (tokens)."""
+    told = figures(load_trace(trace))
+    return max(1, round(told.mean_input_len)), max(1, round(told.mean_output_len)), told.longest
+
+
+def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> None:
+    """Raise InputError if a request is longer than the engine's max_model_len."""
+    longest = getattr(scenario.deployment.engine_options, "max_model_len", None)
+    if not longest:
+        return
+    wrong = [each for each in requests if each.input_len + each.output_len > longest]
+    if wrong:
+        most = max(each.input_len + each.output_len for each in wrong)
+        raise InputError(
+            f"{len(wrong)} of the trace's {len(requests)} requests exceed the engine's max_model_len of "
+            f"{longest}; the longest has {most} tokens",
+            hint="raise max_model_len, or leave those requests out of the file",
+        )
+
+
+def trace_summary(trace: Trace, told: TraceFigures) -> dict[str, Any]:
+    """What a run folder keeps of a trace: which file it was, and what it asks for."""
+    return {"path": trace.path, "sha256": trace_digest(trace), "time_scale": trace.time_scale, **asdict(told)}
+
+
+def trace_digest(trace: Trace) -> str:
+    """SHA-256 of a trace's file. Raises InputError if it cannot be read."""
+    return hashlib.sha256(_text_of(trace).encode()).hexdigest()
+
+
+def burst_plan(rate: float, burstiness: float, seed: int, lengths: tuple[int, int]) -> list[TracedRequest]:
+    """The requests of a burst trial, all with fresh prompts."""
+    offsets = burst_offsets(rate, burstiness, seed).tolist()
+    return [TracedRequest(offset_s, *lengths) for offset_s in offsets]
+
+
+def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:
+    """The file that a load generator reads (``LoadSpec.requests_path``): a JSON object a line."""
+    with path.open("w", encoding="ascii") as file:
+        file.writelines(json.dumps(each.to_json(), separators=(",", ":")) + "\n" for each in requests)

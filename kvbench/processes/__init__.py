@@ -1,0 +1,1 @@
+"""Processes of their own: met over argv, a JSON spec and HTTP, never imported from outside."""

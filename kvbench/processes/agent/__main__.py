@@ -1,0 +1,35 @@
+"""``python -m kvbench.processes.agent``: questions on stdin, answers on stdout, its own log on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvbench.core.plan.process_modules import AGENT_MODULE
+from kvbench.processes.agent.agent import Agent
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {AGENT_MODULE}", description=__doc__)
+    parser.add_argument("--tag", default="", help="the run's tag, which all that it starts will carry")
+    chosen = parser.parse_args(argv)
+    # Whatever a library prints must not come between the frames.
+    answers = os.dup(STDOUT)
+    os.set_inheritable(answers, False)
+    os.dup2(STDERR, STDOUT)
+    agent = Agent(STDIN, answers, chosen.tag)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: agent.end("it was told to end"))
+    agent.run()
+    sys.stderr.flush()
+    # Threads that wait for a server's answer, or for a reader that is gone, are not waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,277 @@
+"""The agent's loop: frames in, frames out, and an eye on its processes. It never waits for anything long.
+
+Processes are started by this one thread, which lives as long as the agent: the kernel kills them with it
+(``launchers/parts/guard.py``). What may take long is answered by threads of a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.errors import KvbenchError, LaunchError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.parts.channel import Lines
+from kvbench.launchers.parts.wire import BEAT_S, LOST_S, decode, error_frame
+from kvbench.processes.agent.answers import ANSWERS, hello
+from kvbench.processes.agent.jobs import Job
+from kvbench.processes.agent.outbox import Outbox
+
+TURN_S: Final = 0.1
+"""Between two looks at processes and logs. What comes from kvbench or a piped process is taken at once."""
+READ_BYTES: Final = 65_536
+LAST_WORDS_S: Final = 1.0
+KILL_S: Final = 3.0
+"""All processes are killed side by side; none takes longer."""
+POOL_THREADS: Final = 16
+
+Frame = Mapping[str, Any]
+
+
+class Agent:
+    """Serves who writes to ``stdin`` and reads from ``stdout`` (file descriptors), until they are gone."""
+
+    def __init__(self, stdin: int, stdout: int, tag: str) -> None:
+        self._stdin = stdin
+        self._tag = tag
+        self._outbox = Outbox(stdout)
+        self._lines = Lines()
+        self._jobs: dict[str, Job] = {}
+        self._launchers: dict[str, LocalLauncher] = {}
+        self._samples: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
+        self._folder: Path | None = None
+        self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="answer")
+        self._why_ending = ""
+        self._heard = self._beaten = time.monotonic()
+        self._here: dict[str, Callable[[Frame], Any]] = {
+            "open": self._open,
+            "start": self._start,
+            "terminate": lambda asked: self._job(asked).process.terminate(),
+            "rename": lambda asked: self._job(asked).rename(str(asked["name"])),
+            "clock": lambda asked: {"monotonic_s": time.monotonic()},
+            "close_stdin": lambda asked: self._job(asked).close_stdin(),
+            "write": lambda asked: self._job(asked).write(str(asked["data"])),
+            "beat": lambda asked: None,
+            "unwatch": self._unwatch,
+        }
+        self._beside: dict[str, Callable[[Frame], Any]] = {
+            "kill": lambda asked: self._job(asked).kill(),
+            "watch": self._watch,
+            "cpu_s": self._cpu_s,
+            "sample": self._sample,
+            "sampled": lambda asked: self._samples.pop(str(asked["trial_id"])).taken(),
+            "list": lambda asked: {"names": self._extra_files(asked)},
+            **{name: self._answered(name) for name in ANSWERS},
+        }
+
+    def run(self) -> None:
+        """Serve until stdin ends, nothing comes any more, or ``end`` is called; then leave nothing behind."""
+        self._outbox.put(hello())
+        try:
+            while not self._why_ending:
+                self._turn()
+        finally:
+            self._leave_nothing()
+
+    def end(self, why: str) -> None:
+        """End soon; may be called by a signal's handler."""
+        self._why_ending = self._why_ending or why
+
+    # -- the loop -----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        live = [job for job in list(self._jobs.values()) if not job.told_end]
+        talking = {} if self._outbox.full else {job.stdout: job for job in live if job.stdout is not None}
+        writing = {job.stdin: job for job in live if job.wants_to_write}
+        try:
+            ready, writable, _ = select.select([self._stdin, *talking], list(writing), [], TURN_S)
+        except OSError:  # a process was killed, and its pipes closed, a moment ago
+            return
+        for handle in writable:
+            writing[handle].flush()
+        for handle in ready:
+            if handle != self._stdin:
+                talking[handle].relay()
+        if self._stdin in ready:
+            self._hear()
+        now = time.monotonic()
+        if now - self._beaten >= BEAT_S:
+            self._beaten = now
+            if not self._outbox.full:
+                self._outbox.put({"event": "beat"})
+        if now - self._heard > LOST_S:
+            self.end(f"nothing has come for {LOST_S:g} s")
+        for job in live:
+            if not self._outbox.full:
+                job.send_log()
+            job.look()
+
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._stdin, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.end("the connection has ended")
+            return
+        self._heard = time.monotonic()
+        for line in self._lines.feed(data):
+            frame = decode(line)
+            if frame is not None:
+                self._obey(frame)
+
+    def _obey(self, frame: Frame) -> None:
+        wanted = str(frame.get("do"))
+        if wanted in self._here:
+            self._answer(frame, self._here[wanted])
+        elif wanted == "stop":
+            self.end("it was told to stop")
+        elif wanted in self._beside:
+            self._pool.submit(self._answer, frame, self._beside[wanted])
+        else:
+            self._answer(frame, _unknown)
+
+    def _answer(self, frame: Frame, how: Callable[[Frame], Any]) -> None:
+        number = frame.get("id")
+        try:
+            answer = how(frame) or {}
+        except KvbenchError as error:
+            told: dict[str, Any] = {"error": error_frame(error)}
+        except Exception as error:  # whatever it is, it must not end the agent, and somebody waits for it
+            told = {"error": {"kind": "LaunchError", "message": f"{type(error).__name__}: {error}"}}
+        else:
+            told = {"answer": answer}
+        if number is not None:
+            self._outbox.put({"id": number, **told})
+
+    # -- what it is asked ---------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> Path:
+        if self._folder is None:
+            raise LaunchError("the agent was not told where to work")
+        return self._folder
+
+    def _answered(self, name: str) -> Callable[[Frame], Any]:
+        return lambda asked: ANSWERS[name](self._root, asked)
+
+    def _open(self, asked: Frame) -> dict[str, Any]:
+        """Takes its working folder and environment: first of all, once."""
+        self._pool.submit(
+            importlib.import_module, "kvbench.processes.agent.samples"
+        )  # while engines get ready
+        os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
+        # A shell that ssh starts knows nothing of the environment that this Python is in.
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        base = Path(str(asked["workdir"])).expanduser() if asked.get("workdir") else None
+        try:
+            if base is not None:
+                base.mkdir(parents=True, exist_ok=True)
+                os.chdir(base)
+            self._folder = Path(tempfile.mkdtemp(prefix="kvbench-far-", dir=base)).absolute()
+        except OSError as error:
+            raise LaunchError(
+                f"cannot work in {base}: {error.strerror}", hint="choose another workdir for this host"
+            ) from error
+        (self._folder / "files").mkdir()
+        return {"folder": str(self._folder), "files": str(self._folder / "files")}
+
+    def _launcher(self, folder: str) -> LocalLauncher:
+        name = Path(folder).name or "run"
+        if name not in self._launchers:
+            self._launchers[name] = LocalLauncher(self._tag, self._logs(name), self._root / "specs" / name)
+        return self._launchers[name]
+
+    def _logs(self, folder: str) -> Path:
+        return self._root / "logs" / (Path(folder).name or "run")
+
+    def _start(self, asked: Frame) -> dict[str, Any]:
+        told = asked["spec"]
+        spec = ProcessSpec(
+            name=str(told["name"]),
+            argv=tuple(told["argv"]),
+            env={**told["env"], **asked.get("secrets", {})},
+            spec=told["spec"],
+            files=told.get("files", {}),
+            ready_url=str(told.get("ready_url", "")),
+            one_thread=bool(asked.get("one_thread", True)),
+            beside=tuple(map(str, asked.get("beside", ()))),
+        )
+        piped, key = bool(asked.get("piped")), str(asked["key"])
+        process = self._launcher(str(asked["folder"])).start(spec, piped=piped)
+        self._jobs[key] = Job(key, process, self._outbox, piped=piped)
+        return {"pid": process.pid}
+
+    def _job(self, asked: Frame) -> Job:
+        job = self._jobs.get(str(asked.get("key")))
+        if job is None:
+            raise LaunchError(f"no process {asked.get('key')} was started here")
+        return job
+
+    def _extra_files(self, asked: Frame) -> list[str]:
+        """What processes of a launcher left beside their logs, such as spans and profiles."""
+        folder = self._logs(str(asked["folder"]))
+        return sorted(str(path) for path in folder.glob("*") if path.suffix != ".log" and path.is_file())
+
+    def _sample(self, asked: Frame) -> dict[str, Any]:
+        from kvbench.processes.agent.samples import Samples
+
+        pids = {job.process.name: job.process.pid for job in self._jobs.values() if not job.told_end}
+        sample = Samples(str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"]))
+        self._samples[str(asked["trial_id"])] = sample
+        return {}
+
+    def _watch(self, asked: Frame) -> None:
+        """From now on it is told if one of these processes does nothing any more."""
+        from kvbench.processes.agent.lifewatch import LifeWatch
+
+        jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
+        self._watches[str(asked["watch"])] = LifeWatch(jobs, self._outbox)
+
+    def _unwatch(self, asked: Frame) -> None:
+        watch = self._watches.pop(str(asked["watch"]), None)
+        if watch is not None:
+            watch.close()
+
+    def _cpu_s(self, asked: Frame) -> dict[str, Any]:
+        """CPU seconds that a process of this agent has taken, with its children."""
+        from kvbench.hosts.procfs import cpu_s, family
+
+        pids = [job.process.pid for job in self._jobs.values() if not job.told_end]
+        return {"cpu_s": cpu_s(family(int(asked["pid"]))) if int(asked["pid"]) in pids else None}
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def _leave_nothing(self) -> None:
+        threads = [
+            threading.Thread(target=job.kill, daemon=True) for job in self._jobs.values() if not job.told_end
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + KILL_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._outbox.put({"event": "end", "why": self._why_ending})
+        self._outbox.close(LAST_WORDS_S)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _unknown(asked: Frame) -> None:
+    raise LaunchError(f"this agent does not know {asked.get('do')!r}", hint="are both kvbenches the same?")

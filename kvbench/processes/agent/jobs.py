@@ -1,0 +1,174 @@
+"""The processes that an agent has started: their logs and words on their way to kvbench, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import Final
+
+from kvbench.launchers.local import LocalProcess
+from kvbench.launchers.parts.wire import ENCODING
+from kvbench.processes.agent.outbox import Outbox
+
+LOG_BYTES_AT_ONCE: Final = 128 * 1024
+"""Of one process's log in one turn. With ``TURN_S`` of 0.1 s: 1.3 MB a second."""
+LOG_BEHIND_BYTES: Final = 4 * 2**20
+"""A log that has run further ahead is not caught up with: its middle is left out, and that is said."""
+LOG_END_BYTES: Final = 2**20
+"""What is sent at most of a log's end when its process has ended."""
+LOG_MOST_BYTES: Final = 256 * 2**20
+"""More of one log is never sent."""
+PIPE_BYTES: Final = 65_536
+
+
+class LogFeed:
+    """A log file that grows, and how much of it has been sent."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sent = 0
+
+    def take(self, most: int, behind: int = LOG_BEHIND_BYTES) -> str:
+        """What is new, at most ``most`` bytes; what was left out, because too much was, is said in it."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return ""
+        if size <= self._sent or self._sent >= LOG_MOST_BYTES:
+            return ""
+        note = ""
+        if size - self._sent > behind:
+            left_out = size - self._sent - behind // 2
+            self._sent += left_out
+            note = f"\n… {left_out} bytes of this log are left out here: it grew too fast\n"
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._sent)
+            data = file.read(min(most, size - self._sent))
+            self._sent += len(data)
+            if self._sent >= LOG_MOST_BYTES:
+                return note + data.decode("utf-8", "replace") + "\n… and the rest of this log is not sent\n"
+            return note + data.decode("utf-8", "replace")
+        return note
+
+
+class Job:
+    """One process with what kvbench hears of it. ``key``: the name by which both sides know it."""
+
+    def __init__(self, key: str, process: LocalProcess, outbox: Outbox, *, piped: bool) -> None:
+        self.key = key
+        self.process = process
+        self.piped = piped
+        self.told_end = False
+        self._outbox = outbox
+        self._log = LogFeed(process.log_path)
+        self._unwritten = bytearray()
+        self._closing = False
+        self._silent = False
+        self._reaping = threading.Lock()
+        if piped:
+            os.set_blocking(process.stdin.fileno(), False)
+            os.set_blocking(process.stdout.fileno(), False)
+
+    @property
+    def stdin(self) -> int:
+        return self.process.stdin.fileno()
+
+    @property
+    def stdout(self) -> int | None:
+        """The pipe to listen to; None without one, and when it has ended."""
+        return None if not self.piped or self._silent else self.process.stdout.fileno()
+
+    # -- its stdin ----------------------------------------------------------------------------------
+
+    def write(self, text: str) -> None:
+        """Bytes for its stdin; what it does not take at once is kept for ``flush``."""
+        self._unwritten += text.encode(ENCODING)
+        self.flush()
+
+    def close_stdin(self) -> None:
+        """Closes its stdin once everything has been written."""
+        self._closing = True
+        self.flush()
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._unwritten) and not self.told_end
+
+    def flush(self) -> None:
+        """Writes what its stdin takes without waiting."""
+        try:
+            while self._unwritten:
+                del self._unwritten[: os.write(self.process.stdin.fileno(), self._unwritten)]
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):  # it has ended, or closed its stdin
+            self._unwritten.clear()
+        if self._closing:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+    # -- what it says -------------------------------------------------------------------------------
+
+    def relay(self) -> None:
+        """Sends what its stdout has now."""
+        try:
+            data = os.read(self.process.stdout.fileno(), PIPE_BYTES)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data = b""
+        self._silent = not data
+        if data:
+            self._outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})
+
+    def send_log(self) -> None:
+        """Sends what its log has gained, within the limits."""
+        if text := self._log.take(LOG_BYTES_AT_ONCE):
+            self._outbox.put({"event": "log", "key": self.key, "text": text})
+
+    def rename(self, name: str) -> None:
+        self.process.rename(name)
+        self._log.path = self.process.log_path
+
+    # -- its end ------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """If it has ended: sends the rest of its words and its log, then its exit status."""
+        if self.told_end or not self._reaping.acquire(blocking=False):
+            return  # a thread is about to end it
+        try:
+            if not self.process.has_exited:
+                return
+            self._tell_end(killing=False)
+        finally:
+            self._reaping.release()
+
+    def kill(self) -> None:
+        """Ends it and its group; takes ``TRACKER_GRACE_S`` at the longest."""
+        with self._reaping:
+            if not self.told_end:
+                self._tell_end(killing=True)
+
+    def _tell_end(self, *, killing: bool) -> None:
+        if self.piped:
+            self._drain()
+        if killing:
+            self.process.kill()
+        status = self.process.poll()
+        self.told_end = True
+        if text := self._log.take(LOG_END_BYTES, LOG_END_BYTES):
+            self._outbox.put({"event": "log", "key": self.key, "text": text})
+        self._outbox.put({"event": "exit", "key": self.key, "status": status})
+
+    def _drain(self) -> None:
+        """Sends what it left in its stdout; a grandchild that keeps it open is not waited for."""
+        for _ in range(64):
+            try:
+                data = os.read(self.process.stdout.fileno(), PIPE_BYTES)
+            except (OSError, ValueError):
+                return
+            if not data:
+                return
+            self._outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})

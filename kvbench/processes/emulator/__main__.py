@@ -1,0 +1,46 @@
+"""``python -m kvbench.processes.emulator SPEC.json``: exit code 0 after SIGTERM, 2 bad spec, 98 busy port."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from kvbench.core.plan.process_modules import EMULATOR_MODULE
+from kvbench.errors import InputError, KvbenchError, PortInUseError
+from kvbench.processes.common.timeslice import shorten_slice
+from kvbench.processes.emulator.server import serve
+from kvbench.processes.emulator.spec import parse_spec
+
+EXIT_PORT_IN_USE: Final = 98
+
+
+def main(argv: list[str]) -> int:
+    """Runs one engine; returns the exit code."""
+    shorten_slice()
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if len(argv) != 1:
+        print(f"usage: python -m {EMULATOR_MODULE} SPEC.json", file=sys.stderr)
+        return InputError.exit_code
+    try:
+        spec = parse_spec(Path(argv[0]).read_bytes(), argv[0])
+        uvloop.run(serve(spec))
+    except PortInUseError as error:
+        print(error.message, file=sys.stderr)
+        return EXIT_PORT_IN_USE
+    except KvbenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return InputError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

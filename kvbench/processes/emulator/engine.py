@@ -1,0 +1,282 @@
+"""The engine's steps on the wall clock: schedule, write and read KV bytes, wait, hand out tokens.
+
+A step that starts when work is there ends at its start plus the modelled time, and its tokens leave at
+that moment, never before. If the process is late, the next step starts at the scheduled end, not at
+the real one, so that a late process catches up instead of slowing the model down; by how much it was
+late is counted per step (``kvbench:emulator_step_lag_seconds``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvbench.core.simulation.kv_cache import block_hashes
+from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
+from kvbench.core.simulation.step import Request, Status, StepPlan
+from kvbench.core.simulation.step_time import TimingProfile
+from kvbench.processes.emulator.clock import Alarm
+from kvbench.processes.emulator.compute import KvCompute, Work
+from kvbench.processes.emulator.kvbytes import EOS_TOKEN
+from kvbench.processes.emulator.metrics import EngineMetrics
+from kvbench.processes.emulator.running_request import Live, Trace, note_step
+
+log = logging.getLogger(__name__)
+
+# More KV bytes than this (about half a millisecond of work) go to a thread.
+_INLINE_BYTES: Final = 1 << 20
+
+
+class Engine:
+    """One model instance. ``submit`` and ``abort`` are called from the event loop; ``run`` is its task."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        timing: TimingProfile,
+        time_scale: float,
+        compute: KvCompute,
+        metrics: EngineMetrics,
+    ) -> None:
+        self.config = config
+        self.timing = timing
+        self.time_scale = time_scale
+        self.compute = compute
+        self.metrics = metrics
+        self.scheduler = Scheduler(config)
+        self.lives: dict[Request, Live] = {}
+        self._traces: dict[Request, Trace] = {}
+        self.on_load: Callable[[Live], None] = _no_hand_off
+        """Called when a remote request's blocks are reserved: fetch its KV, then ``kv_arrived``."""
+        self.on_prefilled: Callable[[Live], None] = _no_hand_off
+        """Called when a held request has ended, before its last ``on_token``."""
+        self.on_dropped: Callable[[Live], None] = _ignore
+        """Called when a request with a hand-off ends without it having been carried out."""
+        self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-bytes")
+        self._wake = asyncio.Event()
+        self._wake_s = 0.0
+        self._sleeping: Alarm | None = None
+        self._now = time.monotonic()
+        metrics.gauges = self.gauges
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def submit(self, live: Live) -> None:
+        """Queue a request. Raises InputError if it can never fit."""
+        now = time.monotonic()
+        live.received_s = now
+        request = live.request
+        request.hashes = block_hashes(live.prompt_hashes, self.config.block_tokens)
+        overhead = 0.0
+        if not request.remote_kv:
+            overhead = self.timing.overhead_s(self.time_scale, request.prompt_len)
+        request.arrival_s = now + overhead
+        self.scheduler.add(request)
+        self.lives[request] = live
+        if live.trace is not None:
+            self._traces[request] = live.trace
+        self.wake()
+
+    def abort(self, live: Live) -> None:
+        """The client is gone: drop the request, free its blocks as soon as nothing moves in them."""
+        if live.ended:
+            return
+        self._end(live, "abort")
+        self.scheduler.abort(live.request)
+        self.on_dropped(live)
+        self.wake()
+
+    async def kv_arrived(self, live: Live) -> None:
+        """All prompt KV of a loading request lies in its blocks: read it and let it join the batch."""
+        request = live.request
+        await self._in_thread(lambda: self.compute.read(live, request.prompt_len))
+        if live.trace is not None:
+            live.trace.kv_arrived_s = time.monotonic()
+        self.scheduler.kv_arrived(request)
+        self.wake()
+
+    def kv_failed(self, live: Live) -> None:
+        """A loading request's KV will not come and nothing writes to its blocks any more."""
+        self.scheduler.kv_failed(live.request)
+        self.wake()
+
+    def fail(self, live: Live, message: str) -> None:
+        """End a request with an error; its blocks are the caller's affair."""
+        if not live.ended:
+            self._end(live, "error")
+            live.sink.on_error(500, message)
+
+    def release(self, live: Live) -> None:
+        """A held request's KV has been taken, or its lease has ended."""
+        if live.request.status is Status.HELD:
+            self.scheduler.release(live.request)
+            if live.trace is not None:
+                live.trace.released(live)
+            self.wake()
+
+    def wake(self) -> None:
+        """Something has changed: look again if the engine is idle."""
+        if not self._wake.is_set():
+            self._wake_s = time.monotonic()
+            self._wake.set()
+            if self._sleeping is not None:
+                self._sleeping.ring()
+
+    def gauges(self) -> dict[str, float]:
+        """Current values for /metrics, by name."""
+        scheduler, stats = self.scheduler, self.scheduler.stats
+        waiting = len(scheduler.waiting) + len(scheduler.ready) + len(scheduler.loading)
+        return {
+            "vllm:num_requests_running": len(scheduler.running),
+            "vllm:num_requests_waiting": waiting,
+            "vllm:kv_cache_usage_perc": scheduler.pool.usage,
+            "vllm:prefix_cache_queries_total": stats.prefix_queries,
+            "vllm:prefix_cache_hits_total": stats.prefix_hits,
+            "vllm:external_prefix_cache_queries_total": stats.external_queries,
+            "vllm:external_prefix_cache_hits_total": stats.external_hits,
+            "vllm:num_preemptions_total": stats.preemptions,
+        }
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run steps until cancelled."""
+        alarm = Alarm()
+        try:
+            while True:
+                plan = self.scheduler.schedule(self._now)
+                for victim in plan.preempted:
+                    live = self.lives[victim]
+                    live.state = live.digested = 0
+                for request in plan.loads:
+                    self.on_load(self.lives[request])
+                if plan.chunks:
+                    await self._step(plan, alarm)
+                elif not plan.preempted:
+                    await self._idle(alarm)
+        finally:
+            alarm.close()
+            self._work.shutdown(wait=False, cancel_futures=True)
+
+    async def _step(self, plan: StepPlan, alarm: Alarm) -> None:
+        duration = self.timing.step_s(plan.load, self.time_scale)
+        end = self._now + duration
+        runs, singles = self._split(plan)
+        tokens = sum(chunk.start + chunk.count - live.digested for live, chunk in runs)
+        work: asyncio.Future[None] | None = None
+        if tokens * self.compute.pool.token_bytes > _INLINE_BYTES:
+            work = self._in_thread(lambda: self.compute.runs(runs))
+        else:
+            self.compute.runs(runs)
+        self.compute.singles(singles)
+        await alarm.until(end)
+        if work is not None:
+            await work
+        sampling = [self.lives.get(chunk.request) for chunk in plan.chunks if chunk.samples]
+        self.compute.draw([live for live in sampling if live is not None])
+        if self._traces:
+            note_step(plan, self._traces, self._now, end)
+        self._now = end
+        self.metrics.steps += 1
+        self.metrics.busy_s += duration
+        self._emit(plan)
+        self.metrics.step_lag.observe(max(0.0, time.monotonic() - end))
+
+    async def _idle(self, alarm: Alarm) -> None:
+        """Wait for an arrival or a change; the next step starts at that moment."""
+        self._wake.clear()
+        arrival = self.scheduler.next_ready_s()
+        if arrival is not None and arrival > self._now:
+            # Known, but not here yet: in the front end, or come in while a late step was being caught up.
+            self._sleeping = alarm
+            await alarm.until(arrival)
+            self._sleeping = None
+            woken = self._wake.is_set() and self._wake_s < arrival
+            self._now = max(self._now, self._wake_s) if woken else arrival
+            return
+        await self._wake.wait()
+        self._now = max(self._now, self._wake_s)
+
+    def _split(self, plan: StepPlan) -> tuple[list[Work], list[Work]]:
+        """Chunks that are computed one by one, and plain decode tokens, which are computed together."""
+        runs: list[Work] = []
+        singles: list[Work] = []
+        for chunk in plan.chunks:
+            live = self.lives[chunk.request]
+            if live.digested >= chunk.start + chunk.count:
+                continue  # its bytes came from another engine and have been read
+            single = chunk.count == 1 and live.digested == chunk.start >= chunk.request.prompt_len
+            (singles if single else runs).append((live, chunk))
+        return runs, singles
+
+    def _emit(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        sampled = self.scheduler.complete(plan)
+        gaps: dict[float, int] = {}
+        for request in sampled:
+            live = self.lives[request]
+            token = live.drawn
+            live.tokens.append(token)
+            if live.first_token_s is None:
+                self._first_token(live, now)
+            else:
+                gap = now - live.last_token_s
+                gaps[gap] = gaps.get(gap, 0) + 1
+            live.last_token_s = now
+            reason = "stop" if token == EOS_TOKEN else None
+            if reason is None and request.output_len >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self.scheduler.finish(request)
+                self._end(live, reason)
+                if request.hold_kv:
+                    self.on_prefilled(live)
+            live.sink.on_token(token, reason)
+        self.metrics.generation_tokens += len(sampled)
+        for gap, times in gaps.items():  # sequences of one batch mostly share their gap
+            self.metrics.itl.observe(gap, times)
+
+    def _first_token(self, live: Live, now: float) -> None:
+        live.first_token_s = now
+        request, metrics = live.request, self.metrics
+        metrics.prompt_tokens += request.prompt_len
+        metrics.by_source["local_cache_hit"] += request.cached_tokens
+        metrics.by_source["external_kv_transfer"] += request.external_tokens
+        local = request.prompt_len - request.cached_tokens - request.external_tokens
+        metrics.by_source["local_compute"] += local
+        metrics.ttft.observe(now - live.received_s)
+
+    def _end(self, live: Live, reason: str) -> None:
+        """Count a request's end and forget it."""
+        live.ended = True
+        del self.lives[live.request]
+        if live.trace is not None:
+            del self._traces[live.request]
+            live.trace.ended(live, reason)
+        metrics, request = self.metrics, live.request
+        metrics.success[reason] += 1
+        if live.first_token_s is None or request.first_scheduled_s is None or reason in ("abort", "error"):
+            return
+        first, last, scheduled = live.first_token_s, live.last_token_s, request.first_scheduled_s
+        metrics.e2e.observe(last - live.received_s)
+        metrics.queue.observe(max(0.0, scheduled - live.received_s))
+        metrics.prefill.observe(first - scheduled)
+        metrics.decode.observe(last - first)
+        metrics.inference.observe(last - scheduled)
+        if len(live.tokens) > 1:
+            metrics.tpot.observe((last - first) / (len(live.tokens) - 1))
+
+    def _in_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(self._work, work)
+
+
+def _no_hand_off(live: Live) -> None:
+    raise AssertionError("a request needs a hand-off and this engine has none")
+
+
+def _ignore(live: Live) -> None:
+    return None

@@ -1,0 +1,216 @@
+"""What both handshakes share: the roles, who waits for whom, leases, and the transfer process.
+
+A request on P (``do_remote_decode``) keeps its blocks after its one token until they have been taken or a
+lease ends; D renews the lease while it has not got to fetching. A request on D (``do_remote_prefill``) is
+answered with an error when its KV cannot be had: it is never prefilled again in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+from kvbench.errors import TransferError
+from kvbench.processes.emulator.engine import Engine
+from kvbench.processes.emulator.kvbytes import KvPool
+from kvbench.processes.emulator.metrics import EngineMetrics
+from kvbench.processes.emulator.pacing import Pacer
+from kvbench.processes.emulator.protocol import ApiError, Generate
+from kvbench.processes.emulator.running_request import Live, Trace
+from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
+from kvbench.processes.transfer_worker.remote import TransferProcess
+from kvbench.transfer.base import Op
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LEASE_S: Final = 30.0  # vLLM's kv_lease_duration
+RENEWALS_PER_LEASE: Final = 6  # vLLM: a heartbeat every sixth of the lease
+_OWN_KEYS: Final = frozenset({"kv_lease_duration"})
+_TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
+"""vLLM's name of a key → the transfer backends' option."""
+
+
+class Mover:
+    """The transfer process of one engine, and what its transfers count."""
+
+    def __init__(self, config: KvTransferConfig, spec: EngineSpec, metrics: EngineMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self.timeout_s = spec.transfer_timeout_s
+        layout = spec.layout()
+        self._bytes_of_block = layout.regions * layout.block_bytes
+        self._pacer = Pacer(spec.kv_pace, spec.time_scale, metrics) if spec.kv_pace else None
+        self.process: TransferProcess | None = None
+
+    async def start(self, pool: KvPool, host: str) -> None:
+        """Starts the child. Raises TransferError."""
+        extra = self._config.kv_connector_extra_config
+        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
+        self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)
+
+    @property
+    def started(self) -> TransferProcess:
+        if self.process is None:
+            raise TransferError("the transfer process is not ready yet")
+        return self.process
+
+    async def connect(self, agent: Mapping[str, Any]) -> str:
+        return await self.started.connect(dict(agent), self.timeout_s)
+
+    async def move(
+        self, peer_id: str, op: Op, local: Sequence[int], remote: Sequence[int], trace: Trace | None = None
+    ) -> dict[str, Any]:
+        """One transfer, counted. Raises TransferError."""
+        began = time.monotonic()
+        pacer = self._pacer if local else None
+        through = pacer.begin(began, len(local) * self._bytes_of_block) if pacer else 0.0
+        result = await self.started.transfer(peer_id, op, local, remote, self.timeout_s)
+        seconds = await pacer.end(began, through, result.descriptors) if pacer else result.transfer_s
+        self._metrics.transfer.observe(seconds, result.nbytes, result.descriptors)
+        self._metrics.blocks_moved += len(local)
+        told = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": seconds}
+        if trace is not None:
+            trace.moved(began, op, told)
+        return told
+
+    async def close(self) -> None:
+        if self.process is not None:
+            await self.process.close()
+
+
+class Handoff(ABC):
+    """One role of one handshake: a plain subclass for each of P and D, pull and push."""
+
+    def __init__(self, spec: EngineSpec, config: KvTransferConfig, engine: Engine, mover: Mover) -> None:
+        self.spec = spec
+        self.config = config
+        self.engine = engine
+        self.mover = mover
+        self.metrics = engine.metrics
+        self.lease_s = float(config.kv_connector_extra_config.get("kv_lease_duration", DEFAULT_LEASE_S))
+        self._tasks: set[asyncio.Task[None]] = set()
+        engine.on_load = self.on_load
+        engine.on_prefilled = self.on_prefilled
+        engine.on_dropped = self.on_dropped
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Opens the side channel. Raises PortInUseError."""
+
+    @abstractmethod
+    def accept(self, live: Live, wanted: Generate) -> None:
+        """Sets up a request from its kv_transfer_params, before it is submitted. Raises ApiError."""
+
+    def on_load(self, live: Live) -> None:
+        """D: the request's blocks are reserved."""
+        raise AssertionError("only a consumer loads KV")
+
+    def on_prefilled(self, live: Live) -> None:
+        """P: the request has made its token, its blocks are held."""
+        raise AssertionError("only a producer holds KV")
+
+    def on_dropped(self, live: Live) -> None:  # noqa: B027 - optional
+        """The client has gone."""
+
+    def status(self) -> dict[str, Any]:
+        """What a peer must have in common with this engine."""
+        return {
+            "engine_id": self.config.engine_id,
+            "kv_connector": self.config.kv_connector,
+            "model": self.spec.model.name,
+            "block_tokens": self.spec.block_tokens,
+            "regions": self.engine.compute.pool.layout.regions,
+            "block_bytes": self.engine.compute.pool.layout.block_bytes,
+        }
+
+    def check_peer(self, theirs: Mapping[str, Any]) -> None:
+        """Raises TransferError when the two engines' KV caches do not match."""
+        ours = self.status()
+        for key in ("kv_connector", "model", "block_tokens", "regions", "block_bytes"):
+            if theirs.get(key) != ours[key]:
+                raise TransferError(
+                    f"engines {ours['engine_id']} and {theirs.get('engine_id')} do not match: "
+                    f"{key} is {ours[key]!r} here and {theirs.get(key)!r} there"
+                )
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside the steps; it ends with the engine."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("hand-off task failed", exc_info=error)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def producer_params(wanted: Generate) -> Mapping[str, Any] | None:
+    """P's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
+    params = wanted.kv_transfer_params
+    if params is None:
+        return None
+    if params.get("do_remote_prefill"):
+        raise ApiError(
+            400, "do_remote_prefill was sent to a kv_producer: the router has the roles the wrong way round"
+        )
+    if not params.get("do_remote_decode"):
+        raise ApiError(400, "kv_transfer_params for a kv_producer must hold do_remote_decode: true")
+    if wanted.stream:
+        raise ApiError(400, "a request with do_remote_decode cannot be streamed")
+    if wanted.max_tokens != 1:
+        raise ApiError(400, f"a request with do_remote_decode needs max_tokens 1, not {wanted.max_tokens}")
+    return params
+
+
+def consumer_params(wanted: Generate, required: Sequence[str]) -> Mapping[str, Any] | None:
+    """D's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
+    params = wanted.kv_transfer_params
+    if params is None:
+        return None
+    if params.get("do_remote_decode"):
+        raise ApiError(
+            400, "do_remote_decode was sent to a kv_consumer: the router has the roles the wrong way round"
+        )
+    if not params.get("do_remote_prefill"):
+        raise ApiError(400, "kv_transfer_params for a kv_consumer must hold do_remote_prefill: true")
+    missing = [key for key in required if params.get(key) in (None, "")]
+    if missing:
+        raise ApiError(
+            400, f"kv_transfer_params lacks {', '.join(missing)}: this router does not fit the engine"
+        )
+    return params
+
+
+class Held:
+    """A request's blocks on P, kept until they are taken or the lease ends."""
+
+    def __init__(self, live: Live, lease_s: float, on_expiry: Callable[[Held], None]) -> None:
+        self.live = live
+        self.using = 0
+        """Transfers that read these blocks at this moment; the lease cannot end meanwhile."""
+        self._lease_s = lease_s
+        self._on_expiry = on_expiry
+        self._timer = asyncio.get_running_loop().call_later(lease_s, self._expire)
+
+    def renew(self) -> None:
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
+
+    def _expire(self) -> None:
+        if self.using:
+            self.renew()
+        else:
+            self._on_expiry(self)
+
+    def stop(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,146 @@
+"""The KV cache's bytes: written from tokens, and read back as the only source of the next token.
+
+A token's KV in region r is one vector of 64-bit words, ``mix(H_t) · pattern[r]``, with H_t the chained
+hash of all tokens up to t: it depends on the whole prefix, as real KV does, and on the region. Reading
+weighs every word of every region into one digest per token, and the digests, weighed by position, into
+the sequence's state, from which the next token follows. So one flipped bit, a stale block or two
+swapped ones give other tokens; which block ids were used, and how the prompt was cut, does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.simulation.kv_cache import U64, mix64_array
+from kvbench.transfer.base import Layout
+
+_CHUNK_BYTES: Final = 512 * 1024  # worked on at once: stays in the second-level cache
+_PATTERN_START: Final = 1
+_WEIGHT_START: Final = 1 << 32
+_TOKEN_SALT: Final = np.uint64(0x5851F42D4C957F2D)
+_EOS_SALT: Final = np.uint64(0x2545F4914F6CDD1D)
+EOS_TOKEN: Final = 0
+EOS_ONE_IN: Final = 256
+"""Without ignore_eos, one token in so many is the end-of-sequence token."""
+
+
+def _odd_words(start: int, regions: int, words: int) -> U64:
+    numbers = np.arange(start, start + regions * words, dtype=np.uint64)
+    return (mix64_array(numbers) | np.uint64(1)).reshape(regions, words)
+
+
+class KvPool:
+    """A memfd of ``layout.nbytes`` bytes, which a transfer process can map too.
+
+    ``words`` views it as [regions, blocks, block_tokens, words per token]. The owner calls ``close``.
+    """
+
+    def __init__(self, layout: Layout, block_tokens: int) -> None:
+        self.layout = layout
+        self.block_tokens = block_tokens
+        self.fd = os.memfd_create("kvbench-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, layout.nbytes)
+        self._map = mmap.mmap(self.fd, layout.nbytes)
+        slot_words = layout.block_bytes // block_tokens // 8
+        flat = np.frombuffer(self._map, dtype=np.uint64)
+        self.words: U64 = flat.reshape(layout.regions, layout.blocks, block_tokens, slot_words)
+        self._pattern = _odd_words(_PATTERN_START, layout.regions, slot_words)
+        self._weights = _odd_words(_WEIGHT_START, layout.regions, slot_words)
+        self._chunk_blocks = max(1, _CHUNK_BYTES // layout.block_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all regions."""
+        return self.layout.regions * self.layout.block_bytes // self.block_tokens
+
+    def close(self) -> None:
+        """Unmaps the pool; ``words`` must not be used afterwards."""
+        self.words = np.empty((0, 0, 0, 0), dtype=np.uint64)
+        self._map.close()
+        os.close(self.fd)
+
+    # -- runs of tokens of one sequence -----------------------------------------------------------
+
+    def write(self, blocks: Sequence[int], start: int, hashes: U64) -> None:
+        """Write the KV of tokens ``start``…, whose chained hashes are given, into a sequence's blocks."""
+        keys = mix64_array(hashes)
+        size = self.block_tokens
+        position, end = start, start + len(hashes)
+        while position < end:
+            index, slot = divmod(position, size)
+            if slot or end - position < size:  # part of a block
+                stop = min(end, position + size - slot)
+                part = keys[position - start : stop - start]
+                target = self.words[:, blocks[index], slot : slot + stop - position]
+                np.multiply(part[None, :, None], self._pattern[:, None, :], out=target)
+                position = stop
+                continue
+            count = min((end - position) // size, self._chunk_blocks)
+            ids = _selector(blocks[index : index + count])
+            part = keys[position - start : position - start + count * size].reshape(count, size, 1)
+            for region in range(self.layout.regions):
+                self.words[region, ids] = part * self._pattern[region]
+            position += count * size
+
+    def digest(self, blocks: Sequence[int], start: int, end: int) -> U64:
+        """One number per token ``start``…``end`` that depends on every bit of its KV, shape [end − start]."""
+        size = self.block_tokens
+        first, last = start // size, -(-end // size)
+        out = np.zeros((last - first, size), dtype=np.uint64)
+        for index in range(first, last, self._chunk_blocks):
+            stop = min(last, index + self._chunk_blocks)
+            ids = _selector(blocks[index:stop])
+            for region in range(self.layout.regions):
+                vectors = self.words[region, ids]
+                out[index - first : stop - first] += np.einsum("bsw,w->bs", vectors, self._weights[region])
+        return out.reshape(-1)[start - first * size : end - first * size]
+
+    # -- one token each of several sequences --------------------------------------------------------
+
+    def write_slots(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], hashes: U64) -> None:
+        """Write one token's KV for each sequence, at its block and slot."""
+        keys = mix64_array(hashes)
+        self.words[:, blocks, slots] = keys[None, :, None] * self._pattern[:, None, :]
+
+    def digest_slots(self, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> U64:
+        """The digest of one token's KV for each sequence."""
+        vectors = self.words[:, blocks, slots]
+        digests: U64 = np.einsum("rsw,rw->s", vectors, self._weights)
+        return digests
+
+
+def _selector(blocks: Sequence[int]) -> slice | NDArray[np.int64]:
+    """A slice where the blocks lie in a row (no copy is made then), else their ids."""
+    first, count = blocks[0], len(blocks)
+    if blocks[-1] == first + count - 1 and list(blocks) == list(range(first, first + count)):
+        return slice(first, first + count)
+    return np.array(blocks, dtype=np.int64)
+
+
+def fold(state: int, digests: U64, position_powers: U64) -> int:
+    """A sequence's state after the tokens whose digests follow; the powers are those of their positions."""
+    total = np.sum(mix64_array(digests) * position_powers, dtype=np.uint64)
+    return (state + int(total)) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def fold_each(states: U64, digests: U64, position_powers: U64) -> U64:
+    """The states of several sequences after one more token each."""
+    return states + mix64_array(digests) * position_powers
+
+
+def next_tokens(states: U64, vocab_size: int) -> NDArray[np.int64]:
+    """The token that follows each state, never the end-of-sequence one."""
+    picked = mix64_array(states ^ _TOKEN_SALT) % np.uint64(vocab_size - 1)
+    return picked.astype(np.int64) + 1
+
+
+def wants_eos(states: U64) -> NDArray[np.bool_]:
+    """Whether each sequence would end here if it may."""
+    ends: NDArray[np.bool_] = mix64_array(states ^ _EOS_SALT) % np.uint64(EOS_ONE_IN) == 0
+    return ends

@@ -1,0 +1,173 @@
+"""One emulated engine: pool, engine, hand-off and HTTP server put together, and taken down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import time
+from typing import Final
+
+from kvbench.errors import TransferError
+from kvbench.processes import http1
+from kvbench.processes.emulator.api import Api
+from kvbench.processes.emulator.compute import KvCompute
+from kvbench.processes.emulator.engine import Engine
+from kvbench.processes.emulator.handoff import Handoff, Mover
+from kvbench.processes.emulator.kvbytes import KvPool
+from kvbench.processes.emulator.lies import plant, plant_in_handoff
+from kvbench.processes.emulator.metrics import EngineMetrics
+from kvbench.processes.emulator.pull import PullConsumer, PullProducer
+from kvbench.processes.emulator.push import PushConsumer, PushProducer
+from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
+
+log = logging.getLogger(__name__)
+
+_PARENT_POLL_S: Final = 0.25
+_STOP_GRACE_S: Final = 0.2
+_CHILD_GRACE_S: Final = 1.0
+
+
+class EngineServer:
+    """The process's main object: ``start``, then ``stopped`` is waited for, then ``close``."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        config = spec.kv_transfer_config
+        self.metrics = EngineMetrics(spec.served_model_name, config.kv_connector if config else "")
+        self.pool = KvPool(spec.layout(), spec.block_tokens)
+        self.engine = Engine(
+            spec.engine_config(),
+            spec.timing_profile(),
+            spec.time_scale,
+            KvCompute(self.pool, spec.model.vocab_size, spec.max_model_len),
+            self.metrics,
+        )
+        self.mover = Mover(config, spec, self.metrics) if config else None
+        self.handoff: Handoff | None = None
+        self.api = Api(spec, self.engine, int(time.time()))
+        self.stopped = asyncio.Event()
+        self._problem = "starting"
+        self._http: http1.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.metrics.infos = self._infos
+        plant(self)
+
+    async def start(self) -> None:
+        """Listens, runs the engine, starts the transfer process. Raises PortInUseError, TransferError."""
+        config = self.spec.kv_transfer_config
+        self.api.problem = self.problem
+        self._http = await http1.serve(self.api.handle, self.spec.host, self.spec.port)
+        if config is not None and self.mover is not None:
+            self.handoff = self.api.handoff = _handoff_class(config)(
+                self.spec, config, self.engine, self.mover
+            )
+            plant_in_handoff(self, self.handoff)
+            await self.handoff.start()
+            await self.mover.start(self.pool, self.spec.host)
+        self._tasks.append(asyncio.ensure_future(self.engine.run()))
+        self._tasks[0].add_done_callback(self._engine_ended)
+        self._tasks.append(asyncio.ensure_future(self._watch_parent(os.getppid())))
+        # What is alive now stays alive; a full collection in the middle of a step costs milliseconds.
+        gc.collect()
+        gc.freeze()
+        self._problem = ""
+        log.info("serving %s on http://%s:%d", self.spec.served_model_name, self.spec.host, self._http.port)
+
+    def problem(self) -> str:
+        """Why this engine cannot serve, or nothing."""
+        return self._problem
+
+    def _engine_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.critical("the engine's loop ended", exc_info=task.exception())
+            self._problem = "the engine's loop ended; see its log"
+            for live in list(self.engine.lives.values()):
+                self.engine.fail(live, self._problem)
+
+    async def _watch_parent(self, parent: int) -> None:
+        while os.getppid() == parent:
+            await asyncio.sleep(_PARENT_POLL_S)
+        log.warning("the parent process is gone: stopping")
+        self.stopped.set()
+
+    def _infos(self) -> dict[str, dict[str, str]]:
+        spec = self.spec
+        infos = {
+            "kvbench:engine": {
+                "emulated": "1",
+                "timing": spec.timing,
+                "time_scale": f"{spec.time_scale:g}",
+                "role": spec.kv_transfer_config.kv_role if spec.kv_transfer_config else "aggregated",
+                **({"kv_pace": spec.kv_pace.model_dump_json()} if spec.kv_pace else {}),
+                **({"lie": spec.lie} if spec.lie else {}),
+            },
+            "vllm:cache_config": {
+                "block_size": str(spec.block_tokens),
+                "num_gpu_blocks": str(spec.num_blocks),
+                "enable_prefix_caching": str(spec.enable_prefix_caching),
+            },
+        }
+        process = self.mover.process if self.mover else None
+        if process is not None:
+            infos["kvbench:transport"] = {
+                "transport": process.transport,
+                "library": process.library["name"],
+                "version": process.library["version"],
+            }
+        return infos
+
+    async def close(self) -> None:
+        """Takes everything down, within about two seconds."""
+        self._problem = "stopping"
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for live in list(self.engine.lives.values()):
+            self.engine.fail(live, "the engine was stopped")
+        if self._http is not None:
+            await self._http.close(_STOP_GRACE_S)
+        if self.handoff is not None:
+            await self.handoff.close()
+        if self.mover is not None:
+            await self._close_mover(self.mover)
+        if self.api.spans is not None:
+            self.api.spans.close()
+
+    async def _close_mover(self, mover: Mover) -> None:
+        closing = asyncio.ensure_future(mover.close())
+        done, _ = await asyncio.wait({closing}, timeout=_CHILD_GRACE_S)
+        if not done and mover.process is not None:
+            log.warning("the transfer process does not end: killing it")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(mover.process.pid, signal.SIGKILL)
+        with contextlib.suppress(TransferError):
+            await closing
+
+
+def _handoff_class(config: KvTransferConfig) -> type[Handoff]:
+    if config.handshake == "pull":
+        return PullProducer if config.is_producer else PullConsumer
+    return PushProducer if config.is_producer else PushConsumer
+
+
+async def serve(spec: EngineSpec) -> None:
+    """Runs one engine until SIGTERM, SIGINT, or its parent's end."""
+    server = EngineServer(spec)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stopped.set)
+    try:
+        starting = asyncio.ensure_future(server.start())
+        stopping = asyncio.ensure_future(server.stopped.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        await stopping
+    finally:
+        await server.close()

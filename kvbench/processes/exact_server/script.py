@@ -1,0 +1,110 @@
+"""What one request is going to get: bytes at given times, decided when it arrives. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kvbench.processes.exact_server import wire
+from kvbench.processes.exact_server.spec import ExactSpec, Trouble
+
+CUT_SHORT: Final = ("early_close", "half_event", "reset", "error_event")
+LAST_TEXT: Final = " 00000000"
+"""Of the last token; the prompt's CRC-32 takes the zeros' place."""
+INSTEAD: Final = ("error_body_200", "status", "redirect")
+
+
+@dataclass(frozen=True)
+class Script:
+    """``head`` goes before the first bytes; ``plain`` tokens all alike, then ``last`` and what follows it.
+
+    The last bytes are due ``later_gaps`` gaps and ``late_s`` seconds after a first token would be, if they
+    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is
+    sent as soon as the request has come.
+    """
+
+    head: bytes
+    plain: int
+    last: bytes
+    then: Literal["keep", "close", "reset"] = "keep"
+    later_gaps: int = 0
+    late_s: float = 0.0
+    never: bool = False
+    outcome: str = "complete"
+    last_tokens: int = 1
+    early: bytes = b""
+
+
+class Playwright:
+    """Writes scripts from bytes that are made once."""
+
+    def __init__(self, spec: ExactSpec) -> None:
+        self._spec = spec
+        self._trouble = spec.troubles()
+        self.token = wire.event(spec.model, [wire.choice(spec.text)])
+        self._last_token = wire.event(spec.model, [wire.choice(LAST_TEXT, "length")])
+        self._empty = wire.event(spec.model, [wire.choice("")])
+
+    def script(self, index: int, wanted: wire.Wanted, output_len: int, *, close: bool) -> Script:
+        """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
+        trouble = self._trouble if self._trouble is not None and self._trouble.hits(index) else None
+        usage_off = trouble.usage_off if trouble is not None and trouble.kind == "wrong_usage" else 0
+        prompt_off = trouble.prompt_off if trouble is not None and trouble.kind == "wrong_prompt" else 0
+        usage = wire.usage_of(wanted.prompt_tokens + prompt_off, output_len + usage_off)
+        last_text = LAST_TEXT
+        if trouble is None or trouble.kind != "canned":
+            last_text = f" {wanted.prompt:08x}"
+        if wanted.stream:
+            script = self._streamed(output_len, last_text, usage if wanted.usage else None)
+        else:
+            text = self._spec.text * (output_len - 1) + last_text
+            body = wire.whole_completion(self._spec.model, text, usage, produces_kv=wanted.produces_kv)
+            script = Script(b"", 0, wire.plain(200, body), later_gaps=output_len - 1, last_tokens=output_len)
+        if close:
+            script = replace(script, then="close")
+        return script if trouble is None else self._troubled(script, trouble)
+
+    def _streamed(self, output_len: int, last_text: str, usage: dict[str, int] | None) -> Script:
+        told = b"" if usage is None else wire.event(self._spec.model, [], usage)
+        last_token = self._last_token.replace(LAST_TEXT.encode(), last_text.encode())
+        last = b"".join((last_token, told, wire.DONE, wire.LAST_CHUNK))
+        return Script(wire.STREAM_HEAD, output_len - 1, last)
+
+    def _troubled(self, script: Script, trouble: Trouble) -> Script:
+        kind = trouble.kind
+        script = replace(script, outcome=kind)
+        if kind == "never_answer":
+            return replace(script, never=True)
+        if kind == "late":
+            return replace(script, late_s=trouble.late_s)
+        if kind in INSTEAD:
+            return replace(
+                script, head=b"", plain=0, last=self._instead(trouble), later_gaps=0, last_tokens=0
+            )
+        if kind in CUT_SHORT:
+            return self._cut_short(script, trouble)
+        if kind == "empty_first":
+            return replace(script, head=b"", early=script.head + self._empty)
+        if kind == "merged":
+            return replace(script, plain=-(-(script.plain + 1) // trouble.per_event) - 1)
+        if kind == "at_once":
+            whole = self.token * script.plain + script.last
+            return replace(script, plain=0, last=whole, later_gaps=script.plain, last_tokens=script.plain + 1)
+        return script
+
+    def _instead(self, trouble: Trouble) -> bytes:
+        if trouble.kind == "redirect":
+            return wire.plain(307, b"", headers="location: /elsewhere\r\n")
+        status = 200 if trouble.kind == "error_body_200" else trouble.status
+        return wire.plain(status, wire.error_body(trouble.status, "trouble was asked for"))
+
+    def _cut_short(self, script: Script, trouble: Trouble) -> Script:
+        kind = trouble.kind
+        script = replace(script, plain=min(script.plain, trouble.after_tokens), last_tokens=0)
+        if kind in ("early_close", "reset"):
+            return replace(script, last=b"", then="close" if kind == "early_close" else "reset")
+        if kind == "half_event":
+            event = self.token.split(b"\r\n", 1)[1][:-2]
+            return replace(script, last=wire.chunk(event[: len(event) // 2]) + wire.LAST_CHUNK)
+        told = b"data: " + wire.error_body(500, "trouble was asked for") + b"\n\n"
+        return replace(script, last=wire.chunk(told) + wire.DONE + wire.LAST_CHUNK)

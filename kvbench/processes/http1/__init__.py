@@ -1,0 +1,46 @@
+"""A small HTTP/1.1 layer on asyncio.Protocol and httptools: a server, and a client for streams.
+
+It is on the measured path, so it does little: no routing, no middleware, no compression. Bodies are
+bytes; JSON is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from kvbench.processes.http1.client import ClientConnection, ReplySink, request_bytes
+from kvbench.processes.http1.connection import Handler
+from kvbench.processes.http1.framing import ChunkWatch
+from kvbench.processes.http1.pool import (
+    Gathering,
+    MalformedAnswerError,
+    Pool,
+    Reply,
+    ReplyCollector,
+    answer_of,
+    broken,
+    fetch,
+)
+from kvbench.processes.http1.response import Request, Response, error_body
+from kvbench.processes.http1.server import Server, serve
+from kvbench.processes.http1.splicing import Splicing
+
+__all__ = [
+    "ChunkWatch",
+    "ClientConnection",
+    "Gathering",
+    "Handler",
+    "MalformedAnswerError",
+    "Pool",
+    "Reply",
+    "ReplyCollector",
+    "ReplySink",
+    "Request",
+    "Response",
+    "Server",
+    "Splicing",
+    "answer_of",
+    "broken",
+    "error_body",
+    "fetch",
+    "request_bytes",
+    "serve",
+]

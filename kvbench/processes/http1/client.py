@@ -1,0 +1,377 @@
+"""The client side: one connection, which stamps what arrives.
+
+A request is prepared bytes (``request_bytes``); its answer is handed to a ``ReplySink`` as events.
+Nothing is retried here: what went wrong is told once, in ``on_failure``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, cast
+
+import httptools
+
+from kvbench.errors import InputError
+from kvbench.processes.http1.framing import ChunkWatch, FramingError
+from kvbench.processes.http1.heads import usual_response
+from kvbench.processes.http1.splicing import Lane, Splicing
+
+MAX_HEAD_BYTES: Final = 256 * 1024
+"""Of an answer, interim ones included: a server may else send header lines for as long as it likes."""
+
+
+class ReplySink(Protocol):
+    """What happens to one request. Exactly one of ``on_end`` and ``on_failure`` is called, last."""
+
+    def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
+        """The answer's head; header names are lower case. Stamps are ``time.monotonic()`` at the read."""
+
+    def on_body(self, data: bytes, stamp: float) -> None:
+        """Body bytes without framing, once per read."""
+
+    def on_end(self) -> None:
+        """The answer is complete; the connection is already back in its pool."""
+
+    def on_failure(self, cause: str, malformed: bool) -> None:
+        """The connection ended before the answer was complete, or the answer is no HTTP (malformed)."""
+
+
+def request_bytes(
+    method: str, path: str, host: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+) -> bytes:
+    """A whole request. ``host`` is the Host header's value."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
+    for name, value in (headers or {}).items():
+        lines.append(f"{name}: {value}")
+    if body or method not in ("GET", "HEAD"):
+        lines.append(f"content-length: {len(body)}")
+    head = "\r\n".join(lines)
+    breaks = len(lines) - 1
+    if head.count("\r") != breaks or head.count("\n") != breaks:
+        culprit = next((line for line in lines if "\r" in line or "\n" in line), "")
+        raise InputError(f"header {culprit.partition(':')[0]!r} holds a line break")
+    return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
+
+
+class Owner(Protocol):
+    """Who takes a connection back."""
+
+    def made(self, connection: ClientConnection) -> None: ...
+
+    def release(self, connection: ClientConnection) -> None: ...
+
+    def lost(self, connection: ClientConnection) -> None: ...
+
+    def splicing(self) -> Splicing | None: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self, pool: Owner | None = None) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._sink: ReplySink | None = None
+        self._body: list[bytes] = []
+        self._headers: dict[str, str] = {}
+        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._keep_alive = self._chunked = False
+        self._head_tail = b""
+        self._head_bytes = 0
+        self._watch: ChunkWatch | None = None
+        self._lane: Lane | None = None
+        self._paused = False
+        self._descriptor = -1
+        self._pass_on: Callable[[bytes], None] = _nowhere
+        self.last_used: float | None = None
+        """When its last answer ended (monotonic); None if it was never used."""
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and self._sink is None and not self._transport.is_closing()
+
+    def send(self, data: bytes, sink: ReplySink) -> None:
+        """Sends a prepared request; no other may be under way. Raises ConnectionError if it was lost."""
+        assert self._sink is None
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the connection was lost before the request was sent")
+        self._sink = sink
+        self._parser = None
+        self._headers = {}
+        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._head_tail = b""
+        self._head_bytes = 0
+        self._write_now(self._transport, data)
+
+    def _write_now(self, transport: asyncio.Transport, data: bytes) -> None:
+        """With one system call: uvloop's transports write when all else in a turn of the loop is done."""
+        if self._descriptor >= 0 and not transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # what is wrong, the transport finds out
+                data = data[os.write(self._descriptor, data) :]
+        if data:
+            transport.write(data)
+
+    def pass_on(self, write: Callable[[bytes], None]) -> ChunkWatch:
+        """Gives the body's bytes to ``write`` as they come, with their framing but for the last chunk.
+
+        To be called in ``on_head`` of a chunked answer (``chunked`` says whether it is one), and from
+        then on whenever another ``write`` is to get them. ``on_body`` is not called. ``on_end`` and
+        ``on_failure`` are: bytes that are no chunks are a failure. Returns what counts the bytes.
+        """
+        if self._watch is None:
+            assert self.chunked
+            self._watch = ChunkWatch()
+        self._pass_on = write
+        return self._watch
+
+    def splice(self, target: Callable[[], int], write: Callable[[bytes], None]) -> Lane | None:
+        """As ``pass_on``, and what is usual may go straight to the descriptor that ``target`` gives.
+
+        ``target`` gives -1 while nothing may be written there but by ``write``. Returns what must be left
+        before that descriptor is closed; None if all goes through ``write``.
+        """
+        watch = self.pass_on(write)
+        splicing = None if self._pool is None else self._pool.splicing()
+        if splicing is not None and self._descriptor >= 0 and splicing.splicer() is not None:
+            self._lane = Lane(splicing, self, self._descriptor, watch, target, write)
+        return self._lane
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether nothing of the request waits to be sent."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the answer whose head has come is framed in chunks and coded in no other way."""
+        return self._chunked
+
+    @property
+    def until_close(self) -> bool:
+        """Whether the answer whose head has come ends with its connection."""
+        return self._until_close
+
+    def abort(self) -> None:
+        """Drops the connection; the request under way ends without a further event."""
+        self._sink = None
+        self._body.clear()
+        self._stop_passing_on()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if transport.get_extra_info("sslcontext") is None:
+                self._descriptor = sock.fileno()
+        if self._pool is not None:
+            self._pool.made(self)
+
+    def data_received(self, data: bytes) -> None:
+        watch = self._watch
+        if watch is not None:  # a stream that is passed on: the one path that must be cheap
+            try:
+                passed = watch.feed(data)
+            except FramingError as error:
+                self._fail(f"the answer is no chunked body: {error}", malformed=True)
+                return
+            if passed:
+                self._pass_on(passed)
+                watch.reads += 1
+                watch.passed_bytes += len(passed)
+            if watch.complete and watch is self._watch:
+                self._finish(time.monotonic())
+            elif self._lane is not None:
+                self._lane.enter()
+            return
+        stamp = time.monotonic()
+        if self._sink is None:
+            # Bytes that nobody asked for: the connection is out of step and of no further use.
+            self.abort()
+            return
+        if self._parser is None:
+            usual = usual_response(data)
+            if usual is not None:
+                self._take_usual(data, usual, stamp)
+                return
+            self._parser = httptools.HttpResponseParser(self)
+        self._take(data, stamp)
+
+    def _take_usual(self, data: bytes, usual: tuple[int, dict[str, str], int], stamp: float) -> None:
+        """An answer's first read, with its head and its whole body, or the beginning of one in chunks."""
+        sink = self._sink
+        assert sink is not None
+        status, self._headers, end = usual
+        self._chunked = "transfer-encoding" in self._headers
+        self._head_complete = self._head_told = self._keep_alive = True
+        sink.on_head(status, self._headers, stamp)
+        if sink is not self._sink:
+            return
+        rest = data[end:]
+        if not self._chunked:
+            if rest:
+                sink.on_body(rest, stamp)
+            if sink is self._sink:
+                self._finish(stamp)
+        elif self._watch is not None:
+            if rest:
+                self.data_received(rest)
+        else:
+            self._parser = httptools.HttpResponseParser(self)
+            self._parse(data[:end], stamp)
+            if rest:
+                self._parse(rest, stamp)
+
+    def _take(self, data: bytes, stamp: float) -> None:
+        """A read that httptools looks at."""
+        sink = self._sink
+        while True:
+            rest = b""
+            if not self._head_complete:
+                data, rest = self._split_head(data)
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    self._fail(f"the answer's head exceeds {MAX_HEAD_BYTES} bytes", malformed=True)
+                    return
+            self._parse(data, stamp)
+            if not rest:
+                return
+            if sink is not self._sink:
+                self._fail("bytes came after the end of an answer", malformed=True)
+                return
+            if self._head_complete:
+                break
+            data = rest  # after an interim answer another head comes
+        if self._watch is None:
+            self._parse(rest, stamp)
+        else:
+            self.data_received(rest)
+
+    def _split_head(self, data: bytes) -> tuple[bytes, bytes]:
+        """A read of the head, and what comes after the head's end: who passes it on wants it untouched."""
+        seen = self._head_tail + data
+        end = seen.find(b"\r\n\r\n")
+        if end < 0:
+            self._head_tail = seen[-3:]
+            return data, b""
+        end += 4 - len(self._head_tail)
+        self._head_tail = b""  # after an interim answer another head comes
+        return data[:end], data[end:]
+
+    def _parse(self, data: bytes, stamp: float) -> None:
+        sink = self._sink
+        assert sink is not None
+        malformed = ""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            malformed = f"the answer is no HTTP/1.1: {error}"
+        if self._head_complete:
+            self._tell(sink, stamp)
+        if malformed and sink is self._sink:
+            self._fail(malformed, malformed=True)
+
+    def _tell(self, sink: ReplySink, stamp: float) -> None:
+        """Hands over what one read brought. A sink may abort the connection in any of its events."""
+        if not self._head_told:
+            self._head_told = True
+            sink.on_head(self._parser.get_status_code(), self._headers, stamp)
+        body = self._body
+        if body and sink is self._sink:
+            data = body[0] if len(body) == 1 else b"".join(body)
+            body.clear()
+            sink.on_body(data, stamp)
+        if self._complete and sink is self._sink:
+            self._finish(stamp)
+
+    def _finish(self, stamp: float) -> None:
+        """The answer is complete."""
+        sink, self._sink = self._sink, None
+        assert sink is not None
+        self._stop_passing_on()
+        self.last_used = stamp
+        if self._until_close or not self._keep_alive:
+            self.close()
+        else:
+            self.resume_reading()  # the last bytes may have been too many for the client
+            if self._pool is not None:
+                self._pool.release(self)
+        sink.on_end()
+
+    def _stop_passing_on(self) -> None:
+        self._watch = None
+        self._pass_on = _nowhere
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.leave()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink = self._sink
+        self._transport = None
+        self._descriptor = -1
+        if self._pool is not None:
+            self._pool.lost(self)
+        if sink is None:
+            return
+        if exc is None and self._until_close and self._head_told:
+            self._sink = None
+            sink.on_end()
+        else:
+            self._fail(str(exc) if exc else "the connection was closed", malformed=False)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, cause: str, malformed: bool) -> None:
+        sink = self._sink
+        self.abort()
+        if sink is not None:
+            sink.on_failure(cause, malformed)
+
+    # httptools' callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # an interim answer, such as 100 Continue
+            self._headers = {}
+            return
+        self._head_complete = True
+        coding = self._headers.get("transfer-encoding", "").strip().lower()
+        self._chunked = coding == "chunked"
+        framed = "content-length" in self._headers or coding.rpartition(",")[2].strip() == "chunked"
+        self._until_close = not framed and self._parser.get_status_code() not in (204, 304)
+        self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_complete:
+            self._complete = True
+
+
+def _nowhere(data: bytes) -> None:
+    """Where the bytes of a stream go that nobody passes on."""

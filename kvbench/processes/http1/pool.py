@@ -1,0 +1,250 @@
+"""A keep-alive pool of connections to one server, and ``fetch`` for plain requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvbench.errors import InputError
+from kvbench.processes.http1.client import ClientConnection, request_bytes
+from kvbench.processes.http1.splicing import Splicing
+
+MAX_IDLE_S: Final = 2.0
+"""A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
+5 s, and a request that meets the closing would look like a server's failure."""
+CONNECT_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 1.0
+CONNECTING_AT_ONCE: Final = 64
+MAX_REPLY_BYTES: Final = 64 * 1024 * 1024
+
+
+class Pool:
+    """Keep-alive connections to one server. Raises OSError or TimeoutError when it cannot connect."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        max_idle_s: float = MAX_IDLE_S,
+        splicing: Splicing | None = None,
+    ) -> None:
+        """``splicing``: what may take streams that are passed on past Python; its maker closes it, later."""
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"{base_url!r} is no http:// or https:// URL")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._addresses: list[str] = []
+        self._connect_timeout_s = connect_timeout_s
+        self._max_idle_s = max_idle_s
+        self._splicing = splicing if self._ssl is None else None
+        self._idle: deque[ClientConnection] = deque()
+        self._all: set[ClientConnection] = set()
+        self._gate = asyncio.Semaphore(CONNECTING_AT_ONCE)
+        self.base_path = parts.path.rstrip("/")
+        self.host_header = parts.netloc.rpartition("@")[2]
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def size(self) -> int:
+        return len(self._all)
+
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+    ) -> bytes:
+        """A whole request to this server, as bytes."""
+        return request_bytes(method, self.base_path + path, self.host_header, headers, body)
+
+    async def resolve(self) -> None:
+        """Looks the host's name up once, so that no connection later waits for a name server."""
+        found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        self._addresses = [str(entry[4][0]) for entry in found]
+
+    def take(self) -> ClientConnection | None:
+        """An open connection without waiting, the last used first; None if there is none."""
+        now = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            stale = connection.last_used is not None and now - connection.last_used > self._max_idle_s
+            if connection.usable and not stale:
+                return connection
+            connection.close()
+        return None
+
+    async def acquire(self) -> ClientConnection:
+        """An open connection, a new one if need be."""
+        return self.take() or await self.connect()
+
+    async def connect(self) -> ClientConnection:
+        """A new connection, not among the idle ones yet."""
+        loop = asyncio.get_running_loop()
+        if not self._addresses:
+            await self.resolve()
+        async with self._gate:
+            error: Exception = OSError(f"{self._host} has no address")
+            for address in self._addresses:
+                try:
+                    _, connection = await asyncio.wait_for(
+                        loop.create_connection(
+                            lambda: ClientConnection(self),
+                            address,
+                            self._port,
+                            ssl=self._ssl,
+                            server_hostname=self._host if self._ssl else None,
+                        ),
+                        self._connect_timeout_s,
+                    )
+                except asyncio.TimeoutError:
+                    error = TimeoutError(f"no connection within {self._connect_timeout_s:g} s")
+                except OSError as failure:
+                    error = failure
+                else:
+                    if connection.usable:
+                        return connection
+                    error = ConnectionResetError("the connection was dropped as soon as it was made")
+        raise error
+
+    async def warm(self, count: int) -> None:
+        """Opens connections until ``count`` are idle. Raises the first failure, after all have been tried."""
+        missing = max(0, count - len(self._idle))
+        made = await asyncio.gather(*(self.connect() for _ in range(missing)), return_exceptions=True)
+        for outcome in made:
+            if isinstance(outcome, ClientConnection):
+                self.release(outcome)
+        for outcome in made:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def release(self, connection: ClientConnection) -> None:
+        """The connection's answer is complete (or it was never used): it may serve again."""
+        if connection.usable:
+            self._idle.append(connection)
+
+    def made(self, connection: ClientConnection) -> None:
+        """The connection is open: it may be lost before ``connect`` hears of it."""
+        self._all.add(connection)
+
+    def lost(self, connection: ClientConnection) -> None:
+        """The connection is gone."""
+        self._all.discard(connection)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(connection)
+
+    def splicing(self) -> Splicing | None:
+        """What may take the streams of these connections past Python."""
+        return self._splicing
+
+    async def close(self) -> None:
+        """Drops all connections."""
+        self._idle.clear()
+        for connection in list(self._all):
+            connection.abort()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._all and time.monotonic() < deadline:
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Reply:
+    """A whole answer."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+_NO_REPLY: Final = Reply()
+"""Before the head has come."""
+
+
+class MalformedAnswerError(ConnectionError):
+    """The server sent something that is no answer in HTTP/1.1."""
+
+
+class Gathering:
+    """Half of a sink: takes in an answer, of which no more than ``MAX_REPLY_BYTES`` are kept."""
+
+    def __init__(self) -> None:
+        self.reply = _NO_REPLY
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
+        self.reply = Reply(status, headers)
+
+    def on_body(self, data: bytes, stamp: float) -> None:
+        self._size += len(data)
+        if self._size <= MAX_REPLY_BYTES:
+            self._parts.append(data)
+
+    def whole(self) -> Reply:
+        """The answer after its end. Raises ConnectionError if it was too large."""
+        if self._size > MAX_REPLY_BYTES:
+            raise ConnectionError(f"the answer exceeds {MAX_REPLY_BYTES} bytes")
+        self.reply.body = b"".join(self._parts)
+        return self.reply
+
+
+def broken(cause: str, malformed: bool) -> ConnectionError:
+    """What a sink is told in ``on_failure``, as an error."""
+    return MalformedAnswerError(cause) if malformed else ConnectionError(cause)
+
+
+class ReplyCollector(Gathering):
+    """A sink that gathers the whole answer; ``result`` raises ConnectionError if it ends early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def on_end(self) -> None:
+        if self.result.done():
+            return
+        try:
+            self.result.set_result(self.whole())
+        except ConnectionError as error:
+            self.result.set_exception(error)
+
+    def on_failure(self, cause: str, malformed: bool) -> None:
+        if not self.result.done():
+            self.result.set_exception(broken(cause, malformed))
+
+
+async def fetch(pool: Pool, data: bytes) -> Reply:
+    """One request and its whole answer. Cancelling it drops the connection.
+
+    Raises OSError (ConnectionError and TimeoutError are such) when there is no whole answer. It sets
+    no deadline on the answer itself: wrap it in ``asyncio.wait_for``.
+    """
+    return await answer_of(await pool.acquire(), data)
+
+
+async def answer_of(connection: ClientConnection, data: bytes) -> Reply:
+    """The whole answer to one request over a connection. Cancelling it drops the connection.
+
+    Raises ConnectionError when there is no whole answer.
+    """
+    collector = ReplyCollector()
+    connection.send(data, collector)
+    try:
+        return await collector.result
+    finally:
+        if not collector.result.done() or collector.result.cancelled():
+            connection.abort()

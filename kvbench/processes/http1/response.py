@@ -1,0 +1,199 @@
+"""A request and its answer, as a handler sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Final, NamedTuple, Protocol
+
+from kvbench.processes.http1.framing import LAST_CHUNK
+
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+_NO_BODY: Final = frozenset({204, 304})
+
+
+class Wire(Protocol):
+    """What an answer needs of its connection."""
+
+    def write(self, data: bytes, bounded: bool = True) -> None: ...
+
+    def write_now(self, data: bytes) -> None: ...
+
+    def descriptor(self) -> int: ...
+
+    def finished(self, keep_alive: bool) -> None: ...
+
+    def abort(self, reset: bool = False) -> None: ...
+
+
+class Request(NamedTuple):
+    """One request; header names are lower case, ``path`` has no query."""
+
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    body: bytes
+    keep_alive: bool = True
+    http_1_0: bool = False
+
+
+class Response:
+    """The answer to one request: either ``send`` once, or ``start_stream``, ``write``…, ``end``.
+
+    When the client is gone, ``closed`` is true and everything written is dropped silently.
+    """
+
+    __slots__ = (
+        *("_chunked", "_connection", "_disconnect", "_flow", "_keep_alive", "_request"),
+        *("closed", "ended", "started"),
+    )
+
+    def __init__(self, connection: Wire, request: Request) -> None:
+        self._connection = connection
+        self._request = request
+        self._chunked = not request.http_1_0
+        self._keep_alive = request.keep_alive
+        self._disconnect: list[Callable[[], None]] = []
+        self._flow: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self.closed = False
+        self.started = False
+        self.ended = False
+
+    def send(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """The whole answer at once."""
+        self._begin()
+        if self.closed:
+            return
+        head = head_bytes(status, content_type, headers, self._keep_alive, f"content-length: {len(body)}")
+        if self._request.method == "HEAD" or status in _NO_BODY:
+            body = b""
+        self._connection.write(head + body, bounded=False)
+        self._finish()
+
+    def start_stream(
+        self,
+        status: int = 200,
+        content_type: str = "text/event-stream",
+        headers: Mapping[str, str] | None = None,
+        *,
+        until_close: bool = False,
+        first: bytes = b"",
+    ) -> None:
+        """The head of an answer of unknown length; ``write`` and ``end`` follow.
+
+        ``until_close``: it ends with its connection, as for an HTTP/1.0 client. ``first``: bytes that
+        carry their framing and go out with the head.
+        """
+        self._begin()
+        if until_close:
+            self._chunked = self._keep_alive = False
+        if self.closed:
+            return
+        framing = "transfer-encoding: chunked" if self._chunked else ""
+        head = head_bytes(status, content_type, headers, self._keep_alive, framing)
+        self._connection.write_now(head + first)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the client takes a stream in chunks."""
+        return self._chunked
+
+    @property
+    def pass_on(self) -> Callable[[bytes], None]:
+        """Writes bytes of the begun stream that carry their framing, at once if the client keeps up.
+
+        Without any check and past everything that could delay them: for a stream that comes in chunks
+        already. It may be called after the client has left.
+        """
+        return self._connection.write_now
+
+    @property
+    def descriptor(self) -> Callable[[], int]:
+        """Gives the descriptor that may be written to past ``pass_on`` just now; -1 for none."""
+        return self._connection.descriptor
+
+    def write(self, data: bytes) -> None:
+        """Adds bytes to the stream; each call is one chunk."""
+        if self.closed or self.ended or not data:
+            return
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._connection.write(data)
+
+    def end(self, last: bytes = b"") -> None:
+        """The stream is complete. ``last``: bytes that carry their framing and go out with its end."""
+        if self.closed or self.ended:
+            return
+        if self._chunked:
+            self._connection.write_now(last + LAST_CHUNK)
+        self._finish()
+
+    def abort(self) -> None:
+        """Drops the connection in the middle: the client sees that the answer is not whole."""
+        # Where the end of the connection is the end of the answer, only a reset tells the difference.
+        self._connection.abort(reset=self.started and not self._chunked)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Calls back once if the client goes away before the answer is complete."""
+        if self.closed:
+            callback()
+        else:
+            self._disconnect.append(callback)
+
+    def on_congestion(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Calls back when the client reads too slowly and when it has caught up."""
+        self._flow = (pause, resume)
+
+    def congested(self, yes: bool) -> None:
+        if self._flow is not None:
+            self._flow[0 if yes else 1]()
+
+    def disconnected(self) -> None:
+        """The connection is gone (called by the connection)."""
+        self.closed = True
+        callbacks, self._disconnect = self._disconnect, []
+        for callback in callbacks:
+            callback()
+
+    def _begin(self) -> None:
+        if self.started:
+            raise RuntimeError("the answer was already begun")
+        self.started = True
+
+    def _finish(self) -> None:
+        self.ended = True
+        self._disconnect.clear()
+        self._flow = None
+        self._connection.finished(self._keep_alive)
+
+
+def head_bytes(
+    status: int, content_type: str, headers: Mapping[str, str] | None, keep_alive: bool, framing: str
+) -> bytes:
+    lines = [f"content-type: {content_type}"]
+    if framing:
+        lines.append(framing)
+    if not keep_alive:
+        lines.append("connection: close")
+    for name, value in (headers or {}).items():
+        if "\r" in value or "\n" in value:
+            raise ValueError(f"header {name} holds a line break")
+        lines.append(f"{name}: {value}")
+    status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+    return status_line + "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
+
+
+def error_body(status: int, message: str, kind: str = "") -> bytes:
+    """An error in OpenAI's shape."""
+    error = {"message": message, "type": kind or HTTPStatus(status).phrase, "code": status}
+    return json.dumps({"error": error}).encode()

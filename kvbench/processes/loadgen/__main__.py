@@ -1,0 +1,131 @@
+"""``python -m kvbench.processes.loadgen SPEC.json``; with ``-`` the spec is the first line of stdin."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.core.plan.process_modules import LOADGEN_MODULE
+from kvbench.errors import InputError, KvbenchError
+from kvbench.processes.common.entry import parse_spec, read_spec
+from kvbench.processes.common.entry import tell as tell_error
+from kvbench.processes.common.record_file import write_records
+from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
+from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, tell
+from kvbench.processes.loadgen.in_flight import Exchange
+from kvbench.processes.loadgen.loop import Loop
+from kvbench.processes.loadgen.plan import PlannedRequest, planned_requests, prepare
+from kvbench.processes.loadgen.pool import Pool
+from kvbench.processes.loadgen.run import Begin, Trial
+from kvbench.processes.loadgen.spec import LoadSpec
+from kvbench.processes.loadgen.wire import Server
+
+log = logging.getLogger(LOADGEN_MODULE)
+
+RESERVED_FDS = 64
+SPEC_BYTES = 65_536
+
+
+def generate(spec: LoadSpec) -> int:
+    """Prepares, waits for "go" if asked to, runs the trial, writes the records. Returns the exit code."""
+    loop = Loop()
+    orders = Orders(loop)
+    plan = planned_requests(spec)
+    pools, begin = dispatched(spec, plan, loop)
+    warm(spec, plan, pools)
+    trial = Trial(spec, plan, loop, pools, Reporter().report, begin)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    tell({"event": "ready"})
+    if spec.wait_for_go:
+        orders.wait_for_go()
+    end = trial.run(orders, orders.start_at)
+    for line in trial.last_lines():
+        tell(line)
+    write_records(Path(spec.records_path), trial.records)
+    tell(end)
+    return 0
+
+
+def dispatched(spec: LoadSpec, plan: Sequence[PlannedRequest], loop: Loop) -> tuple[list[Pool], Begin]:
+    """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode."""
+    if spec.direct is not None:
+        # Not for everybody: the connectors take some 0.1 s to import.
+        from kvbench.processes.loadgen.direct import Dispatch
+
+        dispatch = Dispatch(spec, loop)
+        dispatch.find()
+        dispatch.prepare(plan)
+        return dispatch.pools, dispatch.begin
+    server = Server(spec.base_url)
+    server.resolve()
+    prepare(spec, plan, server)
+    return [Pool(server, loop)], Exchange
+
+
+def warm(spec: LoadSpec, plan: Sequence[PlannedRequest], pools: Sequence[Pool]) -> None:
+    """Opens the connections that the trial will need, as far as the limits allow."""
+    if not plan:
+        return
+    streams = spec.expected_streams(len(plan), plan[-1].offset_s)
+    each = -(-streams // len(pools))
+    count = descriptors_for(each * len(pools)) // len(pools)
+    for pool in pools:
+        error = pool.warm(min(each, max(1, count)))
+        if error is not None:
+            # The trial's own requests will meet the same and record it.
+            log.warning("cannot open %d connections to %s beforehand: %s", each, pool.server.url, error)
+
+
+def descriptors_for(streams: int) -> int:
+    """Raises the limit of file descriptors for that many streams; returns how many there can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = streams * 2 + RESERVED_FDS  # twice, because streams pile up on a server that falls behind
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        log.warning("only %d file descriptors are allowed, %d may be needed (ulimit -n)", soft, wanted)
+        return max(1, soft - RESERVED_FDS)
+    return streams
+
+
+def told_spec() -> LoadSpec | None:
+    """The spec from stdin's first line; None if stdin ends before. Nothing follows it before "ready"."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(STDIN, SPEC_BYTES)
+        if not more:
+            return None
+        data += more
+    try:
+        return parse_spec(LoadSpec, json.loads(data))
+    except ValueError as error:
+        raise InputError(f"cannot read the spec on stdin: {error}") from error
+
+
+def main(argv: Sequence[str]) -> int:
+    shorten_slice()
+    sleep_exactly()
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        spec = told_spec() if list(argv) == ["-"] else read_spec(LoadSpec, argv)
+        if spec is None:
+            return 0
+        spec.check()
+        return generate(spec)
+    except KvbenchError as error:
+        return tell_error(LOADGEN_MODULE, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

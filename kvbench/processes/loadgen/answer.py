@@ -1,0 +1,261 @@
+"""From an answer's bytes to its events: an exact fast way for the usual shape, and a general one for all.
+
+The usual shape is a chunked stream whose every chunk holds one whole event, and reads that end where chunks
+do. Each chunk's size is checked against its length, and an event is decoded as JSON unless it differs from
+one that was decoded before in nothing but a plain string. Whatever is not so, and each answer's head and
+end, goes through httptools and the StreamReader, which can take over at any chunk, and give back after it.
+Both ways give the same result.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain, repeat
+from typing import Any, Final, cast
+
+import httptools
+
+from kvbench.processes.loadgen.known import EVENT_END, Known, UnusualError, usual
+from kvbench.processes.loadgen.stream import StreamReader
+
+MAX_HEAD_BYTES: Final = 1 << 20
+"""Of an answer, interim ones included. A read may bring body with it, so it is far above any real head."""
+HEAD_END: Final = b"\r\n\r\n"
+KEPT_BODY_BYTES: Final = 1_000_000
+"""Of a body that is no stream, for what it says of an error."""
+
+
+class Answer:
+    """Takes the reads of one answer: an event stream, or a body of which ``body_limit`` bytes are kept."""
+
+    __slots__ = (
+        "_at_boundary",
+        "_head_bytes",
+        "_known",
+        "_may_keep_alive",
+        "_parser",
+        "_parts",
+        "_stamp",
+        "body",
+        "body_limit",
+        "chunked",
+        "complete",
+        "doubts_ns",
+        "first_body_ns",
+        "first_doubt_ns",
+        "head_seen",
+        "headers",
+        "keep_alive",
+        "malformed",
+        "status",
+        "stream",
+        "surplus",
+        "until_close",
+    )
+
+    usual = staticmethod(usual)
+
+    def __init__(self, body_limit: int = 0) -> None:
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._stamp = 0
+        self._head_bytes = 0
+        self._at_boundary = False
+        self._may_keep_alive = False
+        self.stream = StreamReader(token_stamps=array("q"))
+        self._known = Known(self.stream)
+        self.body = bytearray()
+        self.body_limit = body_limit
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.head_seen = self.chunked = self.until_close = self.keep_alive = False
+        self.complete = False
+        self.surplus = False
+        """More came than the answer: the connection is out of step."""
+        self.malformed = ""
+        self.first_body_ns: int | None = None
+        self.doubts_ns = array("i")
+        """Of each token whose read brought another one after it: by how much its stamp may be too late."""
+        self.first_doubt_ns = 0
+        """The same of the first token."""
+
+    def take(
+        self,
+        reads: list[bytes | int],
+        stamps: memoryview,
+        doubts: memoryview | None = None,
+        crc: int | None = None,
+    ) -> None:
+        """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
+
+        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A
+        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``crc`` is
+        the text's up to the last read that is a number.
+        """
+        if doubts is None:
+            doubts = memoryview(bytes(4 * len(reads))).cast("i")
+        if crc is not None and reads and isinstance(reads[0], int):
+            self.stream.text_crc = crc  # numbers come before all bytes that are not taken in yet
+        position = 0
+        while position < len(reads):
+            if self._regular():
+                position += self._take_regular(reads[position:], stamps[position:], doubts[position:])
+            if position < len(reads):
+                read, stamp, doubt = reads[position], stamps[position], doubts[position]
+                assert isinstance(read, bytes)
+                end = 0 if self.head_seen else read.find(HEAD_END) + len(HEAD_END)
+                if len(HEAD_END) <= end < len(read):
+                    # What comes with the head may be the first of the usual chunks.
+                    self._feed(read[:end], stamp, 0)
+                    reads[position] = read[end:]
+                else:
+                    self._feed(read, stamp, doubt)
+                    position += 1
+
+    def expected(self) -> tuple[bytes, bytes, int] | None:
+        """If the next byte begins a chunk: what stood around the text of those before, once known; the CRC-32
+        of the text so far.
+        """
+        known = self._known
+        return (known.begin, known.after, known.crc) if known.begin and self._regular() else None
+
+    def closed(self) -> None:
+        """The connection was closed in order: the end of an answer without a length."""
+        if self.head_seen and self.until_close and not self.malformed:
+            self.complete = True
+
+    def release(self) -> None:
+        """Nothing more will come. Breaks the circle of references with the parser, as nothing collects it."""
+        self._parser = None
+
+    # the fast way
+
+    def _regular(self) -> bool:
+        """Whether the next byte begins a chunk of an event stream, and an event."""
+        return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
+
+    def _take_regular(self, reads: list[bytes | int], stamps: memoryview, doubts: memoryview) -> int:
+        """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
+        known, position = self._known, 0
+        tokens: list[int] = []
+        try:
+            while position < len(reads) and known.end is None:
+                plain = self.usual(reads, position, known, tokens)
+                position += plain
+                if not plain:
+                    tokens.append(known.tokens_in(cast(bytes, reads[position])))
+                    position += 1
+        except UnusualError:
+            pass
+        if known.end is not None:
+            self.complete, self.keep_alive = True, self._may_keep_alive
+        count = len(tokens)
+        if not count:
+            return 0
+        if self.first_body_ns is None:
+            self.first_body_ns = stamps[0]
+        # The usage and the end mark come behind all tokens, and mostly in a read without one.
+        with_tokens = count if tokens[-1] else count - 1
+        assert isinstance(self.stream.token_stamps, array)
+        if tokens.count(1) == with_tokens:
+            self.stream.token_stamps.frombytes(stamps[:with_tokens].tobytes())
+        else:
+            for number, doubt in zip(tokens, doubts, strict=False):
+                if number > 1:
+                    self._doubt(number, doubt)
+            self.stream.token_stamps.extend(chain.from_iterable(map(repeat, stamps[:count], tokens)))
+        if not self.stream.token_stamps:  # then there was no usual read either
+            chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
+            self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
+        return count
+
+    def _doubt(self, tokens: int, doubt_ns: int) -> None:
+        """So many tokens of one read, which are about to be noted, have the last one's stamp."""
+        if not self.stream.token_stamps:
+            self.first_doubt_ns = doubt_ns
+        self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
+
+    # the general way
+
+    def _feed(self, data: bytes, stamp: int, doubt_ns: int) -> None:
+        if self.complete or self.malformed:
+            self.surplus = True
+            return
+        self._stamp, before = stamp, len(self.stream.token_stamps)
+        if not self.head_seen:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.malformed = f"the answer's head exceeds {MAX_HEAD_BYTES} bytes"
+                return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.surplus = True
+            if not self.complete:
+                self.malformed = f"the answer is no HTTP/1.1: {error}"
+        if self._parts:
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._take_body(body, stamp)
+            tokens = len(self.stream.token_stamps) - before
+            if tokens > 1:
+                self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
+                if not before:
+                    self.first_doubt_ns = doubt_ns
+        # Within or after a size line, the last callback was another one, or the last byte is no line feed.
+        self._at_boundary = self._at_boundary and self.chunked and data[-2:] == b"\r\n"
+
+    def _take_body(self, body: bytes, stamp: int) -> None:
+        if self.first_body_ns is None:
+            self.first_body_ns = stamp
+        streamed = self.status == 200 and not self.body_limit
+        if streamed:
+            self.stream.feed(body, stamp)
+            if self.stream.endless:
+                self.malformed = self.stream.detail
+        if not streamed or not self.stream.token_stamps:
+            self._keep(body)
+
+    def _keep(self, body: bytes) -> None:
+        self.body += body[: (self.body_limit or KEPT_BODY_BYTES) - len(self.body)]
+
+    # httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.surplus = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.complete:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim answer, such as 100 Continue
+            self.headers = {}
+            return
+        self.status = status
+        self.head_seen = True
+        self._may_keep_alive = self._parser.should_keep_alive()
+        self.chunked = "chunked" in self.headers.get("transfer-encoding", "")
+        framed = self.chunked or "content-length" in self.headers
+        self.until_close = not framed and status not in (204, 304)
+        self._at_boundary = self.chunked and status == 200 and not self.body_limit
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._parts.append(body)
+
+    def on_chunk_header(self) -> None:
+        self._at_boundary = False
+
+    def on_chunk_complete(self) -> None:
+        self._at_boundary = self.status == 200 and not self.body_limit
+
+    def on_message_complete(self) -> None:
+        self._at_boundary = False
+        if self.head_seen and not self.complete:
+            self.complete = True
+            self.keep_alive = not self.until_close and self._parser.should_keep_alive()

@@ -1,0 +1,119 @@
+"""The conversation with whoever started the generator: JSON lines out, "go" and "stop" in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import select
+import signal
+import stat
+import time
+from typing import Any, Final
+
+from kvbench.processes.loadgen.loop import READABLE, Loop
+
+log = logging.getLogger(__name__)
+
+STDIN: Final = 0
+STDOUT: Final = 1
+PARENT_POLL_S: Final = 0.25
+
+
+class Reporter:
+    """Prints progress lines, unless whoever reads has fallen behind: the trial never waits for that."""
+
+    def __init__(self) -> None:
+        self._poller = select.poll()
+        self._poller.register(STDOUT, select.POLLOUT)
+
+    def report(self, event: dict[str, Any]) -> bool:
+        """Prints a line if that takes no waiting; returns whether it did."""
+        # A pipe that polls writable takes at least PIPE_BUF bytes at once, more than any such line.
+        if not any(flags & select.POLLOUT for _, flags in self._poller.poll(0)):
+            return False
+        tell(event)
+        return True
+
+
+def tell(event: dict[str, Any]) -> None:
+    """Prints a line, waiting for the reader if need be. A reader that is gone is not waited for."""
+    data = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(STDOUT, data) :]
+    except OSError:
+        return
+
+
+class Orders:
+    """What this process is told: by lines on stdin (if that can be), by signals, by its parent's death."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.start_at: float | None = None
+        """``time.monotonic()`` at which to start, if "go" said so."""
+        self._loop = loop
+        self._stop = False
+        self._buffer = b""
+        self._parent = os.getppid()
+        self._next_look = 0.0
+        mode = os.fstat(STDIN).st_mode
+        self._listening = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(STDIN)
+        self._go = not self._listening
+        if self._listening:
+            loop.watch(STDIN, READABLE, self._read)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + PARENT_POLL_S
+            if not self._stop and os.getppid() != self._parent:
+                log.warning("the parent process is gone: stopping")
+                self._stop = True
+        return self._stop
+
+    def wait_for_go(self) -> None:
+        """Returns at "go", at "stop", and when nobody can say either any more."""
+        while not self._go and not self.is_set():
+            self._loop.turn(PARENT_POLL_S)
+
+    def close(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._loop.unwatch(STDIN)
+
+    def _signalled(self, _number: int, _frame: Any) -> None:
+        self._stop = True
+
+    def _read(self, _event: int) -> None:
+        try:
+            data = os.read(STDIN, 4096)
+        except OSError:
+            data = b""
+        if not data:
+            if not self._go:
+                self._stop = True
+            self.close()
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._obey(line.split())
+
+    def _obey(self, words: list[bytes]) -> None:
+        if words == [b"stop"]:
+            self._stop = True
+        elif words[:1] == [b"go"]:
+            self._go = True
+            if len(words) > 1:
+                try:
+                    start_at = float(words[1])
+                except ValueError:
+                    start_at = math.nan
+                if math.isfinite(start_at):
+                    self.start_at = start_at
+                else:
+                    log.warning("no time: %r; starting at once", words[1])

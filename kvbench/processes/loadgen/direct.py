@@ -1,0 +1,295 @@
+"""Direct mode: the generator does the connector's P/D dispatch itself, with no router in the path.
+
+The dispatch functions are the connectors' own, the same as the router's. A failure of P is a failure of
+the request, never an answer of D alone, and the other leg's connection is dropped.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from kvbench import connectors
+from kvbench.connectors.base import Connector, PrefillPeer
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_id_in
+from kvbench.core.records import RequestRecord
+from kvbench.errors import InputError, ServerError
+from kvbench.processes.common.entry import parse_spec
+from kvbench.processes.loadgen.answer import Answer
+from kvbench.processes.loadgen.http_request import Leg
+from kvbench.processes.loadgen.in_flight import Exchange, Failure, http_failure, relative_s, unanswered
+from kvbench.processes.loadgen.loop import Loop
+from kvbench.processes.loadgen.plan import PlannedRequest, completion_fields, request_headers
+from kvbench.processes.loadgen.pool import Pool
+from kvbench.processes.loadgen.spec import LoadSpec
+from kvbench.processes.loadgen.stream import clipped, whole_body_error
+from kvbench.processes.loadgen.wire import Server
+
+if TYPE_CHECKING:
+    from kvbench.processes.loadgen.run import Trial
+
+BOOTSTRAP_RETRY_S: Final = 0.1
+BOOTSTRAP_ANSWER_S: Final = 5.0
+MAX_PREFILL_BYTES: Final = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class DirectSpec:
+    """The connector and the servers; the same keys as in the router's spec."""
+
+    connector: str
+    decode: list[Any]
+    prefill: list[Any] = field(default_factory=list)
+    version: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    bootstrap_timeout_s: float = 30.0
+
+    def profile(self) -> Connector:
+        """The connector whose dispatch functions are used. Raises InputError."""
+        connector = connectors.get(self.connector)
+        try:
+            options = connector.options_model.model_validate_json(json.dumps(self.options))
+        except ValidationError as error:
+            raise InputError(f"the spec's direct.options: {error.errors()[0]['msg']}") from error
+        return connector.profile(self.version, options)
+
+
+class Backend:
+    """P or D. ``engine_id`` is known after the bootstrap query."""
+
+    def __init__(self, role: str, spec: BackendSpec, loop: Loop) -> None:
+        self.name = f"{role} {spec.url}"
+        self.spec = spec
+        self.server = Server(spec.url)
+        self.pool = Pool(self.server, loop)
+        self.engine_id = spec.engine_id
+
+    def peer(self) -> PrefillPeer:
+        spec = self.spec
+        return PrefillPeer(
+            spec.url, spec.bootstrap_url, self.engine_id, spec.side_address, spec.tensor_parallel_size
+        )
+
+
+@dataclass
+class Handoff:
+    """One request's way: P (None: there is none) and D, and D's request if it needs no answer of P's."""
+
+    prefill: Backend | None
+    decode: Backend
+    around: AroundPrompt
+    headers: Mapping[str, str]
+    prompt: bytes
+    decode_parts: tuple[bytes, ...] = ()
+
+
+class Dispatch:
+    """What the exchanges of one trial share. Raises InputError for what cannot be dispatched."""
+
+    def __init__(self, spec: LoadSpec, loop: Loop) -> None:
+        self._spec = spec
+        self._direct = parse_spec(DirectSpec, spec.direct, "the spec's direct")
+        self.connector = self._direct.profile()
+        self._decodes = self._backends("decode", self._direct.decode, loop)
+        paired = self.connector.disaggregated
+        self._prefills = self._backends("prefill", self._direct.prefill, loop) if paired else []
+        self._handoffs: dict[int, Handoff] = {}
+
+    def _backends(self, role: str, items: Sequence[Any], loop: Loop) -> list[Backend]:
+        found = [
+            parse_spec(BackendSpec, item, f"the spec's direct.{role}[{index}]")
+            for index, item in enumerate(items)
+        ]
+        if not found:
+            raise InputError(f"the spec: connector {self.connector.name!r} needs at least one {role} server")
+        if role == "prefill" and self.connector.needs_bootstrap and not all(s.bootstrap_url for s in found):
+            raise InputError(
+                f"the spec: connector {self.connector.name!r} needs a bootstrap_url for each prefill"
+            )
+        return [Backend(role, each, loop) for each in found]
+
+    @property
+    def pools(self) -> list[Pool]:
+        return [backend.pool for backend in (*self._prefills, *self._decodes)]
+
+    def find(self) -> None:
+        """Looks up the hosts and, where the connector needs them, P's engine ids. Raises ServerError."""
+        for pool in self.pools:
+            pool.server.resolve()
+        if self.connector.needs_bootstrap:
+            for backend in self._prefills:
+                backend.engine_id = asked_engine_id(backend, self._direct.bootstrap_timeout_s)
+
+    def prepare(self, plan: Sequence[PlannedRequest]) -> None:
+        """Makes the bytes of each request as far as they are known beforehand."""
+        fields: dict[int, AroundPrompt] = {}
+        for request in plan:
+            if request.output_len not in fields:
+                fields[request.output_len] = AroundPrompt(completion_fields(self._spec, request.output_len))
+            around = fields[request.output_len]
+            # Round robin by the place in the plan, so that workers together go round as one does.
+            d = self._decodes[request.index % len(self._decodes)]
+            p = self._prefills[request.index % len(self._prefills)] if self._prefills else None
+            peer_id = request.request_id
+            if p is not None:
+                peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
+            headers = request_headers(self._spec, peer_id)
+            handoff = Handoff(p, d, around, headers, request.prompt)
+            if p is not None:
+                body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
+                request.parts = self._parts(p, handoff, body)
+            if p is None or self.connector.dispatch == "concurrent":
+                handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
+            self._handoffs[request.index] = handoff
+            request.prompt = b""
+
+    def decode_parts(
+        self, handoff: Handoff, request_id: str, answer: Mapping[str, Any] | None
+    ) -> tuple[bytes, ...]:
+        """D's request, which may depend on P's answer."""
+        fields = handoff.around.fields
+        if handoff.prefill is not None:
+            fields = self.connector.decode_request(fields, answer, request_id, handoff.prefill.peer())
+        return self._parts(handoff.decode, handoff, fields)
+
+    def _parts(self, backend: Backend, handoff: Handoff, fields: Mapping[str, Any]) -> tuple[bytes, ...]:
+        before, after = handoff.around.encode(fields)
+        length = len(before) + len(handoff.prompt) + len(after)
+        return backend.server.head(self._spec.path, handoff.headers, length) + before, handoff.prompt, after
+
+    def begin(self, trial: Trial, request: PlannedRequest, scheduled_s: float) -> Exchange:
+        """For the trial: the exchange of a request that is due."""
+        return DirectExchange(trial, request, scheduled_s, self, self._handoffs.pop(request.index))
+
+
+class DirectExchange(Exchange):
+    """A request that P and D answer together."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        plan: PlannedRequest,
+        scheduled_s: float,
+        dispatch: Dispatch,
+        handoff: Handoff,
+    ) -> None:
+        self._dispatch = dispatch
+        self._handoff: Handoff = handoff
+        super().__init__(trial, plan, scheduled_s)
+        self._prefill: Leg | None = None
+        if handoff.prefill is not None:
+            self._prefill = Leg(self, handoff.prefill.pool, MAX_PREFILL_BYTES)
+
+    def start(self, plan: PlannedRequest) -> None:
+        if self._prefill is not None:
+            self._prefill.start(plan.parts)
+        # P may have failed at once, and the request with it.
+        if self.stream is not None and not self.over:
+            self.stream.start(self._handoff.decode_parts)
+
+    def _stream_leg(self) -> Leg | None:
+        return Leg(self, self._handoff.decode.pool) if self._handoff.decode_parts else None
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return tuple(leg for leg in (self._prefill, self.stream) if leg is not None)
+
+    def leg_done(self, leg: Leg) -> None:
+        if leg is not self._prefill:
+            if self._prefill is None or self._prefill.done:
+                self._end()
+            return
+        failure, answer = self._prefill_outcome(leg.answer)
+        if failure is not None:
+            self.end(failure, leg)
+        elif self.stream is None:
+            self.stream = Leg(self, self._handoff.decode.pool)
+            self.stream.start(self._dispatch.decode_parts(self._handoff, self.record.request_id, answer))
+        elif self.stream.done:
+            self._end()
+
+    def _prefill_outcome(self, answer: Answer) -> tuple[Failure | None, dict[str, Any]]:
+        """P's answer, or what is wrong with it."""
+        if answer.status != 200:
+            return http_failure(answer), {}
+        body = bytes(answer.body)
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            return ("bad_stream", "the answer is no JSON object: " + clipped(body)), {}
+        missing = self._dispatch.connector.missing_in_prefill_response(fields)
+        if missing:
+            error, detail = whole_body_error(body)
+            lacks = f"the answer lacks {', '.join(missing)}"
+            return (error, detail if error == "error_body" else lacks), {}
+        return None, fields
+
+    # after the end
+
+    def settle(self, start_s: float) -> RequestRecord:
+        record, prefill, decode = super().settle(start_s), self._prefill, self.stream
+        start_ns = int(start_s * 1e9)
+        if prefill is not None:
+            record.prefill_sent_s = relative_s(prefill.sent_ns or None, start_ns)
+            if prefill.done and prefill.answer.status == 200:
+                record.prefill_answered_s = relative_s(prefill.last_ns, start_ns)
+            if decode is None or self.failed_leg is prefill:
+                record.status = prefill.answer.status
+        if decode is not None:
+            record.decode_sent_s = relative_s(decode.sent_ns or None, start_ns)
+            record.decode_first_byte_s = relative_s(decode.answer.first_body_ns, start_ns)
+        # What is left of the request's bytes.
+        self._handoff.prompt, self._handoff.decode_parts = b"", ()
+        return record
+
+    def first_leg(self) -> Leg | None:
+        return self._prefill or self.stream
+
+    def _class(self) -> Failure:
+        prefill, failure = self._prefill, self.failure
+        if prefill is None or failure is None or failure[0] == "cancelled":
+            return super()._class()
+        if self.failed_leg is not prefill and (prefill.done or self.failed_leg is not None):
+            return super()._class()
+        if failure[0] == "timeout" and not prefill.reads:
+            failure = unanswered(prefill, failure)
+        elif prefill.answer.status not in (0, 200):
+            failure = http_failure(prefill.answer)
+        backend = self._handoff.prefill
+        assert backend is not None
+        return failure[0], f"{backend.name}: {failure[1]}"
+
+
+def asked_engine_id(backend: Backend, timeout_s: float) -> str:
+    """The engine id that a prefill server's bootstrap address tells. Raises ServerError past the deadline."""
+    where = Server(backend.spec.bootstrap_url)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        connection = http.client.HTTPConnection(where.host, where.port, timeout=BOOTSTRAP_ANSWER_S)
+        try:
+            connection.request("GET", "/query")
+            answer = connection.getresponse()
+            body = answer.read(MAX_PREFILL_BYTES)
+            engine_id = engine_id_in(body) if answer.status == 200 else ""
+            problem = f"status {answer.status}" if answer.status != 200 else "the answer carries no engine_id"
+        except (OSError, http.client.HTTPException) as error:
+            engine_id, problem = "", str(error) or type(error).__name__
+        finally:
+            connection.close()
+        if engine_id:
+            return engine_id
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"{backend.name}: its bootstrap address {backend.spec.bootstrap_url} told no engine id"
+                f" within {timeout_s:g} s: {problem}",
+                hint="is it a prefill server with this connector, and is the bootstrap port right?",
+            )
+        time.sleep(BOOTSTRAP_RETRY_S)

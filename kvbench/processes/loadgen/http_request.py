@@ -1,0 +1,207 @@
+"""One HTTP request of an exchange: to one server, over one connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvbench.core.records import RequestError
+from kvbench.processes.loadgen.answer import Answer
+from kvbench.processes.loadgen.clock import SLACK_NS
+from kvbench.processes.loadgen.log import Log, new_log
+from kvbench.processes.loadgen.pool import Pool
+from kvbench.processes.loadgen.wire import Connection
+
+if TYPE_CHECKING:
+    from kvbench.processes.loadgen.in_flight import Exchange
+
+READS_AT_ONCE: Final = 256
+"""Reads taken in one go: about 0.2 ms where each has to be looked into."""
+_ID_BITS: Final = 0xFFFFFFFF
+
+
+class Leg:
+    """A request to one server and its answer: bytes and stamps are kept, and taken in when there is time.
+
+    An answer of events is taken in at leisure, an ``urgent`` one at each read.
+    """
+
+    __slots__ = (
+        "_connection",
+        "answer",
+        "done",
+        "ended",
+        "exchange",
+        "fallbacks",
+        "last_ns",
+        "log",
+        "pool",
+        "queued",
+        "reads",
+        "sent_kernel_ns",
+        "sent_ns",
+        "sent_s",
+        "transmissions",
+        "urgent",
+    )
+
+    def __init__(self, exchange: Exchange, pool: Pool, body_limit: int = 0) -> None:
+        self.exchange = exchange
+        self.pool = pool
+        self.answer = Answer(body_limit)
+        self.urgent = body_limit > 0
+        self.log: Log = new_log()
+        self.queued = self.ended = self.done = False
+        self.sent_s: float | None = None
+        self.sent_ns = 0
+        self.sent_kernel_ns: int | None = None
+        """When the kernel sent the last byte; known once the leg has ended."""
+        self.transmissions: tuple[int, int] | None = None
+        self.reads = self.fallbacks = 0
+        self.last_ns: int | None = None
+        """When the last bytes came that have been taken in."""
+        self._connection: Connection | None = None
+
+    # sending
+
+    def start(self, parts: Sequence[bytes]) -> None:
+        """Sends a request, over a new connection if none is idle."""
+        connection = self.pool.take()
+        if connection is not None:
+            self._begin(connection, parts)
+            return
+
+        def opened(connection: Connection | None, error: OSError | None) -> None:
+            if self.ended:
+                if connection is not None:
+                    self.pool.release(connection)
+            elif connection is not None:
+                self._begin(connection, parts)
+            elif not self.ended:
+                self.fail("connect", str(error) or type(error).__name__)
+
+        self.pool.open(opened)
+
+    def _begin(self, connection: Connection, parts: Sequence[bytes]) -> None:
+        trial = self.exchange.trial
+        self._connection = connection
+        connection.leg = self
+        trial.loop.stream(connection, self)
+        if self.urgent:
+            trial.watch_closely(self)
+        self.sent_s = trial.monotonic()
+        self.sent_ns = int(self.sent_s * 1e9)
+        if not connection.send(parts):
+            self.pool.wait_to_write(connection)
+
+    def transmitted(self, written: int, stamp: bytes) -> None:
+        """The kernel's stamp of the moment when so many bytes of the connection had gone out."""
+        self.transmissions = written, self.exchange.trial.clock.monotonic_ns(stamp)
+
+    # receiving
+
+    def noticed(self, what: bytes | OSError) -> None:
+        """From the loop: a read that may be the last, the end (no bytes), or a failure."""
+        if self.ended:
+            return
+        if isinstance(what, OSError):
+            self._closed(what)
+        elif not what:
+            self._closed(None)
+        elif self.urgent:
+            self.take_all()
+        # The end of a chunked answer is always an empty line after another line, unless a read cut it.
+        elif what[-4:] == b"\r\n\r\n" or len(what) < 4 or not self.answer.head_seen:
+            self.exchange.trial.take_soon(self)
+
+    def first_token_ns(self) -> int | None:
+        """When the first token came; None if none has been taken in."""
+        tokens = self.answer.stream.token_stamps
+        return tokens[0] if tokens else None
+
+    def take(self) -> bool:
+        """Takes in some of what was read; returns whether there is more."""
+        log = self.log
+        if self.ended or not log:
+            return False
+        trial, answer = self.exchange.trial, self.answer
+        taken = log.take(READS_AT_ONCE, self.sent_ns, trial.clock.offset_ns)
+        reads, came_ns, lags_ns, doubts_ns, useless, crc = taken
+        trial.figures.read(lags_ns, useless)
+        stamps = memoryview(came_ns).cast("q")
+        self.reads += len(stamps)
+        self.last_ns = stamps[-1]
+        self.fallbacks += useless
+        answer.take(reads, stamps, memoryview(doubts_ns).cast("i"), crc)
+        if answer.complete:
+            self._finish()
+        elif answer.malformed:
+            self.fail("bad_stream", answer.malformed)
+        elif answer.head_seen and not answer.chunked:
+            # Its end does not show in its bytes.
+            self.urgent = True
+            trial.watch_closely(self)
+        elif not log and (expected := answer.expected()) is not None:
+            log.expect(*expected)
+        return bool(log) and not self.ended
+
+    def take_all(self) -> None:
+        while self.take():
+            pass
+
+    def _closed(self, error: OSError | None) -> None:
+        self.take_all()
+        if self.ended:
+            return
+        if error is None:
+            self.answer.closed()
+        if self.answer.complete:
+            self._finish()
+        elif error is None:
+            self.fail("early_close", "the connection was closed")
+        else:
+            self.fail("reset", str(error) or type(error).__name__)
+
+    def _finish(self) -> None:
+        """The answer is whole."""
+        connection, answer = self._connection, self.answer
+        assert connection is not None
+        self.done = True
+        self._end()
+        if answer.keep_alive and not answer.surplus and not self.log and not connection.unsent:
+            connection.last_used = self.exchange.trial.monotonic()
+            self.pool.release(connection)
+        else:
+            self.pool.drop(connection)
+        self.exchange.leg_done(self)
+
+    def fail(self, error: RequestError, detail: str) -> None:
+        """Ends the leg and drops its connection; the exchange hears of it."""
+        self.drop()
+        self.exchange.leg_failed(self, (error, detail))
+
+    def drop(self) -> None:
+        """Ends the leg and drops its connection; what has been read before is still taken in."""
+        if self.ended:
+            return
+        self._end()
+        if self._connection is not None:
+            self.pool.drop(self._connection)
+
+    def release(self) -> None:
+        """After the record was made: breaks the circle with the exchange, as nothing collects it."""
+        del self.exchange
+        self.log = new_log()
+
+    def _end(self) -> None:
+        self.ended = True
+        self.answer.release()
+        connection = self._connection
+        if connection is None:
+            return
+        connection.leg = None
+        self.exchange.trial.loop.end_stream(connection.fd)
+        if self.transmissions is not None and not connection.unsent:
+            written, when_ns = self.transmissions
+            if (written - connection.written) & _ID_BITS == 0 and when_ns >= self.sent_ns - SLACK_NS:
+                self.sent_kernel_ns = when_ns

@@ -1,0 +1,224 @@
+"""One request on its way, and the record it becomes."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+from kvbench.core.records import ROUTER_TIMES, RequestError, RequestRecord, timing_header
+from kvbench.processes.loadgen.answer import Answer
+from kvbench.processes.loadgen.clock import gaps
+from kvbench.processes.loadgen.http_request import Leg
+from kvbench.processes.loadgen.plan import PlannedRequest
+from kvbench.processes.loadgen.stream import clipped, whole_body_error
+
+if TYPE_CHECKING:
+    from kvbench.processes.loadgen.run import Trial
+
+DECIMALS: Final = 7
+"""Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
+
+Failure = tuple[RequestError, str]
+
+_TIMING_HEADERS: Final = {name: timing_header(name) for name in ROUTER_TIMES}
+
+
+class Exchange:
+    """A request of the plan. This one is answered by one server; see ``direct`` for two.
+
+    ``stream`` is the leg whose answer is the stream of tokens, once it is known. All objects are made before
+    the request is due, so that nothing is left to do then but to send.
+    """
+
+    def __init__(self, trial: Trial, plan: PlannedRequest, scheduled_s: float) -> None:
+        self.trial = trial
+        self.index = plan.index
+        self.scheduled_s = scheduled_s
+        self.record = RequestRecord(
+            request_id=plan.request_id,
+            scheduled_s=round(plan.offset_s, DECIMALS),
+            input_len=plan.input_len,
+            requested_output_len=plan.output_len,
+        )
+        self.stream: Leg | None = self._stream_leg()
+        self.over = False
+        self.failure: Failure | None = None
+        self.failed_leg: Leg | None = None
+
+    def start(self, plan: PlannedRequest) -> None:
+        """Sends. The plan may forget the request's bytes after it."""
+        assert self.stream is not None
+        self.stream.start(plan.parts)
+
+    def _stream_leg(self) -> Leg | None:
+        """The leg whose answer is the stream, if it is known before anything is sent."""
+        return Leg(self, self.trial.pools[0])
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return (self.stream,) if self.stream is not None else ()
+
+    @property
+    def chunks(self) -> int:
+        """Token events of the stream."""
+        return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0
+
+    def leg_done(self, leg: Leg) -> None:
+        """A leg's answer is whole."""
+        self._end()
+
+    def leg_failed(self, leg: Leg, failure: Failure) -> None:
+        """A leg has failed, and so the request."""
+        self.end(failure, leg)
+
+    def end(self, failure: Failure, leg: Leg | None = None) -> None:
+        """Ends the request: no connection, past its deadline, cancelled, closed early."""
+        for each in self.legs:
+            each.take_all()  # which may show that it has ended after all
+        if self.over:
+            return
+        self.failure, self.failed_leg = failure, leg
+        for each in self.legs:
+            each.drop()
+        self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        self.trial.finished(self)
+        for leg in self.legs:
+            leg.release()
+
+    # after the end
+
+    def settle(self, start_s: float) -> RequestRecord:
+        """Fills in the record. Times become seconds since ``start_s``."""
+        record, leg = self.record, self.stream
+        start_ns = int(start_s * 1e9)
+        first = min((each.sent_s for each in self.legs if each.sent_s is not None), default=None)
+        if first is not None:
+            record.sent_s = round(first - start_s, DECIMALS)
+        first_leg = self.first_leg()
+        record.sent_kernel_s = relative_s(first_leg.sent_kernel_ns if first_leg else None, start_ns)
+        if leg is not None:
+            self._take_stream(leg, start_s, start_ns)
+        record.error, record.error_detail = self._class()
+        return record
+
+    def first_leg(self) -> Leg | None:
+        """The leg that was sent first."""
+        return self.stream
+
+    def _take_stream(self, leg: Leg, start_s: float, start_ns: int) -> None:
+        record, answer = self.record, leg.answer
+        stream = answer.stream
+        stream.finish(whole=self.failure is None)
+        record.status = answer.status
+        record.output_len = stream.completion_tokens or 0
+        record.prompt_tokens = stream.prompt_tokens
+        if leg.reads:
+            record.stamps = "read" if leg.fallbacks else "kernel"
+        tokens = stream.token_stamps
+        if not tokens and self._one_without_text() and leg.last_ns is not None:
+            # A token without text, as half of a character is: it came no later than the answer's end.
+            record.first_token_s = record.last_token_s = relative_s(leg.last_ns, start_ns)
+        elif tokens and answer.status == 200:
+            record.text_crc = stream.text_crc
+            record.first_token_s = relative_s(tokens[0], start_ns)
+            record.last_token_s = relative_s(tokens[-1], start_ns)
+            assert isinstance(tokens, array)
+            record.itl_s = array("f", gaps(tokens))
+            self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
+
+    def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:
+        """The router's times, if it told them and its clock is ours: within this request's first token."""
+        times = {}
+        for name, header in _TIMING_HEADERS.items():
+            value = headers.get(header)
+            if value is not None:
+                try:
+                    times[name] = float(value)
+                except ValueError:
+                    continue
+        if not times or self.record.sent_s is None:
+            return
+        sent_s = self.record.sent_s + start_s
+        if all(sent_s - 1e-3 <= time_s <= first_token_s + 1e-3 for time_s in times.values()):
+            for name, time_s in times.items():
+                setattr(self.record, name, round(time_s - start_s, DECIMALS))
+
+    def _class(self) -> Failure:
+        """The class of failure, the most telling first; ("", "") is success."""
+        failure = self.failure
+        if failure is not None and failure[0] in ("connect", "cancelled"):
+            return failure
+        leg = self.stream
+        if leg is None:
+            assert failure is not None
+            return failure
+        answer = leg.answer
+        if answer.status not in (0, 200):
+            return http_failure(answer)
+        if failure is not None and failure[0] == "timeout" and not leg.reads:
+            return unanswered(leg, failure)
+        if failure is not None and failure[0] not in ("early_close", "reset"):
+            return failure
+        return _stream_failure(answer, failure) or self._length_failure(answer)
+
+    def _one_without_text(self) -> bool:
+        """Whether the answer is one token, as was asked, and that has no text."""
+        assert self.stream is not None
+        stream = self.stream.answer.stream
+        return stream.completion_tokens == self.record.requested_output_len == 1 and stream.empty_events > 0
+
+    def _length_failure(self, answer: Answer) -> Failure:
+        tokens, wanted = answer.stream.completion_tokens, self.record.requested_output_len
+        if tokens is None:
+            return "bad_stream", "the stream carries no usage, so its tokens cannot be counted"
+        if tokens != wanted:
+            return "wrong_length", f"{tokens} tokens instead of {wanted}"
+        if not answer.stream.token_stamps and not self._one_without_text():
+            empty = answer.stream.empty_events
+            told = f": all of its {empty} token events are without text" if empty else ""
+            return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{told}"
+        return "", ""
+
+
+def _stream_failure(answer: Answer, failure: Failure | None) -> Failure | None:
+    """What is wrong with the stream itself, or with how it ended."""
+    stream = answer.stream
+    if stream.error:
+        if stream.error == "bad_stream" and not stream.token_stamps and not stream.event_seen:
+            return whole_body_error(bytes(answer.body))
+        return stream.error, stream.detail
+    if failure is not None:
+        if failure[0] == "early_close" and stream.half:
+            return "half_event", "the connection was closed in the middle of an event"
+        return failure
+    if stream.half:
+        return "half_event", "the stream ended in the middle of an event, without [DONE]"
+    if not stream.done:
+        return "early_close", "the stream ended without [DONE]"
+    return None
+
+
+def unanswered(leg: Leg, failure: Failure) -> Failure:
+    """For a request whose time was up before anything of an answer came."""
+    if leg.sent_s is None:
+        return "connect", "no connection was open when the request's time was up"
+    return "no_answer", failure[1].replace("no complete answer", "nothing of an answer")
+
+
+def http_failure(answer: Answer) -> Failure:
+    """For an answer with another status than 200."""
+    body = clipped(bytes(answer.body))
+    if 300 <= answer.status < 400:
+        return (
+            "redirect",
+            f"HTTP {answer.status}: redirect to {answer.headers.get('location', 'nowhere')}; {body}",
+        )
+    return "http_error", f"HTTP {answer.status}: {body}"
+
+
+def relative_s(when_ns: int | None, start_ns: int) -> float | None:
+    """Seconds since the trial's start, as the records have them."""
+    return None if when_ns is None else round((when_ns - start_ns) / 1e9, DECIMALS)

@@ -1,0 +1,185 @@
+"""Reads of an event stream that need not be looked into, since one that differs in its text alone was."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvbench.processes.loadgen.compiled import READS
+from kvbench.processes.loadgen.stream import StreamReader
+
+EVENT_END: Final = b"\n\n\r\n"
+"""Where an event's end and a chunk's end meet."""
+LAST_CHUNK: Final = b"0\r\n\r\n"
+MAX_KNOWN: Final = 32
+"""Reads that are remembered of one stream: a server may send the same chunk many times."""
+MAX_LENGTHS: Final = 64
+"""Lengths of chunks for which the beginning is remembered."""
+
+_HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
+_TEXT: Final = b'"text":"'
+_NAME: Final = b'"text"'
+_NEVER_KNOWN: Final = (b"completion_tokens", b"prompt_tokens", b"\\")
+_PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
+
+
+class UnusualError(Exception):
+    """A chunk that the fast way does not read."""
+
+
+class Known:
+    """What is known of a stream's reads, so that those which come often are looked at once."""
+
+    def __init__(self, stream: StreamReader) -> None:
+        self._stream = stream
+        self._seen: dict[bytes, tuple[int, bytes]] = {}
+        """Reads, with how many token events each brings and their text."""
+        self.begin = b""
+        """An event up to its text, once one was decoded."""
+        self.before: dict[int, bytes] = {}
+        """The same with the size of its chunk, by the length of a read of nothing else."""
+        self.after = EVENT_END
+        """What stands after the text."""
+        self.end: bytes | None = None
+        """The read that brought the end of the answer."""
+        self._plain = False
+        """Whether the chunks of a read may be skipped when they come again."""
+        self._text = b""
+        """Of the read's token events so far."""
+
+    @property
+    def crc(self) -> int:
+        """Of the stream's text so far."""
+        return self._stream.text_crc
+
+    @crc.setter
+    def crc(self, crc: int) -> None:
+        self._stream.text_crc = crc
+
+    def add_text(self, text: bytes) -> None:
+        """The text of an event that was not decoded."""
+        self._stream.add_text(text)
+
+    def tokens_in(self, read: bytes) -> int:
+        """How many token events a read brings, which are taken in.
+
+        Raises UnusualError for a read that is not made of whole chunks with one whole event in each.
+        """
+        seen = self._seen.get(read)
+        if seen is not None and self.end is None:
+            count, text = seen
+            self._stream.add_text(text)
+            return count
+        chunks = read.split(EVENT_END)
+        rest = chunks.pop()
+        if not chunks or rest not in (b"", LAST_CHUNK) or self.end is not None:
+            raise UnusualError
+        count, self._plain, self._text = 0, True, b""
+        stream = self._stream
+        before = stream.text_crc, stream.empty_events
+        try:
+            for chunk in chunks:
+                count += self._is_token(chunk)
+        except UnusualError:  # the general way takes all of it again
+            stream.text_crc, stream.empty_events = before
+            raise
+        if rest:
+            self.end = read
+        elif self._plain and len(self._seen) < MAX_KNOWN:
+            self._seen[read] = count, self._text
+        return count
+
+    def _is_token(self, chunk: bytes) -> bool:
+        """Whether a chunk, which lacks its last four bytes, holds a token event."""
+        size, mark, event = chunk.partition(b"\r\n")
+        whole = mark and _HEX.fullmatch(size) and int(size, 16) == len(event) + 2
+        if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
+            raise UnusualError
+        stream = self._stream
+        text = self._known_text(event)
+        if text is not None:
+            if not text:
+                stream.empty_events += 1
+                self._plain = False
+                return False
+            self._keep_length(len(chunk), size + mark)
+            stream.add_text(text)
+            self._text += text
+            return True
+        usage, problem, done = stream.completion_tokens, stream.error, stream.done
+        token = stream.event(event[5:].removeprefix(b" "))
+        changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
+        # A usage is told anew by each event that has one, so such an event cannot be skipped.
+        if token and not changed and not any(name in event for name in _NEVER_KNOWN):
+            self._learn(event)
+            self._text += stream.text.encode("utf-8", "surrogatepass")
+        else:
+            self._plain = False
+        return token
+
+    def _known_text(self, event: bytes) -> bytes | None:
+        """Its text if it differs from a token event that was decoded in nothing but that; else None."""
+        begins, ends = self.begin, self.after[: -len(EVENT_END)]
+        if not begins or len(event) < len(begins) + len(ends):
+            return None
+        if not event.startswith(begins) or not event.endswith(ends):
+            return None
+        text = event[len(begins) : len(event) - len(ends)]
+        return None if text.translate(None, _PLAIN) else text
+
+    def _keep_length(self, length: int, size: bytes) -> None:
+        """A chunk of this length, whose size line is right, was a known event."""
+        if len(self.before) < MAX_LENGTHS:
+            self.before[length + len(EVENT_END)] = size + self.begin
+
+    def _learn(self, event: bytes) -> None:
+        """Keeps what stands around the text of a token event.
+
+        In JSON that was decoded, the last quote of ``"text":"`` always opens a string: the one before it
+        cannot be escaped, so it ends a name, or else it would begin a string that the last one ends, and
+        then ``text`` would stand outside of any.
+        """
+        start = event.find(_TEXT) + len(_TEXT)
+        end = event.find(b'"', start)
+        if start < len(_TEXT) or end < 0 or event[start:end].translate(None, _PLAIN):
+            return
+        # An answer's text is the only one of that name, or else an empty one here need not be an empty event.
+        if event.count(_NAME) != 1 or event[start:end].decode() != self._stream.text:
+            return
+        self.begin, self.after = event[:start], event[end:] + EVENT_END
+        self.before.clear()
+
+
+def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
+    """How many reads, from ``start`` on, are chunks whose texts alone are new.
+
+    ``counts`` gets how many chunks are in each. A chunk is ``before[len(chunk)]``, then characters that JSON
+    does not escape, at least one, then ``after``; all always fit into a chunk of that length. This way takes
+    one chunk a read, the compiled one any number.
+    """
+    before, after, tail = known.before, known.after, -len(known.after)
+    for place in range(start, len(reads)):
+        read = reads[place]
+        assert isinstance(read, bytes)
+        begins = before.get(len(read))
+        if (
+            begins is None
+            or not read.startswith(begins)
+            or not read.endswith(after)
+            or not (text := read[len(begins) : tail])
+            or text.translate(None, _PLAIN)
+        ):
+            return place - start
+        known.add_text(text)
+        counts.append(1)
+    return len(reads) - start
+
+
+def _usual_compiled(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
+    """The same in C; reads that were found so as they came are numbers already."""
+    count: int
+    count, known.crc = READS.usual(reads, start, known.begin, known.after, counts, known.crc)
+    return count
+
+
+usual: Final = usual_in_python if READS is None else _usual_compiled

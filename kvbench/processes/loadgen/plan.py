@@ -1,0 +1,188 @@
+"""The requests of a trial, as bytes, before it starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.prompts import PromptShape, token_prompts
+from kvbench.errors import InputError
+from kvbench.hosts.api_key import bearer
+from kvbench.processes.loadgen.spec import LoadSpec
+from kvbench.processes.loadgen.wire import Server
+
+_CELL: Final = 8
+"""Bytes of one token id in the table below, with its comma."""
+
+
+@dataclass
+class PlannedRequest:
+    """One request, to be sent ``offset_s`` after the trial's start; ``index`` is its place in the whole plan.
+
+    ``parts`` is the request in pieces, and empty if it depends on what is answered before.
+    """
+
+    index: int
+    request_id: str
+    offset_s: float
+    input_len: int
+    output_len: int
+    prompt: bytes
+    parts: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    offset_s: float
+    output_len: int
+    prompt: NDArray[np.int32]
+
+
+def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
+    """This worker's requests in scheduled order; a pure function of the spec but for the request ids.
+
+    Raises InputError.
+    """
+    encoder = _Encoder(spec.vocab_size)
+    run = uuid.uuid4().hex[:12]
+    return [
+        PlannedRequest(
+            index=index,
+            request_id=f"kvb-{run}-{index}",
+            offset_s=wanted.offset_s,
+            input_len=len(wanted.prompt),
+            output_len=wanted.output_len,
+            prompt=encoder.encode(wanted.prompt),
+        )
+        for index, wanted in _share(spec)
+    ]
+
+
+def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
+    if spec.requests_path:
+        yield from _traced(spec)
+        return
+    offsets = (
+        spec.offsets_s
+        or planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed).tolist()
+    )
+    shape = PromptShape(spec.input_len, spec.vocab_size, spec.shared_prefix_len)
+    prompts = token_prompts(spec.num_requests, shape, spec.seed)
+    for index in range(spec.worker, spec.num_requests, spec.workers):
+        yield index, _Wanted(offsets[index], spec.output_len, prompts[index])
+
+
+def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
+    from kvbench.core.load.traces import traced_prompt
+
+    before_s = 0.0
+    for index, (where, row) in enumerate(_rows(spec.requests_path)):
+        offset_s: Any = row.get("offset_s")
+        if not _is_time(offset_s) or not offset_s >= before_s:
+            raise InputError(f"{where}: offset_s must be a number of seconds, and not before the last one's")
+        before_s = float(offset_s)
+        input_len, output_len = _length(row, "input_len", where), _length(row, "output_len", where)
+        if index % spec.workers == spec.worker:
+            ids = traced_prompt(input_len, row.get("blocks"), spec.seed, index, spec.vocab_size)
+            yield index, _Wanted(before_s, output_len, np.asarray(ids, np.int32))
+
+
+def _length(row: Mapping[str, Any], name: str, where: str) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{where}: {name} must be a whole number from 1 on")
+    return value
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{where}: no JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise InputError(f"{where}: no JSON object")
+                yield where, row
+    except OSError as error:
+        raise InputError(f"cannot read requests_path {path}: {error.strerror}") from error
+
+
+class _Encoder:
+    """Token ids as a JSON list: each id's digits and comma from a table, without the padding."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._table: NDArray[np.uint64] | None = None
+        if vocab_size < 10 ** (_CELL - 1):
+            cells = [(b"%d," % number).ljust(_CELL, b"\0") for number in range(vocab_size)]
+            self._table = np.frombuffer(b"".join(cells), np.uint64)
+
+    def encode(self, prompt: NDArray[np.int32]) -> bytes:
+        if self._table is None:
+            return b"[" + ",".join(map(str, prompt.tolist())).encode() + b"]"
+        return b"[" + self._table[prompt].tobytes().translate(None, b"\0")[:-1] + b"]"
+
+
+def completion_fields(spec: LoadSpec, output_len: int) -> dict[str, Any]:
+    """A request's body without its prompt."""
+    body = {
+        "model": spec.model,
+        "max_tokens": output_len,
+        "min_tokens": output_len,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **spec.extra_body,
+    }
+    body.pop("prompt", None)
+    return body
+
+
+def request_headers(spec: LoadSpec, request_id: str) -> dict[str, str]:
+    """The headers of a request that is answered by a stream."""
+    return {
+        "content-type": "application/json",
+        "accept": "text/event-stream",
+        **spec.headers,
+        **bearer(spec.api_key_env),
+        "x-request-id": request_id,
+    }
+
+
+def request_parts(
+    server: Server, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], prompt: bytes
+) -> tuple[bytes, ...]:
+    """A whole request in pieces, so that the long prompt is neither copied nor encoded again."""
+    text = json.dumps(fields, separators=(",", ":"))
+    before = f'{text[:-1]},"prompt":'.encode()
+    length = len(before) + len(prompt) + 1
+    return server.head(path, headers, length) + before, prompt, b"}"
+
+
+def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: Server) -> None:
+    """Makes each request's bytes, for one server that answers it."""
+    bodies: dict[int, dict[str, Any]] = {}
+    for request in plan:
+        fields = bodies.get(request.output_len)
+        if fields is None:
+            fields = bodies[request.output_len] = completion_fields(spec, request.output_len)
+        headers = request_headers(spec, request.request_id)
+        request.parts = request_parts(server, spec.path, headers, fields, request.prompt)
+        request.prompt = b""

@@ -1,0 +1,102 @@
+"""What the progress lines count, and the outcomes that they tell one by one."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from kvbench.core.records import RequestRecord
+from kvbench.processes.loadgen.in_flight import Exchange
+from kvbench.processes.loadgen.spec import LoadSpec
+
+SETTLED_A_LINE: Final = 60
+"""So many fit into a line that a pipe takes at once (PIPE_BUF, 4096 bytes)."""
+
+
+class Counts:
+    """Requests that met the limits and requests that missed them, so far."""
+
+    def __init__(self, spec: LoadSpec, report: Callable[[dict[str, Any]], bool]) -> None:
+        limits = spec.limits()
+        self._ttft_s = math.inf if limits.ttft_ms is None else limits.ttft_ms / 1e3
+        self._tpot_s = math.inf if limits.tpot_ms is None else limits.tpot_ms / 1e3
+        self._report = report
+        self._interval_s = spec.progress_interval_s
+        self._next_line = 0.0
+        self._done = self._met = self._missed = 0
+        self._late_first: set[Exchange] = set()
+        self._untold: deque[list[Any]] = deque()
+
+    def first_token(self, exchange: Exchange, at_s: float) -> None:
+        """A request in flight has its first token."""
+        if at_s - exchange.scheduled_s > self._ttft_s:
+            self._late_first.add(exchange)
+
+    def settled(self, exchange: Exchange, record: RequestRecord) -> None:
+        """A request has ended."""
+        self._late_first.discard(exchange)
+        self._done += 1
+        times = (_rounded(record.ttft_s), _rounded(record.tpot_s), _rounded(record.e2el_s))
+        self._untold.append([exchange.index, *times, record.error])
+        if record.error == "cancelled":
+            return
+        if record.ok and (record.ttft_s or 0.0) <= self._ttft_s and (record.tpot_s or 0.0) <= self._tpot_s:
+            self._met += 1
+        else:
+            self._missed += 1
+
+    def overdue(self, waiting: Iterable[Exchange], now: float) -> int:
+        """Of the requests that wait for a first token, in scheduled order, those past the TTFT limit."""
+        count = 0
+        for exchange in waiting:
+            if exchange.scheduled_s > now - self._ttft_s:
+                break
+            count += 1
+        return count
+
+    def tell(self, state: Callable[[], dict[str, Any]], now: float) -> None:
+        """Prints lines if one is due; outcomes that do not go out now go out later."""
+        if now < self._next_line:
+            return
+        self._next_line = now + self._interval_s
+        while True:
+            line = self._line(state())
+            if not self._report(line):
+                return
+            for _ in line["settled"]:
+                self._untold.popleft()
+            if not self._untold:
+                return
+
+    def last_lines(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """The lines that tell all that has not been told."""
+        lines = []
+        while True:
+            line = self._line(state)
+            for _ in line["settled"]:
+                self._untold.popleft()
+            lines.append(line)
+            if not self._untold:
+                return lines
+
+    def _line(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A request that is past the TTFT limit without a first token has missed."""
+        count = min(SETTLED_A_LINE, len(self._untold))
+        return {
+            "event": "progress",
+            "t_s": state["t_s"],
+            "sent": state["sent"],
+            "done": self._done,
+            "met": self._met,
+            "missed": self._missed + state["overdue"] + len(self._late_first),
+            "in_flight": state["in_flight"],
+            "waiting_first": state["waiting_first"],
+            "lag_ms": state["lag_ms"],
+            "settled": [self._untold[place] for place in range(count)],
+        }
+
+
+def _rounded(time_s: float | None) -> float | None:
+    return None if time_s is None else round(time_s, 7)

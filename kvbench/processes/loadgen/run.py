@@ -1,0 +1,327 @@
+"""The trial: sends on schedule, keeps deadlines, and takes answers in when there is time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from kvbench.core.records import RequestRecord
+from kvbench.hosts.api_key import hidden
+from kvbench.processes.loadgen.alarm import Alarm
+from kvbench.processes.loadgen.clock import Clock
+from kvbench.processes.loadgen.heartbeat import BEAT_S, Figures
+from kvbench.processes.loadgen.http_request import Leg
+from kvbench.processes.loadgen.in_flight import Exchange
+from kvbench.processes.loadgen.loop import EVENTS_AT_ONCE, READABLE, Loop
+from kvbench.processes.loadgen.plan import PlannedRequest
+from kvbench.processes.loadgen.pool import Pool
+from kvbench.processes.loadgen.progress import Counts
+from kvbench.processes.loadgen.spec import LoadSpec
+
+START_DELAY_S: Final = 0.01
+EARLY_S: Final = 8e-5
+"""A client wakes up so long before a send and waits awake, unless it is very busy: a core that sleeps needs
+as long to wake up."""
+PAUSE_S: Final = 0.0005
+"""On a busy client, chunks are left lying for so long and then read together: waking up for each few of them
+costs more than reading them. When they came is told by the kernel's stamps."""
+SHORTEST_S: Final = 5e-5
+"""A shorter sleep takes longer than it is."""
+BUSY_READS: Final = 200
+"""So many reads in a beat make a client busy (20,000 a second)."""
+VERY_BUSY_READS: Final = 600
+SLICE_S: Final = 0.0002
+"""So long are answers taken in between two turns of the loop."""
+SLICES_APART_S: Final = 0.002
+"""However much there is to read, some answers are taken in after so long."""
+PENDING_BYTES: Final = 6_000_000
+"""With more than that lying about, streams are taken in before their end."""
+LOOK_BEATS: Final = 20
+"""Beats between two looks at how many there are."""
+
+
+Begin = Callable[["Trial", PlannedRequest, float], Exchange]
+"""Makes the exchange of a planned request that is due."""
+
+
+class Stop(Protocol):
+    """Whoever can end the trial early."""
+
+    def is_set(self) -> bool: ...
+
+
+class Trial:
+    """One run of a plan. ``run`` returns when every request that came due has ended.
+
+    ``report`` prints a progress line, or refuses to.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        plan: Sequence[PlannedRequest],
+        loop: Loop,
+        pools: Sequence[Pool],
+        report: Callable[[dict[str, Any]], bool],
+        begin: Begin = Exchange,
+    ) -> None:
+        self.loop = loop
+        self.pools = pools
+        self.clock = Clock()
+        self.figures = Figures()
+        self.monotonic = time.monotonic
+        self.records: list[RequestRecord] = []
+        """Of all requests that came due, in scheduled order."""
+        self._spec = spec
+        self._plan = plan
+        self._begin = begin
+        self._counts = Counts(spec, report)
+        self._start = 0.0
+        self._next = 0
+        self._alarm = Alarm()
+        self._due = self._wake = 0.0
+        self._next_beat = 0.0
+        self._ahead: Exchange | None = None
+        """The exchange of the next request."""
+        self._beats = 0
+        self._reads = 0
+        self._early_s = EARLY_S
+        self._busy = False
+        self._next_slice = 0.0
+        self._behind = False
+        """Much more was read than has been taken in."""
+        self._in_flight: dict[Exchange, None] = {}
+        self._waiting: dict[Exchange, None] = {}
+        self._work: deque[Leg] = deque()
+        self._close: set[Leg] = set()
+        self._stopped = False
+        self._grace_ends = float("inf")
+
+    def run(self, stop: Stop, start_at: float | None = None) -> dict[str, Any]:
+        """Runs the plan, or the part of it before ``stop``, from ``start_at`` on. Returns the end event."""
+        self._start = time.monotonic() + START_DELAY_S if start_at is None else start_at
+        started_unix_s = time.time() + self._start - time.monotonic()
+        self._next_beat = min(self._start, time.monotonic()) + BEAT_S
+        self.loop.watch(self._alarm.fd, READABLE, lambda _event: None)
+        self.figures.begin()
+        self._arm()
+        while self._next < len(self._plan) or self._in_flight:
+            events = self.loop.turn(0.0 if self._work or self._busy else -1.0, self._wake)
+            self._reads += events
+            now = time.monotonic()
+            if now >= self._wake:
+                while now < self._due:
+                    now = time.monotonic()
+                self._on_time(stop)
+                self._arm()
+            # What lies in the kernel comes first, but not for ever.
+            if self._work and (events < EVENTS_AT_ONCE or self._behind or now >= self._next_slice):
+                self._take_slice()
+            if self._busy and not self._work and events < EVENTS_AT_ONCE:
+                self._pause()
+        duration_s = max(0.0, time.monotonic() - self._start)
+        client = {
+            **self.figures.to_json(),
+            "connections": sum(pool.size for pool in self.pools),
+            "clock_steps": self.clock.steps,
+            # The two clocks at the start, so that what other processes timed can be put beside it.
+            "started_monotonic_s": self._start,
+            "started_unix_s": started_unix_s,
+        }
+        self.loop.unwatch(self._alarm.fd)
+        self._alarm.close()
+        return {
+            "event": "end",
+            "reason": "stopped" if self._stopped else "complete",
+            "duration_s": round(duration_s, 6),
+            "started_unix_s": started_unix_s,
+            "client": client,
+        }
+
+    def last_lines(self) -> list[dict[str, Any]]:
+        """After the run: the progress lines that have to be printed before the end event."""
+        return self._counts.last_lines(self._state(time.monotonic()))
+
+    def _pause(self) -> None:
+        left = min(PAUSE_S, self._wake - time.monotonic())
+        if left > SHORTEST_S:
+            time.sleep(left)
+
+    # on time: sends and beats
+
+    def _arm(self) -> None:
+        self._due = self._wake = self._next_beat
+        if self._next < len(self._plan):
+            request = self._plan[self._next]
+            scheduled = self._start + request.offset_s
+            if scheduled < self._due:
+                self._due, self._wake = scheduled, scheduled - self._early_s
+            if self._ahead is None:
+                self._ahead = self._begin(self, request, scheduled)
+        if not self._busy:
+            self._alarm.set(self._wake)
+
+    def _on_time(self, stop: Stop) -> None:
+        plan, start = self._plan, self._start
+        while self._next < len(plan):
+            request = plan[self._next]
+            scheduled = start + request.offset_s
+            if scheduled > time.monotonic():
+                break
+            self._next += 1
+            self._send(request, scheduled)
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._beat(now, stop)
+
+    def _send(self, request: PlannedRequest, scheduled: float) -> None:
+        exchange = self._ahead or self._begin(self, request, scheduled)
+        self._ahead = None
+        self._in_flight[exchange] = None
+        self._waiting[exchange] = None
+        self.records.append(exchange.record)
+        exchange.start(request)
+        request.prompt, request.parts = b"", ()
+        leg = exchange.first_leg()
+        if leg is not None and leg.sent_s is not None:
+            self.figures.sent(leg.sent_s - scheduled)
+        self.figures.streams_peak = max(self.figures.streams_peak, len(self._in_flight))
+        for pool in self.pools:
+            pool.grow(len(self._plan) - self._next)
+
+    def _beat(self, now: float, stop: Stop) -> None:
+        # Beats that fell due while the loop was busy come as one: each was late by its own amount.
+        while self._next_beat <= now:
+            self.figures.beat(now - self._next_beat)
+            self._next_beat += BEAT_S
+        self._beats += 1
+        # An urgent answer is waited for, and without stamps of the kernel's every delay would be measured.
+        was_busy = self._busy
+        self._busy = self._reads > BUSY_READS and not self._close and not self.figures.fallbacks
+        if self._busy and not was_busy:
+            self._alarm.clear()  # the pauses are short enough, and a timer costs as much as ten reads
+        self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
+        self._reads = 0
+        if self.clock.stepped():
+            for exchange in list(self._in_flight):
+                for leg in exchange.legs:
+                    leg.take_all()
+        self.clock.follow()
+        self._expire(now)
+        if stop.is_set():
+            self._stop(now)
+        for pool in self.pools:
+            pool.expire()
+        self._look_closely()
+        if self._beats % LOOK_BEATS == 0:
+            self._take_in_early()
+        self._counts.tell(lambda: self._state(now), now)
+
+    def _expire(self, now: float) -> None:
+        expired = now - self._spec.timeout_s
+        late = []
+        for exchange in self._in_flight:  # in scheduled order, and all have the same timeout
+            if exchange.scheduled_s > expired:
+                break
+            late.append(exchange)
+        for exchange in late:
+            exchange.end(("timeout", f"no complete answer within {self._spec.timeout_s:g} s"))
+
+    def _stop(self, now: float) -> None:
+        """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
+        if not self._stopped:
+            self._stopped = True
+            self._next = len(self._plan)
+            self._grace_ends = now + self._spec.stop_grace_s
+        if now >= self._grace_ends:
+            for exchange in list(self._in_flight):
+                exchange.end(("cancelled", "the trial was stopped"))
+
+    # taking in
+
+    def take_soon(self, leg: Leg) -> None:
+        """What this leg has read is looked at when there is time, within a beat."""
+        if not leg.queued:
+            leg.queued = True
+            self._work.append(leg)
+
+    def watch_closely(self, leg: Leg) -> None:
+        """The end of this leg's answer may not show in its bytes."""
+        self._close.add(leg)
+
+    def _look_closely(self) -> None:
+        """First tokens, and ends that the loop's hot path has not noticed."""
+        for exchange in list(self._waiting):
+            leg = exchange.stream
+            if leg is not None and leg.log:
+                self.take_soon(leg)
+        for leg in [leg for leg in self._close if leg.ended]:
+            self._close.discard(leg)
+        for leg in self._close:
+            if leg.log:
+                self.take_soon(leg)
+
+    def _take_in_early(self) -> None:
+        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log]
+        excess = sum(leg.log.held for leg in legs) - PENDING_BYTES
+        self._behind = excess > PENDING_BYTES
+        if excess > 0:
+            average = (excess + PENDING_BYTES) / len(legs)
+            for leg in legs:
+                held = leg.log.held
+                if held >= average:
+                    self.take_soon(leg)
+                    excess -= held
+                    if excess <= 0:
+                        break
+
+    def _take_slice(self) -> None:
+        """At least one piece of work, however busy the loop is, so that none waits for ever."""
+        until = time.monotonic() + SLICE_S
+        self._next_slice = until + SLICES_APART_S
+        while self._work:
+            leg = self._work.popleft()
+            leg.queued = False
+            if leg.take():
+                self.take_soon(leg)
+            if not leg.ended and leg.exchange in self._waiting:
+                self._first_token(leg.exchange, leg)
+            now = time.monotonic()
+            if now >= until or now >= self._wake:
+                return
+
+    def _first_token(self, exchange: Exchange, leg: Leg) -> bool:
+        """Whether its first token has come, which is counted then."""
+        first_ns = leg.first_token_ns() if leg is exchange.stream else None
+        if first_ns is None:
+            return False
+        self._waiting.pop(exchange, None)
+        self._counts.first_token(exchange, first_ns / 1e9)
+        return True
+
+    # what the exchanges tell
+
+    def finished(self, exchange: Exchange) -> None:
+        """The request has ended: its record is made."""
+        self._in_flight.pop(exchange)
+        self._waiting.pop(exchange, None)
+        record = exchange.settle(self._start)
+        if record.error_detail:
+            record.error_detail = hidden(record.error_detail, self._spec.api_key_env)
+        self.figures.chunks += exchange.chunks
+        if exchange.chunks and exchange.stream is not None:
+            answer = exchange.stream.answer
+            self.figures.doubted(answer.doubts_ns, answer.first_doubt_ns)
+        self._counts.settled(exchange, record)
+
+    def _state(self, now: float) -> dict[str, Any]:
+        return {
+            "t_s": round(now - self._start, 3),
+            "sent": len(self.records),
+            "in_flight": len(self._in_flight),
+            "waiting_first": len(self._waiting),
+            "overdue": self._counts.overdue(self._waiting, now),
+            "lag_ms": self.figures.worst_ms(),
+        }

@@ -1,0 +1,108 @@
+"""``python -m kvbench.processes.router SPEC.json``"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from kvbench.core.plan.process_modules import ROUTER_MODULE
+from kvbench.errors import InputError, KvbenchError
+from kvbench.processes.common.entry import STOPPING, read_spec, run, tell
+from kvbench.processes.common.spans import SpanLog
+from kvbench.processes.common.timeslice import shorten_slice
+from kvbench.processes.http1 import serve
+from kvbench.processes.router.app import Router
+from kvbench.processes.router.metrics import RouterMetrics
+from kvbench.processes.router.processes import fork, listening_sockets, watch
+from kvbench.processes.router.spec import RouterSpec
+
+log = logging.getLogger(ROUTER_MODULE)
+
+NAME = ROUTER_MODULE
+COLLECT_EVERY_S: Final = 10.0
+"""About 1 ms each, with 300 requests under way."""
+
+
+async def route(
+    router: Router, spec: RouterSpec, listening: Sequence[socket.socket], stop: asyncio.Event
+) -> int:
+    """Serves until ``stop``. /health answers 503 while the engine ids are asked for."""
+    server = await serve(router.handle, spec.host, spec.port, listening=listening)
+    log.info("listening on http://%s:%d, connector %s", spec.host, server.port, spec.connector)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    tidy = asyncio.ensure_future(collect_now_and_then())
+    stopping = asyncio.ensure_future(stop.wait())
+    bootstrap = asyncio.ensure_future(router.bootstrap())
+    beat = asyncio.ensure_future(router.metrics.beat())
+    try:
+        await asyncio.wait({stopping, bootstrap}, return_when=asyncio.FIRST_COMPLETED)
+        if bootstrap.done():
+            bootstrap.result()
+            await stopping
+    finally:
+        tasks = (bootstrap, stopping, beat, tidy)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.close()
+        await router.close()
+    return 0
+
+
+async def collect_now_and_then() -> None:
+    """Collects garbage, which only failures leave, so seldom that hardly a request waits for it."""
+    while True:
+        await asyncio.sleep(COLLECT_EVERY_S)
+        gc.collect()
+
+
+def one_process(spec: RouterSpec) -> int:
+    """The router in this process alone."""
+    return run(NAME, lambda stop: route(Router(spec), spec, (), stop))
+
+
+def several_processes(spec: RouterSpec) -> int:
+    """The router in ``spec.processes`` processes on one port, and this one that watches over them."""
+    spec.backends("decode", spec.profile())  # a mistake is told here, once
+    metrics = RouterMetrics(spec.processes)
+    spans = SpanLog(spec.trace_path) if spec.trace_path else None
+    sockets = listening_sockets(spec.host, spec.port, spec.processes)
+
+    def work(number: int) -> int:
+        metrics.write_as(number)
+        for other in sockets[:number] + sockets[number + 1 :]:
+            other.close()
+        return run(NAME, lambda stop: route(Router(spec, metrics, spans), spec, [sockets[number]], stop))
+
+    # A signal in between would end one of them with a code of its own, and the others for that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    workers = fork(spec.processes, work)
+    for each in sockets:
+        each.close()
+    return run(NAME, lambda stop: watch(workers, stop))
+
+
+def main(argv: Sequence[str]) -> int:
+    shorten_slice()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream takes a descriptor on each side
+    try:
+        spec = read_spec(RouterSpec, argv)
+        if spec.processes < 1:
+            raise InputError("the spec: 'processes' must be 1 or more")
+        return one_process(spec) if spec.processes == 1 else several_processes(spec)
+    except KvbenchError as error:
+        return tell(NAME, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""The router's own figures. Its processes count in one table of shared memory, and any tells the sum.
+
+Each process writes its own row only, one aligned number at a time, and each reader adds up all rows: no
+lock, no message, and what a scrape tells is true whichever process the kernel gave it to.
+
+| metric | meaning |
+|---|---|
+| ``requests_total``, ``errors_total{error}``, ``requests_in_flight`` | requests received, failed, under way |
+| ``streams_total``, ``stream_reads_total``, ``stream_bytes_total`` | streams passed on, and what they were |
+| ``stream_compiled_reads_total`` | those of the reads that compiled code did |
+| ``prefill_seconds``, ``handoff_seconds``, ``decode_first_byte_seconds``, ``request_seconds`` | times |
+| ``cpu_seconds_total{process}`` | user and system time; one process cannot use more than one second each |
+| ``loop_lag_seconds`` | how late a timer of each process came, taken every ``BEAT_S`` |
+| ``processes`` | how many processes share the port |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvbench.processes.http1 import ChunkWatch
+from kvbench.processes.router.legs import Timing
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+BEAT_S: Final = 0.05
+PREFIX: Final = "kvbench:router_"
+
+COUNTERS: Final = {
+    "requests": "Requests received.",
+    "streams": "Streams of D that were passed on as bytes.",
+    "stream_reads": "Reads of those streams: about one a chunk while the router keeps up.",
+    "stream_compiled_reads": "Those of these reads that went past Python.",
+    "stream_bytes": "Bytes of those streams, with their framing.",
+}
+ERRORS: Final = (
+    *(f"{role}_{kind}" for role in ("prefill", "decode") for kind in ("connect", "early_close", "malformed")),
+    *("prefill_bad_answer", "prefill_http", "decode_http"),
+    *("bad_request", "client_disconnect", "not_ready", "timeout", "router_full", "internal"),
+)
+HISTOGRAMS: Final = {
+    "prefill_seconds": "Request sent to P until its whole answer.",
+    "handoff_seconds": "P's answer until the request to D is sent.",
+    "decode_first_byte_seconds": "Request sent to D until the first byte of its answer's body.",
+    "request_seconds": "Request received until the answer is complete.",
+    "loop_lag_seconds": "How late a timer came: work of the router itself, or another process on its core.",
+}
+BOUNDS_S: Final = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+)
+
+_SLOTS: Final = (
+    *COUNTERS,
+    *(f"error {name}" for name in ERRORS),
+    *("in_flight", "cpu_seconds", "ready"),
+    *(f"{name} {slot}" for name in HISTOGRAMS for slot in ("sum", *range(len(BOUNDS_S) + 1))),
+)
+_AT: Final = {name: index for index, name in enumerate(_SLOTS)}
+_AT_SUM: Final = {name: _AT[f"{name} sum"] for name in HISTOGRAMS}
+"""Its buckets follow each sum."""
+_REQUESTS: Final = _AT["requests"]
+_IN_FLIGHT: Final = _AT["in_flight"]
+_STREAM: Final = tuple(
+    _AT[name] for name in ("streams", "stream_reads", "stream_compiled_reads", "stream_bytes")
+)
+
+
+class RouterMetrics:
+    """The figures of all processes; ``process`` says whose row this one writes (``write_as``)."""
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = processes
+        # Anonymous and shared: the processes that are forked later see the same memory.
+        self._table = memoryview(mmap.mmap(-1, 8 * len(_SLOTS) * processes)).cast("d")
+        self.write_as(0)
+
+    def write_as(self, process: int) -> None:
+        """Choose the row that is written."""
+        self.process = process
+        self._row = self._table[process * len(_SLOTS) : (process + 1) * len(_SLOTS)]
+
+    def began(self) -> None:
+        """Count a request that has come."""
+        row = self._row
+        row[_REQUESTS] += 1.0
+        row[_IN_FLIGHT] += 1.0
+
+    def ended(self, timing: Timing, began: float, ended: float, error: str, sequential: bool) -> None:
+        """Count a request's end, and its times as far as it came. ``sequential``: D waited for P."""
+        self._row[_IN_FLIGHT] -= 1.0
+        if error:
+            self.error(error)
+        else:
+            self.observe("request_seconds", ended - began)
+        if timing.prefill_sent is not None and timing.prefill_answered is not None:
+            self.observe("prefill_seconds", timing.prefill_answered - timing.prefill_sent)
+            if timing.decode_sent is not None and sequential:
+                self.observe("handoff_seconds", timing.decode_sent - timing.prefill_answered)
+        if timing.decode_sent is not None and timing.decode_first_byte is not None:
+            self.observe("decode_first_byte_seconds", timing.decode_first_byte - timing.decode_sent)
+        if timing.stream is not None:
+            self._stream(timing.stream)
+
+    def _stream(self, watch: ChunkWatch) -> None:
+        for at, amount in zip(
+            _STREAM, (1, watch.reads, watch.compiled_reads, watch.passed_bytes), strict=True
+        ):
+            self._row[at] += amount
+
+    def error(self, name: str) -> None:
+        """Count a failed request by its class."""
+        self._row[_AT[f"error {name if name in ERRORS else 'internal'}"]] += 1.0
+
+    def observe(self, histogram: str, seconds: float) -> None:
+        """Add one time to a histogram."""
+        first = _AT_SUM[histogram]
+        self._row[first] += seconds
+        self._row[first + 1 + bisect_left(BOUNDS_S, seconds)] += 1.0
+
+    def ready(self) -> None:
+        """This process knows all that it needs."""
+        self._row[_AT["ready"]] = 1.0
+
+    @property
+    def all_ready(self) -> bool:
+        return self._sum("ready") == self.processes
+
+    async def beat(self) -> None:
+        """Measures this process's load until it is cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self.observe("loop_lag_seconds", max(0.0, clock() - due))
+            self._note_cpu()
+
+    def page(self) -> bytes:
+        """The text of ``GET /metrics``."""
+        self._note_cpu()
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus_client asks for."""
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=self._sum(name))
+        errors = CounterMetricFamily(f"{PREFIX}errors", "Requests that failed, by class.", labels=["error"])
+        for name in ERRORS:
+            if count := self._sum(f"error {name}"):
+                errors.add_metric([name], count)
+        yield errors
+        in_flight = self._sum("in_flight")
+        yield GaugeMetricFamily(f"{PREFIX}requests_in_flight", "Requests under way.", value=in_flight)
+        yield GaugeMetricFamily(f"{PREFIX}processes", "Processes of the router.", value=self.processes)
+        cpu = CounterMetricFamily(
+            f"{PREFIX}cpu_seconds", "CPU time, user and system, by process.", labels=["process"]
+        )
+        for process in range(self.processes):
+            cpu.add_metric([str(process)], self._table[process * len(_SLOTS) + _AT["cpu_seconds"]])
+        yield cpu
+        for name, text in HISTOGRAMS.items():
+            yield self._histogram(name, text)
+
+    def _histogram(self, name: str, text: str) -> HistogramMetricFamily:
+        total = 0.0
+        buckets = []
+        for index, bound in enumerate((*(str(bound_s) for bound_s in BOUNDS_S), "+Inf")):
+            total += self._sum(f"{name} {index}")
+            buckets.append((bound, total))
+        return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=self._sum(f"{name} sum"))
+
+    def _sum(self, name: str) -> float:
+        return sum(self._table[_AT[name] :: len(_SLOTS)])
+
+    def _note_cpu(self) -> None:
+        self._row[_AT["cpu_seconds"]] = time.process_time()

@@ -1,0 +1,95 @@
+"""The router's spec and its backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvbench import connectors
+from kvbench.connectors.base import Connector, PrefillPeer
+from kvbench.core.plan.dispatch import BackendSpec
+from kvbench.errors import InputError
+from kvbench.processes.common.entry import parse_spec
+from kvbench.processes.http1 import Pool, Splicing
+
+_KNOWN_PATHS: Final = 16
+"""Paths for which the beginning of a request is kept; clients may send any number of others."""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Where to listen, which connector's dispatch to use, and the servers behind."""
+
+    port: int
+    connector: str
+    decode: list[Any]
+    prefill: list[Any] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    request_timeout_s: float = 60.0
+    bootstrap_timeout_s: float = 30.0
+    """How long the prefill servers may take to tell their engine ids: as long as they take to start."""
+    version: str = ""
+    """The engine's version, which chooses the connector's dialect; empty takes the newest."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The connector's options, for those whose dialect depends on them."""
+    processes: int = 1
+    """Processes that share the port; each uses one core at most."""
+    compiled: bool = True
+    """Streams go through compiled code where it is at hand; false: through Python."""
+    lie: str = ""
+    """What to lie about, on purpose, to see it caught (core/gates/lies.py); empty: nothing."""
+    trace_path: str = ""
+    """Where the spans of the first requests of each trial are written; empty: nowhere."""
+
+    def profile(self) -> Connector:
+        """The connector whose dispatch functions are used. Raises InputError."""
+        return connectors.profile(self.connector, self.version, self.options, "the spec's options")
+
+    def backends(self, role: str, connector: Connector, splicing: Splicing | None = None) -> list[Backend]:
+        """The servers of a role. Raises InputError for what the connector cannot work with."""
+        items = self.prefill if role == "prefill" else self.decode
+        found = [
+            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), splicing)
+            for index, item in enumerate(items)
+        ]
+        if not found and (role == "decode" or connector.disaggregated):
+            raise InputError(f"the spec: connector {connector.name!r} needs at least one {role} server")
+        if role == "prefill" and connector.needs_engine_id and not all(b.engine_id for b in found):
+            raise InputError(f"the spec: connector {connector.name!r} needs an engine_id for each prefill")
+        if role == "prefill" and connector.needs_bootstrap and not all(b.bootstrap_url for b in found):
+            raise InputError(f"the spec: connector {connector.name!r} needs a bootstrap_url for each prefill")
+        return found
+
+
+class Backend:
+    """A server with its connections. ``engine_id`` is known after the bootstrap query."""
+
+    def __init__(self, role: str, spec: BackendSpec, splicing: Splicing | None = None) -> None:
+        self.role = role
+        self.url = spec.url
+        self.bootstrap_url = spec.bootstrap_url
+        self.side_address = spec.side_address
+        self.engine_id = spec.engine_id
+        self._ranks = spec.tensor_parallel_size
+        self.pool = Pool(spec.url, splicing=splicing)
+        self._begun: dict[str, bytes] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.url}"
+
+    def request(self, path: str, headers: Mapping[str, str], request_id: str, body: bytes) -> bytes:
+        """A request with a JSON body, as bytes. Raises InputError for an id that is none."""
+        begun = self._begun.get(path)
+        if begun is None or headers or not request_id.isprintable():
+            told = {"content-type": "application/json", **headers, "x-request-id": request_id}
+            data = self.pool.request("POST", path, told, body)
+            if len(self._begun) < _KNOWN_PATHS and not headers:
+                self._begun[path] = data[: data.index(b"x-request-id: ")]
+            return data
+        name = request_id.encode("latin-1", "replace")
+        return b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (begun, name, len(body), body)
+
+    def peer(self) -> PrefillPeer:
+        return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address, self._ranks)

@@ -1,0 +1,288 @@
+"""``kvbench bundle``: a run folder packed for sharing, without what tells on whose machines it was measured.
+
+Text, JSON and Parquet are scrubbed (``core.scrub``). What is derived (report, tables, pictures) is not
+packed as it is, since a picture has the host's name in its dots: it is made anew from the scrubbed files.
+What is neither is left out.
+"""
+
+from __future__ import annotations
+
+import getpass
+import gzip
+import json
+import os
+import shutil
+import socket
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.core.metrics.metrics import Summary
+from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
+from kvbench.errors import StoreError
+from kvbench.files import said_clearly, write_bytes
+from kvbench.report.report import write_report
+from kvbench.report.scrub import KINDS, Scrubber
+from kvbench.results.run import CellResult, load_run
+from kvbench.results.store import RunInfo
+
+DERIVED: Final = ("report.md", "report.html", "tables", "figures")
+MOST_TEXT: Final = 256 * 2**20
+"""A larger text file is left out."""
+_RECORDS: Final = (TrialRecord, Cell, Finding, CellResult, RunInfo, RequestRecord, Summary)
+_MANIFEST: Final = ("schema", "run_id", "status", "kvbench", "scenario", "started_at", "ended_at", "skipped")
+_FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(kind)), *_MANIFEST, "cpu"])
+"""Names that a run folder is read by: they stay, even if a host is called so."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too."""
+
+    output: Path | None = None
+    also: tuple[str, ...] = ()
+    without_logs: bool = False
+
+
+@dataclass
+class Bundled:
+    """What came of it. ``left_out``: file → why; ``removed``: kind → value → the word that stands for it."""
+
+    archive: Path
+    files: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def command(path: Path, asked: Asked, console: Console) -> None:
+    """Packs a run and says what was removed. Raises StoreError for what is no run folder or cannot be
+    written.
+    """
+    bundled = bundle(path, asked)
+    for kind, words in KINDS.items():
+        values = bundled.removed[kind]
+        if values:
+            _line(console, f"{words}: {len(values)}, in {bundled.counts[kind]} places", "bold")
+            shown = [
+                f"{value if kind != 'KEY' else _hidden(value)} → {word}" for value, word in values.items()
+            ]
+            for line in [*shown[:10], *([f"and {len(shown) - 10} more"] if len(shown) > 10 else [])]:
+                _line(console, f"  • {line}")
+    if not any(bundled.removed.values()):
+        _line(console, "nothing had to be removed")
+    for name, why in bundled.left_out.items():
+        _line(console, f"left out: {name}: {why}", "yellow")
+    _line(console, f"{bundled.archive}: {len(bundled.files)} files; look through it before you share it")
+
+
+def bundle(path: Path, asked: Asked | None = None) -> Bundled:
+    """Packs the run folder ``path`` into a .tar.gz. Raises StoreError."""
+    asked = asked or Asked()
+    run = load_run(path)
+    scrubber = Scrubber(_hosts(run.environment, run.manifest), _users(), asked.also)
+    sources = list(_sources(path))
+    for file in sources:
+        _look(file, scrubber)
+    name = scrubber.text(path.resolve().name)
+    archive = asked.output or Path(f"{name}-bundle.tar.gz")
+    if archive.is_dir() or not archive.resolve().parent.is_dir():
+        raise StoreError(
+            f"{archive} cannot be written: it is a folder, or its folder is not there",
+            hint="give the archive's file name with --output",
+        )
+    bundled = Bundled(archive, removed=scrubber.removed, counts=scrubber.counts)
+    with tempfile.TemporaryDirectory(prefix="kvbench-bundle-") as temporary, said_clearly(archive):
+        folder = Path(temporary) / name
+        for file in sources:
+            inside = file.relative_to(path)
+            if asked.without_logs and inside.parts[0] == "logs":
+                bundled.left_out[str(inside)] = "logs are not wanted"
+                continue
+            target = folder / scrubber.text(inside.as_posix())
+            why = _copy(file, target, scrubber)
+            if why:
+                bundled.left_out[str(inside)] = why
+        for empty in ("requests", "telemetry", "logs"):
+            (folder / empty).mkdir(exist_ok=True)
+        write_report(folder)
+        _pack(folder, archive)
+        bundled.files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return bundled
+
+
+def _hosts(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterable[str]:
+    """Names that the run gives its machines, and this machine's own."""
+    told = [environment.get("hostname"), environment.get("host"), *(manifest.get("hosts") or ())]
+    return [str(name) for name in (*told, socket.gethostname()) if name]
+
+
+def _users() -> Iterable[str]:
+    try:
+        return [getpass.getuser(), os.path.basename(os.path.expanduser("~"))]
+    except (OSError, KeyError):
+        return []
+
+
+def _sources(path: Path) -> Iterator[Path]:
+    """The raw files of a run folder, in order; no hidden ones, nothing derived, nothing outside it."""
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if file.is_file() and not hidden and inside.parts[0] not in DERIVED:
+            yield file
+
+
+def _look(file: Path, scrubber: Scrubber) -> None:
+    text = _text(file)
+    if text is not None:
+        scrubber.look(text.replace("\\/", "/"))
+    elif file.suffix == ".parquet":
+        for value in _parquet_texts(file):
+            scrubber.look(value)
+
+
+def _text(file: Path) -> str | None:
+    """A file's text; None if it is none, or is too long."""
+    if file.is_symlink() or file.stat().st_size > MOST_TEXT:
+        return None
+    data = file.read_bytes()
+    if file.suffix == ".parquet" or b"\0" in data:
+        return None
+    return data.decode("utf-8", "replace")
+
+
+def _copy(file: Path, target: Path, scrubber: Scrubber) -> str:
+    """Writes the scrubbed file; returns why not, or nothing."""
+    if file.is_symlink():
+        return "a link; what it points to is not part of the run"
+    text = _text(file)
+    if text is None and file.suffix != ".parquet":
+        return "neither text nor Parquet, so it cannot be looked through"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if text is None:
+        return _copy_parquet(file, target, scrubber)
+    write_bytes(target, _scrubbed(file, text, scrubber).encode())
+    return ""
+
+
+def _scrubbed(file: Path, text: str, scrubber: Scrubber) -> str:
+    if file.suffix == ".json":
+        return _json(text, scrubber, indent=2)
+    if file.suffix == ".jsonl":
+        return "\n".join(_json(line, scrubber) if line.strip() else line for line in text.split("\n"))
+    return scrubber.text(text)
+
+
+def _json(text: str, scrubber: Scrubber, indent: int | None = None) -> str:
+    """JSON through its values, so that no escape hides anything; what is torn is scrubbed as text."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return scrubber.text(text)
+    libraries = data.pop("libraries", None) if isinstance(data, dict) else None
+    clean = scrubber.value(data, left=_FIELDS)
+    if libraries is not None:
+        clean["libraries"] = libraries  # names and versions; 12.8.4.1 is no address
+    return json.dumps(clean, indent=indent, ensure_ascii=False) + ("\n" if indent else "")
+
+
+# --- Parquet ---------------------------------------------------------------------------------------
+
+
+def _parquet_texts(file: Path) -> Iterator[str]:
+    """The different texts of a Parquet file: its string columns and its metadata."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    try:
+        opened = pq.ParquetFile(file)
+        for value in (opened.schema_arrow.metadata or {}).values():
+            yield value.decode("utf-8", "replace")
+        for each in opened.schema_arrow:
+            kind = each.type.value_type if pa.types.is_list(each.type) else each.type
+            if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+                column = pq.read_table(file, columns=[each.name]).column(0)
+                flat = pc.list_flatten(column) if pa.types.is_list(each.type) else column
+                yield from (value for value in pc.unique(flat).to_pylist() if value)
+    except (OSError, pa.ArrowException):
+        return
+
+
+def _copy_parquet(file: Path, target: Path, scrubber: Scrubber) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        return f"cannot be read: {error}"
+    for place, each in enumerate(table.schema):
+        if _plain_numbers(each.type):
+            continue
+        values = table.column(place).to_pylist()
+        known: dict[str, str] = {}
+        clean = [
+            known.setdefault(value, scrubber.text(value)) if isinstance(value, str) and value not in known
+            else known[value] if isinstance(value, str)
+            else scrubber.value(value, left=_FIELDS)
+            for value in values
+        ]  # fmt: skip
+        table = table.set_column(place, each.name, pa.array(clean, each.type))
+    metadata = {
+        scrubber.text(key.decode("utf-8", "replace")): scrubber.text(value.decode("utf-8", "replace"))
+        for key, value in (table.schema.metadata or {}).items()
+        if key != b"ARROW:schema"
+    }
+    pq.write_table(table.replace_schema_metadata(metadata or None), target, compression="zstd")
+    return ""
+
+
+def _plain_numbers(kind: Any) -> bool:
+    import pyarrow as pa
+
+    inner = kind.value_type if pa.types.is_list(kind) else kind
+    return bool(pa.types.is_primitive(inner) or pa.types.is_boolean(inner))
+
+
+# --- the archive -----------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, archive: Path) -> None:
+    """A .tar.gz that says nothing of who made it, where, and when."""
+
+    def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = 0
+        entry.uname = entry.gname = ""
+        entry.mtime = 0
+        return entry
+
+    with tempfile.NamedTemporaryFile(dir=archive.resolve().parent, prefix=".bundle-", delete=False) as raw:
+        try:
+            with (
+                gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed,
+                tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as tar,
+            ):
+                tar.add(folder, folder.name, filter=anonymous)
+            raw.flush()
+            os.fsync(raw.fileno())
+            shutil.move(raw.name, archive)
+        except BaseException:
+            Path(raw.name).unlink(missing_ok=True)
+            raise
+
+
+def _hidden(value: str) -> str:
+    """Enough of a key to know it again."""
+    return f"{value[:3]}…" if len(value) > 8 else "…"
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,286 @@
+"""``kvbench export``: a run's summary for other systems: Prometheus text, OpenTelemetry metrics as JSON, CSV.
+
+Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus,
+the UCUM unit beside it for OpenTelemetry. Only what is known is exported; a missing figure has no line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.errors import InputError
+from kvbench.files import said_clearly, spreadsheet_cell, write_bytes
+from kvbench.report.findings.load_rows import load_rows
+from kvbench.report.tables.result import summary_table
+from kvbench.results.provenance import mark_of, model_of, scenario_of
+from kvbench.results.run import Run, load_run
+
+PREFIX: Final = "kvbench"
+_STATISTICS: Final = ("mean", "p50", "p90", "p99")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One kind of figure. ``unit``: UCUM, as OpenTelemetry wants it; ``scale`` turns ours into it."""
+
+    name: str
+    help: str
+    unit: str = "1"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    metric: Metric
+    labels: Mapping[str, str]
+    value: float
+
+
+_LATENCIES: Final = {
+    latency: Metric(f"{latency}_seconds", f"{words}.", "s", 1e-3)
+    for latency, words in {
+        "ttft": "Time to the first token, from the scheduled send",
+        "tpot": "Time per output token after the first",
+        "itl": "Time between tokens",
+        "e2el": "Time to the last token, from the scheduled send",
+    }.items()
+}
+_PLAIN: Final = {
+    "max_request_rate": Metric(
+        "max_request_rate_per_second", "Highest request rate that meets the SLO.", "{request}/s"
+    ),
+    "lower": Metric("max_request_rate_lower_per_second", "Lower end of its interval.", "{request}/s"),
+    "upper": Metric("max_request_rate_upper_per_second", "Upper end of its interval.", "{request}/s"),
+    "max_request_rate_per_engine": Metric(
+        "max_request_rate_per_engine_per_second", "Highest request rate by engine.", "{request}/s"
+    ),
+    "max_request_rate_per_gpu": Metric(
+        "max_request_rate_per_gpu_per_second", "Highest request rate by GPU, where known.", "{request}/s"
+    ),
+    "engines": Metric("engines", "Engines that served it.", "{engine}"),
+    "gpus": Metric("gpus", "GPUs of these, where known.", "{gpu}"),
+    "slo_attainment": Metric("slo_attainment_ratio", "Share of requests that met every limit of the SLO."),
+    "achieved_request_rate": Metric("achieved_request_rate_per_second", "Requests completed.", "{request}/s"),
+    "request_goodput": Metric(
+        "request_goodput_per_second", "Requests completed that met the SLO.", "{request}/s"
+    ),
+    "output_tok_per_s": Metric("output_tokens_per_second", "Output tokens.", "{token}/s"),
+    "total_tok_per_s": Metric("total_tokens_per_second", "Prompt and output tokens.", "{token}/s"),
+    "kv_bytes_per_request": Metric("kv_bytes_per_request", "KV cache moved for a request.", "By"),
+    "kv_transfer_ms_per_request": Metric(
+        "kv_transfer_seconds_per_request", "Time of a request's KV transfer.", "s", 1e-3
+    ),
+    "trials": Metric("trials", "Trials behind the answer.", "{trial}"),
+    "findings": Metric("findings", "What gates had to say of them.", "{finding}"),
+}
+# Of loads that were offered once, over the whole duration, by the names of ``vllm bench serve``.
+_OFFERED: Final = {
+    "request_throughput": Metric(
+        "offered_request_throughput_per_second", "Requests completed over the whole load.", "{request}/s"
+    ),
+    "output_throughput": Metric(
+        "offered_output_tokens_per_second", "Output tokens over the whole load.", "{token}/s"
+    ),
+    "completed": Metric("offered_requests_completed", "Requests answered of the load.", "{request}"),
+    "failed": Metric("offered_requests_failed", "Requests of the load that failed.", "{request}"),
+    "duration_s": Metric("offered_duration_seconds", "From the first send to the last answer.", "s"),
+}
+_RUN_INFO: Final = Metric("run_info", "What was measured; always 1.")
+_COMPLETE: Final = Metric("run_complete", "1 if the run came to its end.")
+_TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second.", "By/s", 1e9)
+
+
+def command(path: Path, name: str, output: Path | None, console: Console) -> None:
+    """Prints a run's summary in a format, or writes it to a file. Raises InputError for an unknown format."""
+    if name not in FORMATS:
+        raise InputError(f"--format {name}: not known", hint=f"there are: {', '.join(FORMATS)}")
+    text = FORMATS[name](load_run(path))
+    if output is None:
+        console.file.write(text)
+        return
+    with said_clearly(output):
+        write_bytes(output, text.encode())
+    console.print(Text(f"files: {output}"), soft_wrap=True)
+
+
+def samples(run: Run) -> list[Sample]:
+    """Every figure of the run's summary with its labels: values in base units, only those that are known."""
+    return [*_about(run), *_rates(run), *_loads(run), *_transfers(run)]
+
+
+def _about(run: Run) -> Iterable[Sample]:
+    mark = mark_of(run)
+    labels = {
+        "run": run.run_id,
+        "scenario": scenario_of(run),
+        "model": model_of(run),
+        "kind": str(run.manifest.get("kind") or ""),
+        "version": str(run.manifest.get("kvbench") or ""),
+        "status": str(run.manifest.get("status") or ""),
+        "mark": mark.word if mark else "",
+    }
+    yield Sample(_RUN_INFO, labels, 1.0)
+    yield Sample(_COMPLETE, {"run": run.run_id}, float(run.manifest.get("status") == "complete"))
+
+
+def _rates(run: Run) -> Iterable[Sample]:
+    for row in summary_table(run):
+        labels = _labels(run, row.cell.connector, row.cell.input_len, row.cell.output_len)
+        values = row.flat()
+        labels["outcome"] = row.outcome
+        for key, metric in _PLAIN.items():
+            yield from _sample(metric, labels, values.get(key))
+        for latency, metric in _LATENCIES.items():
+            for statistic in _STATISTICS:
+                told = {**labels, "statistic": statistic}
+                yield from _sample(metric, told, values.get(f"{latency}_ms_{statistic}"))
+
+
+def _loads(run: Run) -> Iterable[Sample]:
+    for row in load_rows(run, errors=False):
+        labels = _labels(run, row.cell.connector, row.cell.input_len, row.cell.output_len)
+        labels |= {"trial": row.key, "method": row.method, "request_rate": f"{row.request_rate or 0:g}"}
+        for key, metric in _OFFERED.items():
+            yield from _sample(metric, labels, row.get(key))
+        for latency, metric in _LATENCIES.items():
+            for statistic in _STATISTICS:
+                offered = Metric(
+                    f"offered_{metric.name}", f"{metric.help[:-1]}, over the whole load.", "s", 1e-3
+                )
+                yield from _sample(
+                    offered, {**labels, "statistic": statistic}, row.get(f"{statistic}_{latency}_ms")
+                )
+
+
+def _transfers(run: Run) -> Iterable[Sample]:
+    records = run.transfer_records() if run.manifest.get("kind") == "microbench" else []
+    for place, record in enumerate(records, start=1):
+        case = record.case
+        labels = {"run": run.run_id, "case": case.key, "backend": case.backend, "protocol": case.protocol}
+        labels |= {"op": case.op, "block_bytes": str(case.block_bytes), "batch_size": str(case.batch_size)}
+        # Read-in rows may tell one case twice; a series has to be one of its own.
+        yield from _sample(_TRANSFER, labels | {"row": str(place)}, record.gb_per_s)
+
+
+def _labels(run: Run, connector: str, input_len: int, output_len: int) -> dict[str, str]:
+    return {
+        "run": run.run_id,
+        "connector": connector,
+        "input_len": str(input_len),
+        "output_len": str(output_len),
+    }
+
+
+def _sample(metric: Metric, labels: Mapping[str, str], value: Any) -> Iterable[Sample]:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        yield Sample(metric, dict(labels), value * metric.scale)
+
+
+# --- Prometheus ------------------------------------------------------------------------------------
+
+
+def prometheus(run: Run) -> str:
+    """The text exposition format, version 0.0.4: for a textfile collector or a push gateway."""
+    lines: list[str] = []
+    for name, mine in _by_metric(samples(run)).items():
+        metric = mine[0].metric
+        lines += [f"# HELP {PREFIX}_{name} {_escaped(metric.help)}", f"# TYPE {PREFIX}_{name} gauge"]
+        for sample in mine:
+            labels = ",".join(f'{key}="{_quoted(value)}"' for key, value in sample.labels.items())
+            lines.append(f"{PREFIX}_{name}{{{labels}}} {sample.value!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _by_metric(found: Sequence[Sample]) -> dict[str, list[Sample]]:
+    groups: dict[str, list[Sample]] = {}
+    for sample in found:
+        groups.setdefault(sample.metric.name, []).append(sample)
+    return groups
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _quoted(text: str) -> str:
+    return _escaped(text).replace('"', r"\"")
+
+
+# --- OpenTelemetry ---------------------------------------------------------------------------------
+
+
+def otel_json(run: Run) -> str:
+    """One line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the time when the run ended."""
+    found = _by_metric(samples(run))
+    when = _nanoseconds(run.manifest.get("ended_at") or run.manifest.get("started_at"))
+    resource = {"service.name": PREFIX, "service.version": str(run.manifest.get("kvbench") or "")}
+    metrics = [
+        {
+            "name": f"{PREFIX}.{re.sub(r'_(seconds|bytes|per_second|ratio)(?=_|$)', '', name)}",
+            "description": mine[0].metric.help,
+            "unit": mine[0].metric.unit,
+            "gauge": {
+                "dataPoints": [
+                    {"attributes": _attributes(each.labels), "timeUnixNano": when, "asDouble": each.value}
+                    for each in mine
+                ]
+            },
+        }
+        for name, mine in found.items()
+    ]
+    scope = {"scope": {"name": PREFIX}, "metrics": metrics}
+    request = {
+        "resourceMetrics": [{"resource": {"attributes": _attributes(resource)}, "scopeMetrics": [scope]}]
+    }
+    return json.dumps(request, ensure_ascii=False) + "\n"
+
+
+def _attributes(labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": {"stringValue": value}} for key, value in labels.items()]
+
+
+def _nanoseconds(moment: Any) -> str:
+    """OTLP/JSON writes 64-bit integers as text; 0 is unknown."""
+    try:
+        parsed = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
+    except ValueError:
+        return "0"
+    return str(round(parsed.timestamp() * 1e3) * 1_000_000)
+
+
+# --- CSV -------------------------------------------------------------------------------------------
+
+
+def spreadsheet(run: Run) -> str:
+    """One line a figure: metric, unit, value, then the labels. With a byte order mark, so that a
+    spreadsheet knows.
+    """
+    import csv
+    import io
+
+    found = samples(run)
+    keys = list(dict.fromkeys(key for sample in found for key in sample.labels))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    writer.writerow(["metric", "unit", "value", *keys])
+    for sample in found:
+        told = [spreadsheet_cell(sample.labels.get(key)) for key in keys]
+        writer.writerow([sample.metric.name, sample.metric.unit, repr(sample.value), *told])
+    return "\ufeff" + text.getvalue()
+
+
+FORMATS: Final[Mapping[str, Callable[[Run], str]]] = {
+    "prometheus": prometheus,
+    "otel-json": otel_json,
+    "csv": spreadsheet,
+}

@@ -1,0 +1,1 @@
+"""What is concluded from a run, as sentences."""

@@ -1,0 +1,294 @@
+"""A run's loads as rows of figures, and what the rules conclude from them.
+
+A row is a load that was offered once and asked for as such: a read-in result, a listed rate, a single rate,
+the equal rate after a search. Of a search the trial that supports its answer is a row, too, marked by
+``answer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.findings.ahead import AXES
+from kvbench.core.findings.claims import Claim, read_claims
+from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
+from kvbench.core.findings.load_row import Axis, LoadRow, Setting, known_model, prefill_peaks
+from kvbench.core.physics.hardware import prefill_work
+from kvbench.core.plan.engine_count import size_in
+from kvbench.core.records import TrialRecord
+from kvbench.core.slo import Limit
+from kvbench.core.stats import sectioned
+from kvbench.errors import StoreError
+from kvbench.report.findings.ahead import Comparison, compare, parted, unequal_text
+from kvbench.report.tables.result import Row, engine_word, summary_table
+from kvbench.report.tables.vllm_bench import serve_values
+from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
+from kvbench.results.run import Run, parquet_path
+
+IMPORTED: Final = "imported"
+OFFERED: Final = (IMPORTED, "fixed", "equal_rate")
+SECTIONS: Final = 10
+LEAST_REQUESTS: Final = 100
+"""Below so many requests no standard error is given: ten sections of ten."""
+_REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error")
+
+
+def load_rows(run: Run, name: str = "", *, errors: bool = True) -> list[LoadRow]:
+    """The loads of a run that were offered as such, in the order of measuring.
+
+    ``name`` tells this run from others in one table; ``errors``: whether single requests are read for them.
+    """
+    trials = [trial for trial in run.all_trials if trial.method in OFFERED and trial.verdict != "invalid"]
+    if run.manifest.get("kind") == "bench":
+        trials += [trial for trial in run.trials if trial.verdict != "invalid"]
+    return [_row_of(run, trial, name, errors=errors) for trial in trials]
+
+
+def searched_rows(run: Run, name: str = "") -> list[LoadRow]:
+    """The trials that support the answers of the run's searches."""
+    trials = {trial.trial_id: trial for trial in run.all_trials}
+    return [
+        replace(
+            _row_of(run, trials[row.trial_id], name),
+            answer=row.answer.text(),
+            answer_rate=row.answer.max_request_rate,
+        )
+        for row in summary_table(run)
+        if row.trial_id and row.outcome != "one_rate"
+    ]
+
+
+def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False) -> LoadRow:
+    settings = _settings(trial)
+    figures = {key: value for key, value in serve_values(trial).items() if isinstance(value, (int, float))}
+    figures |= _more(trial)
+    rate = trial.request_rate if trial.request_rate > 0 else None
+    asked = settings.get("script_request_rate")
+    planned = trial.summary.get("planned") or settings.get("num_prompts") or figures.get("completed")
+    return LoadRow(
+        key=trial.trial_id,
+        run=name or run.run_id,
+        cell=trial.cell,
+        request_rate=rate,
+        requests=int(planned) if isinstance(planned, (int, float)) else None,
+        figures=figures,
+        axes=_axes(run, trial, settings, name),
+        errors=_errors(run, trial) if errors else {},
+        setting=_setting(run, trial, settings),
+        method=trial.method,
+        origin=_origin(trial),
+        name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
+        asked_rate=asked if isinstance(asked, (int, float)) else None,
+        size=size_in(run.plan, run.environment, trial.cell.connector),
+        client_late=any(finding.gate == "client_limited" for finding in trial.findings),
+    )
+
+
+def _settings(trial: TrialRecord) -> Mapping[str, Any]:
+    """How an imported row was run, in the importer's words."""
+    settings = trial.engine.get("settings")
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _origin(trial: TrialRecord) -> str:
+    """``notes.txt:583-619`` of an imported row."""
+    told = trial.engine.get("source")
+    if not isinstance(told, Mapping):
+        return ""
+    first, last = told.get("line"), told.get("last_line")
+    return f"{told.get('file')}:{first}" + (f"-{last}" if last != first else "")
+
+
+def _more(trial: TrialRecord) -> dict[str, float]:
+    """Figures that the table of ``vllm bench serve`` has besides."""
+    told = {
+        "peak_concurrent_requests": trial.summary.get("peak_in_flight"),
+        "peak_output_throughput": trial.summary.get("peak_output_tok_per_s"),
+    }
+    return {key: float(value) for key, value in told.items() if isinstance(value, (int, float))}
+
+
+def _axes(run: Run, trial: TrialRecord, settings: Mapping[str, Any], name: str) -> dict[str, Axis]:
+    asked = _connector_options(run, trial.cell.connector)
+    deployment = resolved(run, "deployment")
+    tp = deployment.get("tensor_parallel_size") if isinstance(deployment, Mapping) else None
+    protocol = settings.get("protocol") or asked.get("protocol")
+    devices = [device for device in str(asked.get("device_name") or "").split(",") if device]
+    nics = settings.get("nics") or (len(devices) or None)
+    return {
+        "run": name or run.run_id,
+        "connector": trial.cell.connector,
+        "mode": engine_word(trial, "load_mode") or None,
+        "protocol": str(protocol) if protocol else None,
+        "nics": nics if nics is not None else ("TCP" if protocol == "tcp" else None),
+        "tp": settings.get("tp") or tp,
+        "input_len": trial.cell.input_len,
+        "output_len": trial.cell.output_len,
+        "rate": trial.request_rate,
+    }
+
+
+def _connector_options(run: Run, label: str) -> Mapping[str, Any]:
+    connectors = resolved(run, "connectors")
+    for each in connectors if isinstance(connectors, Sequence) and not isinstance(connectors, str) else ():
+        if isinstance(each, Mapping) and label in (each.get("label"), each.get("name")):
+            return each
+    return {}
+
+
+def _setting(run: Run, trial: TrialRecord, settings: Mapping[str, Any]) -> Setting:
+    slo, mark = slo_of(run), mark_of(run)
+    imported = trial.method == IMPORTED
+    limits = slo.limits + tuple(
+        Limit(metric, "each", limit)
+        for metric, limit in (("ttft_ms", slo.ttft_ms), ("tpot_ms", slo.tpot_ms))
+        if limit
+    )
+    model = str(settings.get("model") or model_of(run))
+    hardware = _prefill_hardware(run, settings) if imported else ""
+    peak, peak_16bit = prefill_peaks(hardware, model)
+    slots = settings.get("max_num_seqs")
+    return Setting(
+        model=model,
+        hardware=hardware or ("" if imported else hardware_of(run)),
+        engine=mark.word if mark else "",
+        slots=int(slots) if isinstance(slots, (int, float)) else None,
+        limits=limits,
+        judged=not imported,
+        # Our own trials were held against physics by a gate that knows every request.
+        work=prefill_work(known_model(model)) if imported else None,
+        prefill_flops=peak,
+        prefill_flops_16bit=peak_16bit,
+    )
+
+
+def _prefill_hardware(run: Run, settings: Mapping[str, Any]) -> str:
+    """The GPUs of one prefill instance: as many as its tensor parallelism says, or else all that are told."""
+    deployment = resolved(run, "deployment")
+    told = deployment.get("hardware") if isinstance(deployment, Mapping) else None
+    if told:
+        return str(told)
+    gpus = run.environment.get("gpus")
+    names = [str(each.get("name") if isinstance(each, Mapping) else each) for each in gpus or ()]
+    if len(set(names)) != 1:
+        return ""
+    tp = settings.get("tp")
+    count = min(int(tp), len(names)) if isinstance(tp, (int, float)) else len(names)
+    return f"{count}x{names[0]}"
+
+
+def _errors(run: Run, trial: TrialRecord) -> Mapping[str, float]:
+    """Standard errors of the means of a trial's requests, by sections of neighbours."""
+    try:
+        file = parquet_path(run.path, "requests", trial.trial_id)
+        return _errors_of(file, file.stat().st_mtime_ns)
+    except (OSError, StoreError):
+        return {}
+
+
+@lru_cache(maxsize=4096)
+def _errors_of(file: Path, _changed_ns: int) -> Mapping[str, float]:
+    """Of one file as it was at a time: a report asks for it in each of its formats."""
+    import pandas as pd
+
+    frame = pd.read_parquet(file, columns=list(_REQUEST_COLUMNS))
+    frame = frame[(frame["error"] == "") & frame["first_token_s"].notna()]
+    if len(frame) < LEAST_REQUESTS:
+        return {}
+    frame = frame.sort_values("scheduled_s")
+    first, last = frame["first_token_s"], frame["last_token_s"]
+    several = frame["output_len"] > 1
+    gaps = ((last - first) / (frame["output_len"] - 1).where(several))[several]
+    errors = {}
+    values = {"mean_ttft_ms": (first - frame["scheduled_s"]) * 1e3, "mean_tpot_ms": gaps * 1e3}
+    for figure, data in values.items():
+        clean = np.asarray(data.dropna(), dtype=np.float64)
+        if len(clean) >= LEAST_REQUESTS:
+            errors[figure] = sectioned(clean, SECTIONS, None)[1]
+    return errors
+
+
+# --- conclusions -----------------------------------------------------------------------------------
+
+
+def claims_of(run: Run) -> list[Claim]:
+    """Conclusions that came with an import."""
+    imported = run.manifest.get("imported")
+    given = (imported.get("claims") if isinstance(imported, Mapping) else None) or ()
+    return read_claims(each for each in given if isinstance(each, Mapping))
+
+
+def conclusions(runs: Sequence[Run], names: Sequence[str] = (), by: str = "") -> list[Statement]:
+    """All that the rules say of the runs together: of the loads that were offered, and of the rates searched.
+
+    ``names`` tell several runs apart; ``by`` is the axis that is compared, by default the first that differs.
+    """
+    named = zip(runs, names or [""] * len(runs), strict=True)
+    answers = [row for run, name in named for row in summary_table(run, name)]
+    return [*row_conclusions(runs, names, by), *searched(answers)]
+
+
+def row_conclusions(runs: Sequence[Run], names: Sequence[str] = (), by: str = "") -> list[Statement]:
+    """Of the offered loads: what is suspicious, wrong claims, who is ahead, and what cannot be told."""
+    named = list(zip(runs, names or [""] * len(runs), strict=True))
+    rows = [row for run, name in named for row in load_rows(run, name)]
+    claims = [claim for run in runs for claim in claims_of(run)]
+    return conclude(rows, claims, by or default_axis(rows))
+
+
+def default_axis(rows: Iterable[LoadRow]) -> str:
+    """The first axis on which rows differ, of those that one compares by."""
+    rows = list(rows)
+    for axis in ("connector", "nics", "protocol", "tp", "run"):
+        if len({row.axes.get(axis) for row in rows} - {None}) > 1:
+            return axis
+    return "connector"
+
+
+def searched(rows: Sequence[Row]) -> list[Statement]:
+    """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told,
+    and one for all that is not.
+    """
+    places: dict[tuple[int, int], list[Comparison]] = {}
+    for each in compare(rows):
+        places.setdefault((each.input_len, each.output_len), []).append(each)
+    found = []
+    for (input_len, output_len), mine in places.items():
+        place = f"{input_len:,} in, {output_len:,} out"
+        told, untold, unfair = parted(mine)
+        if told:
+            text = f"{place}: highest request rate, {'; '.join(each.text() for each in told)}"
+            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(told)))
+        if untold:
+            names = "; ".join(f"{each.ahead} or {each.behind}" for each in untold)
+            text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
+            advice = "search more closely (search.precision), or repeat the search and compare the runs"
+            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(untold)))
+        if unfair:
+            text = f"{place}: highest request rate, {unequal_text(unfair)}"
+            found.append(
+                Statement("untold", "unequal_size", text, UNEQUAL_ADVICE, evidence=_compared(unfair))
+            )
+    return found
+
+
+def _compared(pairs: Sequence[Comparison]) -> dict[str, Any]:
+    return {"pairs": [vars(each) for each in pairs]}
+
+
+__all__ = [
+    "AXES",
+    "claims_of",
+    "conclusions",
+    "default_axis",
+    "load_rows",
+    "row_conclusions",
+    "searched",
+    "searched_rows",
+]

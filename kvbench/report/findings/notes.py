@@ -1,0 +1,194 @@
+"""What a reader of a result table must know besides its numbers, as sentences made from the run folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvbench.core.findings.findings import KIND_WORDS
+from kvbench.core.metrics.limit import LIMIT_WORDS
+from kvbench.report.findings.ahead import Comparison, compare, parted, unequal_text
+from kvbench.report.findings.load_rows import row_conclusions
+from kvbench.report.tables.result import Row, number
+from kvbench.results.finished_cells import changed_outputs
+from kvbench.results.provenance import mark_of
+from kvbench.results.run import Run
+from kvbench.results.same_conditions import ELSEWHERE
+
+MOST_DIFFERENCES: Final = 5
+
+
+@dataclass(frozen=True)
+class Note:
+    """One sentence, and what to do about it."""
+
+    text: str
+    advice: str = ""
+
+
+def concluded(run: Run) -> dict[str, list[Note]]:
+    """What the rules say of the run's loads (listed rates, read-in results), under the heading of each
+    kind.
+    """
+    told = row_conclusions([run])
+    return {
+        words: mine
+        for kind, words in KIND_WORDS.items()
+        if (mine := [Note(each.text, each.advice) for each in told if each.kind == kind])
+    }
+
+
+def notes(run: Run, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
+    """Everything that limits what the rows of this run say, the weightiest first.
+
+    ``gates``: also what the gates found, where that does not stand under the findings.
+    """
+    found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows)]
+    return [*found, *_refused_trials(run), *_warnings(run, rows)] if gates else found
+
+
+def _state(run: Run) -> Iterable[Note]:
+    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
+    if status == "running":
+        yield Note("the run is still going on; this is what it has so far")
+    elif status != "complete":
+        detail = f": {error}" if error and error != status else ""
+        yield Note(f"the run is {status}{detail}; this is what was measured before")
+    planned = run.plan.get("cells")
+    if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
+        yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
+    if (run.path / "against.md").is_file():
+        yield Note("the loads of another run were simulated: against.md has its figures beside these")
+    mark = mark_of(run)
+    if mark is not None:
+        yield Note(f"{mark.word}: {mark.why}")
+    yield from _sessions(run)
+    for label, figures in (run.manifest.get("simulated_with") or {}).items():
+        yield Note(f"{label} was simulated with {figures}")
+    for warning in run.warnings:
+        yield Note(warning)
+
+
+def _sessions(run: Run) -> Iterable[Note]:
+    """What is not as it was in sessions that went on with the run: conditions, and the true outputs."""
+    for place, session in enumerate(run.manifest.get("sessions") or (), 1):
+        differs = session.get("differs") or ()
+        if differs:
+            more = f", and {len(differs) - MOST_DIFFERENCES} more" if len(differs) > MOST_DIFFERENCES else ""
+            yield Note(
+                f"{ELSEWHERE}: session {place} of {len(run.manifest['sessions'])} went on under other "
+                f"conditions: {'; '.join(differs[:MOST_DIFFERENCES])}{more}",
+                "compare what it measured with the rest only where that makes no difference; "
+                "manifest.json has the sessions' times",
+            )
+    for label, length, then, now in changed_outputs(run.outputs):
+        yield Note(
+            f"{label} at {length:,}: its greedy outputs were others when they were asked for again in a "
+            f"later session ({_quoted(then)} then, {_quoted(now)} now); what was measured since is compared "
+            "with the later ones",
+            "a server that does not repeat its outputs cannot tell whether KV arrives whole: look whether "
+            "model, weights or engine have changed",
+        )
+
+
+def _quoted(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}…")
+
+
+def _skipped(run: Run) -> Iterable[Note]:
+    for entry in run.skipped:
+        yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
+
+
+def _cells(rows: Sequence[Row]) -> Iterable[Note]:
+    """One note per connector and reason, with the input lengths that it holds for."""
+    lengths: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        said = _said_of(row)
+        if said:
+            lengths.setdefault((row.name, said, row.hint), []).append(row.cell.input_len)
+    for (name, said, hint), where in lengths.items():
+        yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {said}", hint)
+
+
+def _limits(rows: Sequence[Row]) -> Iterable[Note]:
+    """One note per connector and limit: why no higher rate met the SLO, with the evidence of one length."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.limit and row.limit_evidence and row.outcome == "found":
+            found.setdefault((row.name, row.limit), []).append(row)
+    for (name, limit), mine in found.items():
+        where = ", ".join(f"{row.cell.input_len:,}" for row in mine)
+        yield Note(f"what limits {name} at {where}: {LIMIT_WORDS[limit]}; {mine[-1].limit_evidence}")
+
+
+def _said_of(row: Row) -> str:
+    reason = f": {row.reason}" if row.reason else ""
+    if row.outcome in ("refused", "failed"):
+        return f"{row.outcome}{reason}"
+    if row.outcome == "none":
+        return f"no tested rate met the SLO{reason}"
+    if row.outcome == "at_least":
+        return f"the rate is a lower bound{reason}"
+    if row.outcome == "undecided":
+        return f"no rate can be given{reason}"
+    if row.outcome == "unfinished":
+        return "the search was not finished"
+    if row.outcome == "found" and (row.search not in ("", "converged") or row.reason):
+        return f"{row.search if row.search != 'converged' else ''}{reason}".removeprefix(": ")
+    if row.outcome == "one_rate" and row.verdict != "met":
+        return f"{number(row.answer.max_request_rate)} req/s: {row.verdict}{reason}"
+    return row.reason if row.outcome == "one_rate" else ""
+
+
+def _refused_trials(run: Run) -> Iterable[Note]:
+    refused = [trial for trial in run.trials if trial.verdict == "invalid"]
+    causes = Counter(
+        finding.gate for trial in refused for finding in trial.findings if finding.level == "invalid"
+    )
+    if refused:
+        by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
+        total = f"{len(refused)} of {len(run.trials)} trials were refused and count neither way"
+        yield Note(f"{total} ({by_gate})" if by_gate else total)
+
+
+def _warnings(run: Run, rows: Sequence[Row]) -> Iterable[Note]:
+    """Warnings of the trials behind the table: one note a gate, with one of its messages."""
+    names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
+    places: dict[str, dict[str, list[int]]] = {}
+    messages: dict[str, list[tuple[str, str]]] = {}
+    for trial in run.trials:
+        for finding in trial.findings:
+            if trial.trial_id in names and finding.level == "warning":
+                name, length = names[trial.trial_id]
+                places.setdefault(finding.gate, {}).setdefault(name, []).append(length)
+                messages.setdefault(finding.gate, []).append((finding.message, finding.advice))
+    for gate, where in places.items():
+        message, advice = messages[gate][-1]
+        listed = "; ".join(
+            f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
+        )
+        last = "" if len(messages[gate]) == 1 else "for example, "
+        yield Note(f"{gate} ({listed}): {last}{message}", advice)
+
+
+def ahead(rows: Sequence[Row]) -> list[str]:
+    """Who is ahead: one sentence per input length, from the intervals alone."""
+    groups: dict[tuple[int, int], list[Comparison]] = {}
+    for comparison in compare(rows):
+        groups.setdefault((comparison.input_len, comparison.output_len), []).append(comparison)
+    several = len({output_len for _, output_len in groups}) > 1
+    lines = []
+    for (input_len, output_len), group in groups.items():
+        where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
+        ordered, alike, unfair = parted(group)
+        told = [each.text() for each in ordered]
+        if alike:
+            names = (f"{each.ahead} and {each.behind}" for each in alike)
+            told.append(f"cannot be told apart: {', '.join(names)}")
+        if unfair:
+            told.append(unequal_text(unfair))
+        lines.append(f"{where}: {'; '.join(told)}")
+    return lines

@@ -1,0 +1,1 @@
+"""Runs as pandas tables, for notebooks."""

@@ -1,0 +1,254 @@
+"""What the columns of ``frames.py`` mean, with units. A request's times count from its trial's start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvbench.core.metrics.ttft_breakdown import PARTS
+
+_LATENCY: Final = {
+    "ttft": "time to first token, from the scheduled send",
+    "ttft_sent": "time to first token, from the real send",
+    "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1)",
+    "itl": "gap between two events that brought text",
+    "e2el": "time to the last token, from the scheduled send",
+}
+_FIGURE: Final = {"mean": "mean", "median": "median", "p50": "median"} | {
+    f"p{q}": f"{q}th percentile" for q in (90, 99)
+}
+
+_ABOUT: Final = {
+    "trial_id": "name of the trial; its requests lie in requests/<trial_id>.parquet",
+    "connector": "how the KV cache travelled from P to D; aggregated: it did not",
+    "input_len": "prompt length (tokens)",
+    "output_len": "answer's length (tokens)",
+    "method": "how the load was meant: sustained, burst, fixed, trace, equal_rate, imported",
+    "request_rate": "offered load (requests/s)",
+    "verdict": "met, missed, undecided, measured (no SLO was asked) or invalid (refused as a measurement)",
+    "reason": "why, in words",
+}
+_STEADY: Final = {
+    "slo_attainment": "share of requests that met every limit (0–1), steady window",
+    "attainment_lower": "lower end of its 95 % interval (0–1)",
+    "attainment_upper": "upper end of its 95 % interval (0–1)",
+    "achieved_request_rate": "completed inside the steady window (requests/s)",
+    "request_goodput": "completed inside the steady window and met the SLO (requests/s)",
+    "output_tok_per_s": "output tokens inside the steady window (tokens/s)",
+    "total_tok_per_s": "with the prompts' tokens (tokens/s)",
+    **{
+        f"{latency}_ms_{figure}": f"{_LATENCY[latency]}; {_FIGURE[figure]} over the steady window (ms)"
+        for latency in ("ttft", "tpot", "itl", "e2el")
+        for figure in ("mean", "p50", "p90", "p99")
+    },
+    "kv_bytes_per_request": "KV bytes that one request moved (bytes)",
+    "kv_transfer_ms_per_request": "time that its KV was on the way (ms)",
+    "kv_descriptors_per_request": "pieces of memory that were handed to the transfer library",
+    "prefix_hit_rate_prefill": "share of prompt tokens that P found in its prefix cache (0–1)",
+    "prefix_hit_rate_decode": "share of prompt tokens that D found in its prefix cache (0–1)",
+    "ttft_ms_mean_of_all": "mean TTFT of all requests of the trial, which the parts below add up to (ms)",
+    **{f"ttft_{part}_ms": f"part of the mean TTFT: {part.replace('_', ' ')} (ms)" for part in PARTS},
+    "client_workers": "processes of the load generator",
+    "client_send_lag_ms_p50": "how late the client sent; median (ms)",
+    "client_send_lag_ms_p99": "how late the client sent; 99th percentile (ms)",
+    "client_chunk_lag_ms_p99": "how late the client read; 99th percentile (ms)",
+    "client_first_error_ms_p99": "by how much times of first tokens may be too late, as the client read late "
+    "what had come one after the other; 99th percentile (ms)",
+    "client_token_error_ms_p99": "the same of all tokens; 99th percentile (ms)",
+    "client_loop_lag_ms_p99": "how late the client's event loop was; 99th percentile (ms)",
+    "client_cpu_share": "CPU that a client's process used (0–1)",
+}
+_SERVE: Final = {
+    "completed": "answered requests, whole run",
+    "failed": "requests without a whole answer, whole run",
+    "total_input_tokens": "prompt tokens of answered requests",
+    "total_output_tokens": "output tokens of answered requests",
+    "request_throughput": "answered requests over the whole duration (requests/s)",
+    "output_throughput": "output tokens over the whole duration (tokens/s)",
+    "total_token_throughput": "prompt and output tokens over the whole duration (tokens/s)",
+    **{
+        f"{figure}_{latency}_ms": f"{_LATENCY[latency]}; {_FIGURE[figure]} over the whole run, ramp and "
+        "drain included, as `vllm bench serve` counts (ms)"
+        for latency in ("ttft", "tpot", "itl", "e2el")
+        for figure in ("mean", "median", "p90", "p99")
+    },
+}
+_PLACES: Final = {
+    "transport": "what really moved the KV",
+    "kv_source": "where the KV figures come from",
+    "labels": "marks such as emulated or simulated, joined by ;",
+    "source": "where an imported row stands: file and lines",
+    "tp": "tensor-parallel size",
+    "nics": "NICs for the KV, where that is told",
+    "protocol": "protocol of the KV transfer, where that is told",
+}
+_ANSWER: Final = {
+    "outcome": "found, at_least (nothing was missed), none, undecided, one_rate, unfinished, refused, failed "
+    "or skipped",
+    "max_request_rate": "the highest rate that meets the SLO (requests/s)",
+    "lower": "lower end of its interval (requests/s)",
+    "upper": "upper end of its interval (requests/s); missing where nothing bounds it",
+    "search": "how the search ended: converged, undecided, …",
+    "limit": "what binds above that rate",
+    "limit_evidence": "why that is thought, in words",
+}
+_TRANSFER: Final = {
+    "backend": "library that moved the bytes",
+    "protocol": "protocol that was asked for",
+    "op": "read (the initiator fetches) or write (it pushes)",
+    "nics": "NICs asked for; 0 for a way that passes none",
+    "block_bytes": "size of one block (bytes)",
+    "batch_size": "blocks of one transfer in each region",
+    "threads": "transfers under way at a time, from each initiator to each target",
+}
+
+MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
+    "trials": {
+        **_ABOUT,
+        "purpose": "why the search asked for this rate",
+        "started_at": "when it started (UTC)",
+        "duration_s": "from its start to its end, drain included (s)",
+        "seed": "of its prompts and arrivals",
+        "planned": "requests planned",
+        "peak_waiting": "most requests that waited for their first token at once",
+        "peak_in_flight": "most requests that were open at once",
+        **_STEADY,
+        **_SERVE,
+        **_PLACES,
+        "findings": "how many things the gates found; run.findings has them",
+    },
+    "summary": {
+        "run": "the run's id",
+        **_ABOUT,
+        **_ANSWER,
+        "censored": "whether the rate is only a lower bound",
+        "engines": "engines (instances) that served it; missing where kvbench did not start them",
+        "gpus": "GPUs of all of them; missing where that is not known",
+        "max_request_rate_per_engine": "the highest rate by engine (requests/s)",
+        "max_request_rate_per_gpu": "the highest rate by GPU (requests/s)",
+        **_STEADY,
+        **_SERVE,
+        **_PLACES,
+        "load_mode": "router, or direct to P and D",
+        "client_stamps": "where the client's times come from: kernel or read",
+        "trials": "trials of this cell",
+        "findings": "things that the gates found in them",
+        "confirmed": "whether a further trial confirmed the rate",
+        "duration_s": "from the trial's start to its end, drain included (s)",
+    },
+    "cells": {
+        **{key: _ABOUT[key] for key in ("connector", "input_len", "output_len", "method", "reason")},
+        **_ANSWER,
+        "tier": "the SLO's tier that is answered; empty where there is one SLO",
+        "status": "done, refused, failed or skipped",
+        "confirmed_by": "the trial that confirmed the rate",
+        "trials": "trials of this cell by this method",
+        "outputs_checked": "greedy answers compared with the aggregated server's",
+        "outputs_equal": "those that were equal",
+        "hint": "what to do about the reason",
+    },
+    "requests": {
+        **_ABOUT,
+        "request_id": "name of the request",
+        "requested_output_len": "tokens asked for",
+        "scheduled_s": "planned send (s)",
+        "sent_s": "real send (s)",
+        "sent_kernel_s": "when the kernel handed the last byte to the network device (s)",
+        "first_token_s": "first token (s)",
+        "last_token_s": "last token (s)",
+        **{f"{key}_ms": f"{_LATENCY[key]} (ms)" for key in ("ttft", "ttft_sent", "tpot", "e2el")},
+        "ok": "whether the whole answer came",
+        "error": "class of the failure; empty for success",
+        "error_detail": "what was said of the failure",
+        "status": "HTTP status",
+        "itl_s": "gaps between the events that brought text, a list (s)",
+        "router_received_s": "when the router had the request (s)",
+        "prefill_sent_s": "when P was asked (s)",
+        "prefill_answered_s": "when P had answered (s)",
+        "decode_sent_s": "when D was asked (s)",
+        "decode_first_byte_s": "when D's first byte came (s)",
+        "stamps": "where the times of what was received come from: kernel or read",
+        "prompt_tokens": "the prompt's length as the server's usage tells it (tokens)",
+        "text_crc": "CRC-32 of the answer's text, equal for equal answers",
+    },
+    "telemetry": {
+        "trial_id": _ABOUT["trial_id"],
+        "t_s": "when (s)",
+        "source": "host, instance or device",
+        "metric": "what was sampled",
+        "value": "its value, in the unit that the metric's name says",
+        "host": "which host of the scenario it is of; empty for the machine that kvbench ran on",
+    },
+    "transfers": {
+        **_TRANSFER,
+        "regions": "regions of memory of one transfer: it moves regions × batch_size blocks",
+        "initiators": "processes that start transfers",
+        "targets": "processes that they transfer with",
+        "memory": "host or cuda",
+        "scattered": "whether no two blocks touch each other",
+        "merged": "whether neighbouring blocks went as one",
+        "shape": "the KV cache that the blocks stand for",
+        "initiator_host": "the scenario's host of the initiators; empty where none was named",
+        "target_host": "the scenario's host of the targets; empty where none was named",
+        "status": "ok, error or skipped",
+        "error": "why it failed or was skipped",
+        "gb_per_s": "bandwidth over all initiators (10⁹ bytes/s)",
+        "of_line_rate": "share of the NICs' line rate (1 is all)",
+        "of_tcp": "share of plain TCP's bandwidth, same transfer, same run",
+        "of_memcpy": "share of a copy in memory, same transfer, same run",
+        "line_rate_gb_per_s": "what the NICs can carry together (10⁹ bytes/s)",
+        **{
+            f"call_s_{figure}": f"time of one transfer: {words} (s)"
+            for figure, words in {
+                "mean": "mean", "min": "least", "p50": "median", "p90": "90th percentile",
+                "p99": "99th percentile", "p999": "99.9th percentile", "max": "most",
+            }.items()
+        },
+        "calls": "transfers measured",
+        "window_s": "from the first start to the last end (s)",
+        "nbytes": "bytes of one transfer",
+        "logical_bytes": "bytes of one transfer that a model's KV has, each counted once",
+        "descriptors": "descriptors of one transfer, as handed to the library",
+        "open_s": "time to open the library (s)",
+        "register_s": "time to register the memory (s)",
+        "connect_s": "time to connect (s)",
+        "prepare_s": "time to make one transfer's descriptors ready (s)",
+        "initiator_cpu_s": "CPU time of all initiators in the window (s)",
+        "target_cpu_s": "CPU time of all targets in the window (s)",
+        "cpu_s_per_gb": "CPU time of both sides by volume (s per 10⁹ bytes)",
+        "transport": "the transport that really ran",
+        "library": "name and version of the library",
+        "verified": "whether all bytes were compared and equal; missing: this backend moves none",
+        "lab": "the lab it ran in; empty on real hosts",
+        "load_average": "of the machine",
+        "nic_bytes": "bytes through each NIC in the window",
+        "warnings": "kinds of what makes the row weaker; run.findings has them",
+        "started_at": "when it started (UTC)",
+    },
+    "models": {
+        **{key: _TRANSFER[key] for key in ("backend", "protocol", "op", "nics")},
+        "way": "the four before in words",
+        "start_s": "what a transfer costs before its first byte (s)",
+        "per_descriptor_s": "what each descriptor adds (s)",
+        "gb_per_s": "bandwidth (10⁹ bytes/s); missing: bytes cost nothing that could be seen",
+        "points": "cases that it was fitted to",
+        "median_error": "median of |model − measured| / measured",
+        "worst_error": "the worst of them",
+        "memory": "host or cuda",
+        "descriptors_varied": "whether the cases tell a descriptor's cost from the rest",
+    },
+    "calls": {
+        **_TRANSFER,
+        "case": "names the case within its run",
+        "call": "place of the transfer in the order of the ends, from 0",
+        "call_s": "its time from start to completion (s)",
+    },
+    "findings": {
+        "level": "invalid (the trial is refused), warning or note",
+        "gate": "what was checked",
+        "kind": "trial, transfer, run: of what it is said; suspicious, claim, ahead, untold: by which rule",
+        **{key: _ABOUT[key] for key in ("trial_id", "connector", "input_len", "request_rate")},
+        "message": "what was found",
+        "advice": "what to do about it",
+    },
+}  # fmt: skip

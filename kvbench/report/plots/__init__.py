@@ -1,0 +1,138 @@
+"""Pictures of a run: what it holds by input length, latency and goodput against rate, where the time goes.
+
+Each is drawn from a run folder alone and carries scenario, versions, hardware, date, and the word
+*emulated*, *simulated* or *lab* where it applies. A picture for which there is no data is not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from kvbench.report.plots.breakdown import breakdown_figure
+from kvbench.report.plots.burst import burst_figure
+from kvbench.report.plots.distribution import distribution_figure
+from kvbench.report.plots.flight import in_flight_figure
+from kvbench.report.plots.goodput import goodput_figure
+from kvbench.report.plots.latency import latency_figure
+from kvbench.report.plots.loads import loads_figure
+from kvbench.report.plots.nicshare import nic_share_figure
+from kvbench.report.plots.pareto import pareto_figure
+from kvbench.report.plots.rates import max_rate_figure
+from kvbench.report.plots.style import PALETTES, Theme, save, style
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "NO_DATA",
+    "PICTURES",
+    "Picture",
+    "Theme",
+    "breakdown_figure",
+    "burst_figure",
+    "distribution_figure",
+    "goodput_figure",
+    "in_flight_figure",
+    "latency_figure",
+    "loads_figure",
+    "max_rate_figure",
+    "nic_share_figure",
+    "pareto_figure",
+    "write_plots",
+]
+
+NO_DATA: Final = "there is no picture, because no trial has given a result yet"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a run. ``alt``: what it shows, for those who do not see it."""
+
+    title: str
+    alt: str
+    draw: Callable[[Run, Theme], Figure | None]
+
+
+PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
+    {
+        "max_request_rate": Picture(
+            "Highest request rate by input length",
+            "The highest request rate that met the SLO over input length, with intervals, by connector.",
+            max_rate_figure,
+        ),
+        "latency": Picture(
+            "Latency against request rate",
+            "TTFT and TPOT of every trial over the offered rate, with the SLO's limits and the found rates.",
+            latency_figure,
+        ),
+        "loads": Picture(
+            "Latency by load",
+            "P99, mean and P50 of TTFT and TPOT of loads that were offered at one rate each, side by side.",
+            loads_figure,
+        ),
+        "goodput": Picture(
+            "Goodput against request rate",
+            "Requests per second answered within the SLO over the offered rate; the diagonal is all of them.",
+            goodput_figure,
+        ),
+        "ttft_breakdown": Picture(
+            "Where the time to the first token goes",
+            "Stacked bars of the mean TTFT's parts, from queue and prefill to KV transfer and first step.",
+            breakdown_figure,
+        ),
+        "distribution": Picture(
+            "How the latencies are distributed",
+            "Share of requests that were faster than a TTFT or TPOT, one curve per connector, with the SLO.",
+            distribution_figure,
+        ),
+        "in_flight": Picture(
+            "Requests on their way over time",
+            "Requests on their way and waiting for their first token over time, for each supporting trial.",
+            in_flight_figure,
+        ),
+        "pareto": Picture(
+            "Throughput against interactivity",
+            "Output tokens per second of a GPU or engine over the tokens per second that each user gets.",
+            pareto_figure,
+        ),
+        "nic_share": Picture(
+            "Share of the bytes by NIC",
+            "Stacked bars of how the bytes were shared out over the network cards.",
+            nic_share_figure,
+        ),
+        "burst": Picture(
+            "A burst beside the sustained rate",
+            "Requests on their way over time, in a burst and at the sustained rate, on the same scale.",
+            burst_figure,
+        ),
+    }
+)
+"""Every picture of a run of requests, in the order in which they are read."""
+
+
+def write_plots(
+    run: Run, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
+) -> list[Path]:
+    """Writes each picture that has data, in each format; returns what was written.
+
+    A picture left from before for which there is no data any more is removed. The dark theme's files end in
+    ``-dark``.
+    """
+    written = []
+    suffix = "" if theme == "light" else f"-{theme}"
+    for name, picture in PICTURES.items():
+        figure = picture.draw(run, theme)
+        for kind in formats:
+            path = folder / f"{name}{suffix}.{kind}"
+            if figure is None:
+                path.unlink(missing_ok=True)
+                continue
+            with style(PALETTES[theme]):
+                save(figure, path)
+            written.append(path)
+    return written

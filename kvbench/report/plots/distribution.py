@@ -1,0 +1,173 @@
+"""How TTFT and TPOT are distributed at the rate that was found: the share of requests that were faster.
+
+A curve that meets the SLO's line above the asked share keeps it; its right end is the tail that a mean hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvbench.core.records import TrialRecord
+from kvbench.report.plots.panels import (
+    Lengths,
+    lengths_of,
+    panel_title,
+    rated_trials,
+    request_times,
+    supporting,
+)
+from kvbench.report.plots.style import (
+    PALETTES,
+    Look,
+    Palette,
+    Theme,
+    Words,
+    add_legend,
+    handle,
+    looks,
+    new_figure,
+    nice_log_ticks,
+    plain_ticks,
+    style,
+)
+from kvbench.results.provenance import slo_of
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    Values = npt.NDArray[np.float64]
+
+NAMES: Final = ("ttft", "tpot")
+COLUMNS_MOST: Final = 4
+MIN_VALUES: Final = 5
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Milliseconds of the answered requests of one trial's steady window, in order, by latency."""
+
+    connector: str
+    rate: float
+    values: Mapping[str, Values]
+
+
+def distribution_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """TTFT above TPOT, a column per input length; None where no requests were kept."""
+    found = _curves(run)
+    panels = sorted(found)[:COLUMNS_MOST]
+    if not panels:
+        return None
+    palette, limits = PALETTES[theme], slo_of(run)
+    shown = [curve for panel in panels for curve in found[panel]]
+    connectors = list(dict.fromkeys(curve.connector for curve in shown))
+    names = [name for name in NAMES if any(name in curve.values for curve in shown)]
+    look = looks(connectors, palette)
+    with style(palette):
+        words = Words.of(run, "Distribution of the latencies")
+        size = (1.2 + 2.75 * len(panels), 2.5 * len(names))
+        figure = new_figure(size, words, palette, legend_lines=2, titled=True)
+        grid = figure.subplots(
+            len(names), len(panels), squeeze=False, sharey=True, gridspec_kw={"wspace": 0.1, "hspace": 0.34}
+        )
+        for line, name in enumerate(names):
+            lines = [limit for _, _, limit in limits.lines(f"{name}_ms")]
+            for axes, panel in zip(grid[line], panels, strict=True):
+                _draw(axes, name, found[panel], look)
+                for limit in lines:
+                    axes.axvline(limit, color=palette.limit, linewidth=1.2, linestyle=(0, (5, 2)), zorder=1.5)
+                _scale(axes, name, found[panel], lines)
+                axes.set_xlabel(f"{name.upper()} (ms)")
+            grid[line][0].set_ylabel("share of requests (%)")
+        for axes, panel in zip(grid[0], panels, strict=True):
+            axes.set_title(panel_title(panel, panels))
+        share = None if limits.attainment is None else limits.attainment * 100
+        if share is not None:
+            for axes in grid.flat:
+                axes.axhline(share, color=palette.limit, linewidth=0.8, linestyle=":", zorder=1.4)
+        add_legend(figure, _legend(connectors, look, palette, share))
+    return figure
+
+
+def _curves(run: Run) -> dict[Lengths, list[_Curve]]:
+    """By input length: what supports the answers, or else (listed rates) each connector's highest rate."""
+    trials = [trial for _, trial in supporting(run)]
+    if not trials:
+        highest: dict[tuple[str, Lengths], TrialRecord] = {}
+        for trial in rated_trials(run):
+            key = (trial.cell.connector, lengths_of(trial))
+            if trial.verdict != "invalid" and (
+                key not in highest or trial.request_rate > highest[key].request_rate
+            ):
+                highest[key] = trial
+        trials = list(highest.values())
+    found: dict[Lengths, list[_Curve]] = {}
+    for trial in trials:
+        values = _values(run, trial)
+        if values:
+            curve = _Curve(trial.cell.connector, trial.request_rate, values)
+            found.setdefault(lengths_of(trial), []).append(curve)
+    return found
+
+
+def _values(run: Run, trial: TrialRecord) -> dict[str, Values]:
+    requests = request_times(run, trial.trial_id)
+    if requests is None:
+        return {}
+    window = trial.summary.get("window") or {}
+    start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
+    done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
+    long = done[done.output_len > 1]
+    ttft = (done.first_token_s - done.scheduled_s).dropna()
+    tpot = ((long.last_token_s - long.first_token_s) / (long.output_len - 1)).dropna()
+    values = {"ttft": np.sort(ttft.to_numpy(float)) * 1e3, "tpot": np.sort(tpot.to_numpy(float)) * 1e3}
+    return {name: each for name, each in values.items() if len(each) >= MIN_VALUES and each[-1] > 0}
+
+
+def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, Look]) -> None:
+    """Steps, with a mark at P50 and at P99 where there are enough values for one."""
+    for curve in curves:
+        values = curve.values.get(name)
+        if values is None:
+            continue
+        item = look[curve.connector]
+        shares = np.arange(1, len(values) + 1) / len(values) * 100
+        axes.step(values, shares, where="post", color=item.colour, linewidth=1.5)
+        marks = [50, 99] if len(values) >= 50 else [50]
+        places = [float(np.percentile(values, mark)) for mark in marks]
+        edge: dict[str, Any] = {"markeredgecolor": axes.get_facecolor(), "markeredgewidth": 0.6}
+        axes.plot(places, marks, item.marker, color=item.colour, markersize=6, zorder=3, **edge)
+
+
+def _scale(axes: Axes, name: str, curves: Sequence[_Curve], limits: Sequence[float]) -> None:
+    known = [curve.values[name] for curve in curves if name in curve.values]
+    low = min([*(float(np.percentile(values[values > 0], 1)) for values in known), *limits]) / 1.15
+    high = max([*(float(values[-1]) for values in known), *limits]) * 1.15
+    if high / low > 6:
+        axes.set_xscale("log")
+        plain_ticks(axes, "x", nice_log_ticks(low, high, most=4))
+    axes.set_xlim(low, high)
+    axes.set_ylim(0, 103)
+
+
+def _legend(
+    connectors: Sequence[str], look: Mapping[str, Look], palette: Palette, share: float | None
+) -> list[list[Line2D]]:
+    entries = [
+        handle(name, marker=look[name].marker, color=look[name].colour, linestyle="-") for name in connectors
+    ]
+    keys = [
+        handle("marks: P50 and P99", color=palette.faint, marker="o"),
+        handle("SLO", color=palette.limit, linestyle=(0, (5, 2))),
+    ]
+    if share is not None:
+        keys.append(handle(f"asked of {share:g} %", color=palette.limit, linestyle=":"))
+    return [entries, keys]

@@ -1,0 +1,130 @@
+"""What several pictures share: which trials they show, one panel per input length, requests read quickly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvbench.core.records import RequestRecord, TrialRecord
+from kvbench.errors import StoreError
+from kvbench.report.plots.style import Look, at_bottom
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Lengths = tuple[int, int, int]
+"""What one panel stands for: input and output length in tokens; tensor-parallel size, or 0 if not told."""
+
+APART: Final = ("burst", "equal_rate")
+"""Methods with a story of their own: a burst's rate is not offered for long, an equal rate was chosen."""
+TIMES: Final = ("scheduled_s", "sent_s", "first_token_s", "last_token_s")
+
+
+def rated_trials(run: Run) -> list[TrialRecord]:
+    """Trials at a finite rate that was offered on purpose: no bursts, and no floods to find the ceiling."""
+    return [
+        trial
+        for trial in run.all_trials
+        if trial.method not in APART and trial.purpose != "ceiling" and math.isfinite(trial.request_rate)
+    ]
+
+
+def supporting(run: Run) -> list[tuple[Row, TrialRecord]]:
+    """The rows of the result table that have one, with the trial that supports the answer."""
+    trials = {trial.trial_id: trial for trial in run.trials}
+    return [(row, trials[row.trial_id]) for row in summary_table(run) if row.trial_id in trials]
+
+
+def lengths_of(item: Row | TrialRecord) -> Lengths:
+    """The panel of a row or a trial; only read-in results differ in tensor-parallel size within a run."""
+    settings = item.engine.get("settings") if isinstance(item, TrialRecord) else None
+    ranks = settings.get("tp") if isinstance(settings, Mapping) else None
+    return item.cell.input_len, item.cell.output_len, ranks if isinstance(ranks, int) else 0
+
+
+def panel_title(panel: Lengths, panels: Sequence[Lengths]) -> str:
+    """``1,024 tokens in``; with the output length and tensor-parallel size if the panels differ in them."""
+    outputs, ranks = {each[1] for each in panels}, {each[2] for each in panels}
+    title = f"{panel[0]:,} tokens in" + (f", {panel[1]:,} out" if len(outputs) > 1 else "")
+    return title + (f", tp {panel[2] or '?'}" if len(ranks) > 1 else "")
+
+
+def series_of(trials: Sequence[TrialRecord]) -> dict[str, str]:
+    """Trial id → whose line it is on: its connector's, by protocol and NICs if the connector has several."""
+    ways = {trial.trial_id: _way(trial) for trial in trials}
+    several: dict[str, set[str]] = {}
+    for trial in trials:
+        several.setdefault(trial.cell.connector, set()).add(ways[trial.trial_id])
+    return {
+        trial.trial_id: f"{trial.cell.connector} {ways[trial.trial_id]}".rstrip()
+        if len(several[trial.cell.connector]) > 1
+        else trial.cell.connector
+        for trial in trials
+    }
+
+
+def _way(trial: TrialRecord) -> str:
+    """``rdma, 2 NICs`` or ``tcp``, as far as the trial itself says."""
+    settings = trial.engine.get("settings")
+    if not isinstance(settings, Mapping):
+        return ""
+    nics, protocol = settings.get("nics"), settings.get("protocol")
+    return ", ".join(
+        [*([str(protocol)] if protocol else []), *([f"{nics} NIC{'' if nics == 1 else 's'}"] if nics else [])]
+    )
+
+
+def request_times(run: Run, trial_id: str) -> pd.DataFrame | None:
+    """Times, output length and error of a trial's requests; None where they were not kept."""
+    try:
+        return run.requests(trial_id, [*TIMES, "output_len", "error"])
+    except StoreError:
+        return None
+
+
+def light_records(run: Run, trial_id: str) -> list[RequestRecord]:
+    """A trial's requests, with their times and errors but without the gaps between tokens; [] if not kept."""
+    frame = request_times(run, trial_id)
+    if frame is None:
+        return []
+    columns = [frame[name].to_numpy(dtype=float, na_value=np.nan).tolist() for name in TIMES]
+    return [
+        RequestRecord(
+            "", scheduled, 0, 0, _known(sent), _known(first), _known(last), int(output_len), error=error
+        )
+        for scheduled, sent, first, last, output_len, error in zip(
+            *columns, frame.output_len.to_list(), frame.error.to_list(), strict=True
+        )
+    ]
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Look]) -> None:
+    """The rate that the search found: a line through the panels and a triangle on the lowest one's axis."""
+    for row in rows:
+        if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:
+            continue
+        colour, rate = look[row.cell.connector].colour, row.answer.max_request_rate
+        for axis in axes:
+            axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1)
+        axes[-1].plot(
+            [rate],
+            [0.0],
+            marker="^",
+            markersize=7,
+            color=colour,
+            markeredgecolor=axes[-1].get_facecolor(),
+            markeredgewidth=0.6,
+            transform=at_bottom(axes[-1]),
+            clip_on=False,
+            zorder=5,
+        )

@@ -1,0 +1,161 @@
+"""The highest request rate over input length, one line per connector."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvbench.core.plan.engine_count import Unit, first_unequal, unequal
+from kvbench.report.plots.style import (
+    PALETTES,
+    Look,
+    Palette,
+    Theme,
+    Words,
+    add_legend,
+    at_bottom,
+    handle,
+    looks,
+    new_figure,
+    nice_log_ticks,
+    plain_ticks,
+    style,
+)
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+# Width of a rate written beside its point; where points stand closer the rates are left to the table.
+LABEL_PT: Final = 20
+
+
+def max_rate_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """max_request_rate with its interval over input length, one line per connector; None without data."""
+    rows = [row for row in summary_table(run) if row.outcome in ("found", "at_least", "none", "refused")]
+    if not rows:
+        return None
+    palette = PALETTES[theme]
+    names = list(dict.fromkeys(row.cell.connector for row in rows))
+    look = looks(names, palette)
+    with style(palette):
+        figure = new_figure((8.2, 3.3), Words.of(run, "Highest request rate that meets the SLO"), palette)
+        axes = figure.add_subplot()
+        _rate_axes(axes, rows)
+        step = min(0.22, 0.66 / len(names))
+        room_pt = 510 * step / len({row.cell.input_len for row in rows})
+        for name in names:
+            mine = [row for row in rows if row.cell.connector == name]
+            x = _places(mine, rows, names.index(name) - (len(names) - 1) / 2, step)
+            _draw_rates(axes, mine, x, look[name], labelled=room_pt >= LABEL_PT)
+        add_legend(figure, [_rate_legend(rows, look, palette)])
+    return figure
+
+
+def _places(mine: Sequence[Row], rows: Sequence[Row], shift: float, step: float) -> list[float]:
+    """Connectors stand side by side at one length, so that their intervals do not hide each other.
+
+    ``step``: the distance from one to the next, as a share of the smallest distance of two lengths.
+    """
+    lengths = sorted({row.cell.input_len for row in rows})
+    gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
+    return [row.cell.input_len * 2 ** (shift * step * gap) for row in mine]
+
+
+def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
+    lengths = sorted({row.cell.input_len for row in rows})
+    axes.set_xscale("log", base=2)
+    plain_ticks(axes, "x", lengths)
+    gaps = [math.log2(b / a) for a, b in itertools.pairwise(lengths)]
+    margin = 2 ** (0.5 * min(gaps, default=1.0))
+    axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
+    axes.grid(False, axis="x")
+    axes.set_xlabel("input length (tokens)")
+    unit = _uneven(rows)
+    axes.set_ylabel("max request rate (req/s)" + (f"\nby unequal numbers of {unit}s (n)" if unit else ""))
+    rated = [row.answer for row in rows if row.answer.max_request_rate]
+    values = [value for each in rated for value in (each.lower, each.max_request_rate, each.upper) if value]
+    if not values:
+        axes.set_ylim(0, 1)
+        axes.set_yticks([])
+    elif max(values) / min(values) > 6:
+        low, high = min(values) / 1.9, max(values) * 1.8
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        plain_ticks(axes, "y", nice_log_ticks(low, high))
+    else:
+        axes.set_ylim(0, max(values) * 1.22)
+
+
+def _draw_rates(axes: Axes, rows: Sequence[Row], x: Sequence[float], look: Look, *, labelled: bool) -> None:
+    """Points with their intervals; an arrow where the truth lies above; marks on the axis for no rate."""
+    rates = [row.answer.max_request_rate or math.nan for row in rows]
+    axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
+    for place, rate, row in zip(x, rates, rows, strict=True):
+        if math.isnan(rate):
+            mark = _NONE if row.outcome == "none" else _REFUSED
+            axes.plot([place], [0.04], **mark, color=look.colour, transform=at_bottom(axes), zorder=4)
+            continue
+        lower, upper = row.answer.lower or rate, row.answer.upper or rate
+        bar = [[max(0.0, rate - lower)], [max(0.0, upper - rate)]]
+        bars: dict[str, Any] = {"elinewidth": 1.6, "capsize": 5.5, "capthick": 1.6}
+        axes.errorbar([place], [rate], bar, fmt="none", ecolor=look.colour, zorder=3, **bars)
+        axes.plot([place], [rate], look.marker, markersize=5, color=look.colour, zorder=4)
+        height = 9.0
+        if row.outcome == "at_least":
+            arrow = {"arrowstyle": "<|-", "color": look.colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 2}
+            axes.annotate("", (place, rate), (0, 22), textcoords="offset points", arrowprops=arrow)
+            height = 25.0
+        if labelled:
+            axes.annotate(
+                row.answer.text().split(" [")[0],
+                (place, upper),
+                (0, height),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=look.colour,
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": axes.get_facecolor(), "edgecolor": "none"},
+                zorder=3.5,
+            )
+
+
+def _uneven(rows: Sequence[Row]) -> Unit | None:
+    """In what the connectors' hardware differs; then each is shown with its number, since lines would lie."""
+    pair = first_unequal(row.size for row in rows)
+    return None if pair is None else unequal(*pair)
+
+
+_NONE: Final[dict[str, Any]] = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
+_REFUSED: Final[dict[str, Any]] = {
+    "linestyle": "",
+    "marker": r"$\oslash$",
+    "markersize": 11,
+    "markeredgewidth": 0.4,
+}
+
+
+def _rate_legend(rows: Sequence[Row], look: Mapping[str, Look], palette: Palette) -> list[Line2D]:
+    unit = _uneven(rows)
+    counts = {row.cell.connector: row.size.count(unit) for row in rows} if unit else {}
+    handles = [
+        handle(f"{name} ({counts[name] or '?'})" if unit else name, marker=item.marker, color=item.colour)
+        for name, item in look.items()
+    ]
+    outcomes = {row.outcome for row in rows}
+    if "at_least" in outcomes:
+        handles.append(
+            handle("not reached: at least", marker=r"$\uparrow$", color=palette.faint, markersize=10)
+        )
+    if any(row.answer.max_request_rate and not row.answer.sure for row in rows):
+        handles.append(handle("the search did not converge", marker="$?$", color=palette.faint, markersize=8))
+    if "none" in outcomes:
+        handles.append(handle("no tested rate met it", **_NONE, color=palette.faint))
+    if "refused" in outcomes:
+        handles.append(handle("refused", **_REFUSED, color=palette.faint))
+    return handles

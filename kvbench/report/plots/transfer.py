@@ -1,0 +1,323 @@
+"""A microbenchmark's pictures: bandwidth by block size, bandwidth by NIC count, time of a call by batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvbench.core.transfers.records import Case, TransferRecord
+from kvbench.core.transfers.stats import call_times
+from kvbench.core.units import size_text
+from kvbench.report.plots.style import (
+    PALETTES,
+    Look,
+    Palette,
+    Theme,
+    Words,
+    add_legend,
+    handle,
+    libraries_of,
+    looks,
+    new_figure,
+    nice_log_ticks,
+    plain_ticks,
+    save,
+    style,
+)
+from kvbench.results.provenance import caption
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+_LIMITS: Final = frozenset({"memcpy", "shm"})
+_LEGEND_WORDS: Final = 6
+"""Entries of a legend's line that fit beside each other."""
+
+Rows = Sequence[TransferRecord]
+
+
+def write_transfer_plots(
+    run: Run, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
+) -> list[Path]:
+    """Writes each picture that has data, in each format; one left from before without data is removed."""
+    pictures: Mapping[str, Callable[[Run, Theme], Figure | None]] = {
+        "bandwidth": bandwidth_figure,
+        "nic_scaling": scaling_figure,
+        "call_time": call_time_figure,
+    }
+    written = []
+    for name, draw in pictures.items():
+        figure = draw(run, theme)
+        for kind in formats:
+            path = folder / f"{name}{'' if theme == 'light' else f'-{theme}'}.{kind}"
+            if figure is None:
+                path.unlink(missing_ok=True)
+                continue
+            with style(PALETTES[theme]):
+                save(figure, path)
+            written.append(path)
+    return written
+
+
+@dataclass(frozen=True)
+class _Series:
+    """One line of a picture: its name, and the points of one op."""
+
+    name: str
+    limit: bool
+    points: tuple[TransferRecord, ...]
+
+
+def _series(rows: Rows) -> list[_Series]:
+    """The rows by way of moving bytes; the protocol is named where a backend has several."""
+    protocols: dict[str, set[str]] = {}
+    for row in rows:
+        protocols.setdefault(row.case.backend, set()).add(row.case.protocol)
+
+    def name(case: Case) -> str:
+        return case.backend if len(protocols[case.backend]) == 1 else f"{case.backend} {case.protocol}"
+
+    found: dict[str, list[TransferRecord]] = {}
+    for row in rows:
+        found.setdefault(name(row.case), []).append(row)
+    return [
+        _Series(key, members[0].case.backend in _LIMITS, tuple(members)) for key, members in found.items()
+    ]
+
+
+def _measured(run: Run) -> list[TransferRecord]:
+    return [row for row in run.transfer_records() if row.status == "ok" and row.gb_per_s]
+
+
+def _words(run: Run, heading: str, rows: Rows, more: str) -> Words:
+    labs = sorted({row.lab for row in rows if row.lab})
+    badge = f"LAB: {', '.join(labs)}" if labs else ""
+    return Words(heading, more, " · ".join([caption(run), *libraries_of(run)]), badge)
+
+
+def _panels(
+    words: Words, rows: Rows, palette: Palette, extra: Sequence[Line2D] = ()
+) -> tuple[Figure, list[tuple[str, Axes]], dict[str, Look]]:
+    """A figure with a panel for each op, a legend of all series, and how each of them looks."""
+    series = _series(rows)
+    look = _looks(series, palette)
+    handles = [
+        handle(
+            each.name,
+            color=look[each.name].colour,
+            marker=look[each.name].marker,
+            linestyle="--" if each.limit else "-",
+        )
+        for each in series
+    ]
+    handles += extra
+    lines = [handles[at : at + _LEGEND_WORDS] for at in range(0, len(handles), _LEGEND_WORDS)]
+    figure = new_figure((9.4, 3.3), words, palette, legend_lines=len(lines), titled=True)
+    ops = [op for op in ("write", "read") if any(row.case.op == op for row in rows)]
+    panels = []
+    for place, op in enumerate(ops):
+        axes = figure.add_subplot(1, len(ops), place + 1)
+        axes.set_title(op)
+        panels.append((op, axes))
+    figure.subplots_adjust(wspace=0.18)
+    add_legend(figure, lines)
+    return figure, panels, look
+
+
+def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, Look]:
+    """A backend looks as in the other pictures; its further protocols, and others, take spare looks."""
+    first = {each.points[0].case.backend: each.name for each in reversed(series) if not each.limit}
+    keys = {
+        each.name: each.points[0].case.backend
+        for each in series
+        if first.get(each.points[0].case.backend) == each.name
+    }
+    found = looks([keys.get(each.name, each.name) for each in series if not each.limit], palette)
+    marks = {each.name: "sX"[place % 2] for place, each in enumerate(e for e in series if e.limit)}
+    return {
+        each.name: Look(palette.faint, marks[each.name])
+        if each.limit
+        else found[keys.get(each.name, each.name)]
+        for each in series
+    }
+
+
+def _log_rates(axes: Axes, rates: Sequence[float]) -> None:
+    low, high = min(rates) / 1.6, max(rates) * 1.6
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    plain_ticks(axes, "y", nice_log_ticks(low, high))
+
+
+# --- bandwidth by block size -----------------------------------------------------------------------
+
+
+def bandwidth_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """GB/s over the size of a block, a line for each backend at its best batch; None for a single size."""
+    rows = [row for row in _measured(run) if not row.case.shape]
+    most = max((row.case.nics for row in rows), default=0)
+    rows = [row for row in rows if row.case.nics in (0, most)]
+    sizes = sorted({row.case.block_bytes for row in rows})
+    if len(sizes) < 2:
+        return None
+    palette = PALETTES[theme]
+    batches = {size: {row.case.batch_size for row in rows if row.case.block_bytes == size} for size in sizes}
+    single = all(len(found) == 1 for found in batches.values())
+    ticks = [f"{size_text(size)}\n× {min(batches[size])}" if single else size_text(size) for size in sizes]
+    with style(palette):
+        over = f"over {most} NICs, " if most > 1 else ""
+        which = "below the axis: block × blocks of a transfer" if single else "each size at its best batch"
+        words = _words(run, "KV transfer bandwidth by block size", rows, f"{over}{which}")
+        figure, panels, look = _panels(words, rows, palette)
+        lines = {
+            (op, each.name): _best_by_size(each.points, op) for op, _ in panels for each in _series(rows)
+        }
+        best = [rate for points in lines.values() for _, rate in points]
+        for place, (op, axes) in enumerate(panels):
+            for each in _series(rows):
+                _line(axes, lines[op, each.name], look[each.name], limit=each.limit)
+            axes.set_xscale("log", base=2)
+            axes.set_xlim(sizes[0] / 2, sizes[-1] * 2)
+            _size_ticks(axes, sizes, ticks)
+            axes.set_xlabel("block")
+            _log_rates(axes, best)
+            if place == 0:
+                axes.set_ylabel("GB/s")
+    return figure
+
+
+def _best_by_size(rows: Rows, op: str) -> list[tuple[float, float]]:
+    best: dict[float, float] = {}
+    for row in rows:
+        if row.case.op == op:
+            size = float(row.case.block_bytes)
+            best[size] = max(row.gb_per_s or 0.0, best.get(size, 0.0))
+    return sorted(best.items())
+
+
+def _size_ticks(axes: Axes, places: Sequence[float], labels: Sequence[str]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(FixedLocator(list(places)))
+    steps = math.ceil(len(places) / 6)
+    axes.set_xticklabels([label if not place % steps else "" for place, label in enumerate(labels)])
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, float]], look: Look, *, limit: bool = False) -> None:
+    if points:
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=look.colour, marker=look.marker, linestyle="--" if limit else "-", markersize=5)
+
+
+# --- bandwidth by NICs -----------------------------------------------------------------------------
+
+
+def scaling_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """GB/s over the number of NICs, with the line that they can carry; None for a single number."""
+    rows = [row for row in _measured(run) if row.case.nics]
+    counts = sorted({row.case.nics for row in rows})
+    if len(counts) < 2:
+        return None
+    # The largest transfer: where NICs, and not single calls, are what limits.
+    rows = _largest_of_each(rows)
+    palette = PALETTES[theme]
+    known = [row.line_rate_gb_per_s / row.case.nics for row in rows if row.line_rate_gb_per_s]
+    one = max(known, default=0.0) or max((row.gb_per_s or 0) / row.case.nics for row in rows)
+    what = "line rate × NICs" if known else "the best of one NIC × NICs"
+    with style(palette):
+        heading = "KV transfer bandwidth by number of NICs"
+        words = _words(run, heading, rows, "the largest transfer of each backend")
+        ideal = handle(what, color=palette.limit, linestyle=":")
+        figure, panels, look = _panels(words, rows, palette, [ideal])
+        for place, (op, axes) in enumerate(panels):
+            axes.plot(counts, [one * count for count in counts], color=palette.limit, linestyle=":", zorder=1)
+            for each in _series(rows):
+                points = [(float(r.case.nics), r.gb_per_s or 0.0) for r in each.points if r.case.op == op]
+                _line(axes, sorted(points), look[each.name])
+            axes.set_xlim(0, counts[-1] * 1.06)
+            axes.set_ylim(0, max(one * counts[-1], *(row.gb_per_s or 0 for row in rows)) * 1.08)
+            axes.set_xticks([float(count) for count in counts], [str(count) for count in counts])
+            axes.set_xlabel("NICs")
+            if place == 0:
+                axes.set_ylabel("GB/s")
+    return figure
+
+
+def _largest_of_each(rows: Rows) -> list[TransferRecord]:
+    """Of each way and op, the rows of its largest transfer that was made with the most NIC counts."""
+    kept: list[TransferRecord] = []
+    for each in _series(rows):
+        for op in ("write", "read"):
+            sizes: dict[tuple[int, int, int], dict[int, TransferRecord]] = {}
+            for row in each.points:
+                if row.case.op == op:
+                    case = row.case
+                    sizes.setdefault((case.nbytes, case.block_bytes, case.threads), {})[case.nics] = row
+            if sizes:
+                kept += sizes[max(sizes, key=lambda size: (len(sizes[size]), size))].values()
+    return kept
+
+
+# --- time of a call --------------------------------------------------------------------------------
+
+
+def call_time_figure(run: Run, theme: Theme = "light") -> Figure | None:
+    """Median and P99 of a call's time by batch, or by transfer where each block has one batch."""
+    rows = [row for row in _measured(run) if call_times(row.call_s).p50 is not None and row.case.threads == 1]
+    most = max((row.case.nics for row in rows), default=0)
+    rows = [row for row in rows if row.case.nics in (0, most) and not row.case.shape]
+    blocks: dict[int, set[int]] = {}
+    for row in rows:
+        blocks.setdefault(row.case.block_bytes, set()).add(row.case.batch_size)
+    if not rows:
+        return None
+    several = [block for block, batches in blocks.items() if len(batches) > 2]
+    if several:
+        rows = [row for row in rows if row.case.block_bytes == min(several)]
+    transfers = sorted({(row.case.nbytes, row.case.block_bytes, row.case.batch_size) for row in rows})
+    if len(transfers) < 2:
+        return None
+    palette = PALETTES[theme]
+    heading = "Time of one transfer by batch" if several else "Time of one transfer"
+    with style(palette):
+        words = _words(run, heading, rows, "median, with a line up to P99 where there were calls enough")
+        figure, panels, look = _panels(words, rows, palette)
+        names = list(look)
+        for place, (op, axes) in enumerate(panels):
+            for each in _series(rows):
+                shift = 0.6 * ((names.index(each.name) + 0.5) / len(names) - 0.5)
+                mine = [row for row in each.points if row.case.op == op]
+                _times(axes, mine, transfers, look[each.name], shift)
+            labels = [f"{size_text(block)}\n× {batch}" for _, block, batch in transfers]
+            _size_ticks(axes, range(len(transfers)), labels)
+            axes.set_xlim(-0.5, len(transfers) - 0.5)
+            axes.grid(False, axis="x")
+            axes.set_xlabel("block × blocks of a transfer")
+            _log_rates(axes, [ms for row in rows for ms in _middle_and_tail(row) if ms])
+            if place == 0:
+                axes.set_ylabel("ms")
+    return figure
+
+
+def _middle_and_tail(row: TransferRecord) -> tuple[float, float]:
+    """(P50, P99) in ms; the latter is the former where there were too few calls."""
+    times = call_times(row.call_s)
+    middle = (times.p50 or 0.0) * 1e3
+    return middle, middle if times.p99 is None else times.p99 * 1e3
+
+
+def _times(
+    axes: Axes, rows: Rows, transfers: Sequence[tuple[int, int, int]], look: Look, shift: float
+) -> None:
+    for row in rows:
+        x = transfers.index((row.case.nbytes, row.case.block_bytes, row.case.batch_size)) + shift
+        middle, tail = _middle_and_tail(row)
+        axes.plot([x, x], [middle, tail], color=look.colour, linewidth=1.4, alpha=0.55, zorder=2)
+        axes.plot([x], [middle], look.marker, color=look.colour, markersize=5, zorder=3)

@@ -1,0 +1,200 @@
+"""What was measured beside the main column, each method in a table of its own: never mixed with the others.
+
+- listed rates (``fixed``): by rate, by input length, by connector, with the columns of ``vllm bench serve``;
+- ``burst``: the rate that five seconds' means allow, beside the sustained one, and their ratio;
+- one equal rate: all connectors with the same requests at the lowest rate found;
+- SLO tiers: each tier's answer from the same trials;
+- read-in results, with the columns of ``vllm bench serve``;
+- a trace: what it asked for, and the prefix hits expected of an endless cache beside those measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.core.records import TrialRecord
+from kvbench.report.tables.result import number, percent, read_answer
+from kvbench.report.tables.vllm_bench import (
+    FIGURES,
+    Table,
+    about,
+    fixed_tables,
+    imported_table,
+    serve_values,
+    trace_table,
+)
+from kvbench.results.run import CellResult, Run
+
+
+def method_tables(run: Run) -> list[Table]:
+    """The tables for which the run has anything, in the order in which they are read."""
+    made = (
+        _tiers(run),
+        _burst(run),
+        _equal_rate(run),
+        *fixed_tables(run),
+        trace_table(run),
+        imported_table(run),
+    )
+    return [table for table in made if table.rows]
+
+
+# --- burst beside sustained ------------------------------------------------------------------------
+
+
+def _burst(run: Run) -> Table:
+    sustained = {result.cell: result for result in run.cells if result.method == "sustained"}
+    header = [
+        "connector", "input", "sustained (req/s)", "burst (req/s), no sustained rate", "burst / sustained",
+        "burst of", "completed per second", "peak in flight",
+    ]  # fmt: skip
+    shown, rows = [], []
+    for result in run.other_cells:
+        if result.method != "burst" or result.status != "done" or not result.answer:
+            continue
+        burst, held = read_answer(result.answer), sustained.get(result.cell)
+        rate = read_answer(held.answer) if held and held.answer else None
+        trial = _trial_at(run, result, burst.max_request_rate)
+        known = rate.max_request_rate if rate else None
+        ratio = burst.max_request_rate / known if burst.max_request_rate and known else None
+        summary = trial.summary if trial else {}
+        whole = summary.get("whole_run") or {}
+        shown.append(
+            [
+                result.cell.connector,
+                f"{result.cell.input_len}",
+                rate.text() if rate else "not measured",
+                f"{burst.text()} (burst)",
+                "–" if ratio is None else f"{number(ratio)} ×",
+                f"{summary['planned']} requests" if summary else "–",
+                number(whole.get("request_throughput")),
+                f"{summary.get('peak_in_flight', '–')}",
+            ]
+        )
+        rows.append(
+            {
+                "connector": result.cell.connector,
+                "input_len": result.cell.input_len,
+                "output_len": result.cell.output_len,
+                "sustained_request_rate": known,
+                "burst_request_rate": burst.max_request_rate,
+                "burst_lower": burst.lower,
+                "burst_upper": burst.upper,
+                "ratio": ratio,
+                "status": result.answer.get("status"),
+                "trial_id": trial.trial_id if trial else None,
+                "requests": summary.get("planned"),
+                "completed_per_s": whole.get("request_throughput"),
+                "peak_in_flight": summary.get("peak_in_flight"),
+            }
+        )
+    words = (
+        "The burst rule offers n = 5 × rate requests within five seconds, looks at the means of TTFT and "
+        "TPOT alone, and is bisected as by hand. Its rate is what fits in at once, not what can be held: "
+        "compare it with what was completed per second, over the whole of the same trial."
+    )
+    return Table("burst", "Burst and sustained", words, header, shown, rows, (0, 1, 2, 3, 4, 6))
+
+
+def _trial_at(run: Run, result: CellResult, rate: float | None) -> TrialRecord | None:
+    """The trial behind an answer of another method: the one confirmed by, or met at that rate."""
+    mine = [
+        trial
+        for trial in run.all_trials
+        if trial.cell == result.cell and trial.method == result.method and trial.verdict == "met"
+    ]
+    for trial in mine:
+        if trial.trial_id == result.confirmed_by:
+            return trial
+    return next((trial for trial in reversed(mine) if trial.request_rate == rate), None)
+
+
+# --- one equal rate --------------------------------------------------------------------------------
+
+
+def _equal_rate(run: Run) -> Table:
+    trials = [trial for trial in run.other_trials if trial.method == "equal_rate"]
+    trials.sort(key=lambda trial: (trial.cell.input_len, trial.cell.output_len))
+    header = [
+        "connector", "input", "rate (req/s)", "met (%)", "TTFT mean / P50 / P99 (ms)",
+        "TPOT mean / P50 / P99 (ms)", "E2EL P50 / P99 (ms)", "output tok/s", "KV (ms/req)", "verdict",
+    ]  # fmt: skip
+    shown = []
+    for trial in trials:
+        summary = trial.summary
+
+        def figures(latency: str, names: Sequence[str], of: Mapping[str, Any] = summary) -> str:
+            return " / ".join(number((of.get(f"{latency}_ms") or {}).get(name)) for name in names)
+
+        shown.append(
+            [
+                trial.cell.connector,
+                f"{trial.cell.input_len}",
+                number(trial.request_rate),
+                percent(summary.get("slo_attainment")),
+                figures("ttft", FIGURES),
+                figures("tpot", FIGURES),
+                figures("e2el", ("p50", "p99")),
+                number(summary.get("output_tok_per_s")),
+                number(trial.engine.get("kv_transfer_ms_per_request")),
+                trial.verdict if trial.verdict != "invalid" else f"refused: {trial.reason}",
+            ]
+        )
+    rows = [
+        {
+            **about(trial),
+            "slo_attainment": trial.summary.get("slo_attainment"),
+            **serve_values(trial),
+            "kv_transfer_ms_per_request": trial.engine.get("kv_transfer_ms_per_request"),
+            "verdict": trial.verdict,
+            "reason": trial.reason,
+        }
+        for trial in trials
+    ]
+    words = (
+        "At the lowest rate that was found for any connector of the input length, every connector with the "
+        "same prompts at the same times, in a second round of deployments; one trial each, latencies of the "
+        "steady window. At a rate of its own each shows what it holds, at an equal one what it costs."
+    )
+    return Table("equal_rate", "At one equal rate", words, header, shown, rows, (0, 1, 2, 3, 4, 5, 8, 9))
+
+
+# --- tiers -----------------------------------------------------------------------------------------
+
+
+def _tiers(run: Run) -> Table:
+    results = [result for result in (*run.cells, *run.other_cells) if result.tier]
+    results.sort(key=lambda result: (result.cell.input_len, result.cell.connector))
+    shown, rows = [], []
+    for result in results:
+        answer = read_answer(result.answer) if result.answer else None
+        shown.append(
+            [
+                result.cell.connector,
+                f"{result.cell.input_len}",
+                result.tier,
+                answer.text() if answer else result.status,
+                str((result.answer or {}).get("status") or ""),
+                result.confirmed_by or "–",
+            ]
+        )
+        rows.append(
+            {
+                "connector": result.cell.connector,
+                "input_len": result.cell.input_len,
+                "output_len": result.cell.output_len,
+                "tier": result.tier,
+                "max_request_rate": answer.max_request_rate if answer else None,
+                "lower": answer.lower if answer else None,
+                "upper": answer.upper if answer else None,
+                "status": (result.answer or {}).get("status"),
+                "trial_id": result.confirmed_by,
+            }
+        )
+    words = (
+        "Every trial was judged for every tier. The main table shows the strictest tier; a rate of another "
+        "tier rests on the trials of all."
+    )
+    header = ["connector", "input", "tier", "max rate (req/s)", "search", "trial"]
+    return Table("tiers", "By tier of the SLO", words, header, shown, rows)

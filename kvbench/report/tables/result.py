@@ -1,0 +1,351 @@
+"""The result table: one row per connector and input length, made from a run folder and nothing else.
+
+A row's latencies and rates come from the trial that supports its answer: the one that confirmed it if
+there was one, otherwise the trial with the highest rate that met the SLO. Where there is no such trial
+they are missing, and are shown as missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
+from typing import Any, Final, Literal
+
+from kvbench.core.metrics.limit import Binding
+from kvbench.core.metrics.ttft_breakdown import PARTS
+from kvbench.core.plan.engine_count import Size, Unit, size_in, unit_of
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.results.provenance import SIMULATED
+from kvbench.results.run import CellResult, Run
+
+# found: a rate and its interval · at_least: no miss bounds the rate from above · none: no tested rate met
+# the SLO · undecided: no trial gave a verdict · one_rate: one rate was offered, nothing was searched ·
+# unfinished: the run ended before this cell did · refused, failed, skipped: see the row's reason.
+Outcome = Literal[
+    "found", "at_least", "none", "undecided", "one_rate", "unfinished", "refused", "failed", "skipped"
+]
+
+# Column of the table → where its value lies in a trial's summary or engine record ("a.b" is b inside a).
+# The only place that knows those names.
+_LATENCIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+_FIGURES: Final = ("mean", "p50", "p90", "p99")
+SUMMARY_KEYS: Final[Mapping[str, str]] = {
+    "slo_attainment": "slo_attainment",
+    "attainment_lower": "attainment_lower",
+    "attainment_upper": "attainment_upper",
+    "achieved_request_rate": "achieved_rate",
+    "request_goodput": "request_goodput",
+    **{f"{latency}_{figure}": f"{latency}.{figure}" for latency in _LATENCIES for figure in _FIGURES},
+    "output_tok_per_s": "output_tok_per_s",
+    "total_tok_per_s": "total_tok_per_s",
+}
+ENGINE_KEYS: Final[Mapping[str, str]] = {
+    "kv_bytes_per_request": "kv_bytes_per_request",
+    "kv_transfer_ms_per_request": "kv_transfer_ms_per_request",
+    "kv_descriptors_per_request": "kv_descriptors_per_request",
+    "prefix_hit_rate_prefill": "prefix_hit_rate_prefill",
+    "prefix_hit_rate_decode": "prefix_hit_rate_decode",
+    "ttft_ms_mean_of_all": "ttft_ms_mean_of_all",
+    **{f"ttft_{part}_ms": f"ttft_breakdown_ms.{part}" for part in PARTS},
+    "client_workers": "client.workers",
+    "client_send_lag_ms_p50": "client.send_lag_p50_ms",
+    "client_send_lag_ms_p99": "client.send_lag_p99_ms",
+    "client_chunk_lag_ms_p99": "client.chunk_lag_p99_ms",
+    "client_first_error_ms_p99": "client.first_error_p99_ms",
+    "client_token_error_ms_p99": "client.token_error_p99_ms",
+    "client_loop_lag_ms_p99": "client.loop_lag_p99_ms",
+    "client_cpu_share": "client.cpu_share",
+}
+VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The search's answer. ``upper`` is None where no rate was tested that missed the SLO."""
+
+    outcome: Outcome
+    max_request_rate: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+    sure: bool = True
+    """Whether the search reached its end: a trial at that rate was met."""
+
+    def text(self) -> str:
+        """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
+        ``none (< 0.5)``."""
+        if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
+            interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
+            return f"{number(self.max_request_rate)}{'' if self.sure else '?'} {interval}"
+        if self.outcome == "at_least":
+            return f"≥ {number(self.max_request_rate)}"
+        if self.outcome == "one_rate":
+            return f"at {number(self.max_request_rate)}"
+        if self.outcome == "none":
+            return "none" if self.upper is None else f"none (< {number(self.upper)})"
+        return str(self.outcome)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table. ``values`` has each of VALUE_COLUMNS; None is missing."""
+
+    run_id: str
+    cell: Cell
+    answer: Answer
+    values: Mapping[str, float | None]
+    trials: int = 0
+    trial_id: str | None = None
+    verdict: str = ""
+    search: str = ""
+    confirmed: bool = False
+    transport: str = ""
+    kv_source: str = ""
+    load_mode: str = ""
+    stamps: str = ""
+    limit: str = ""
+    """Which limit binds above the answer: a key of ``LIMIT_WORDS``."""
+    limit_evidence: str = ""
+    reason: str = ""
+    hint: str = ""
+    findings: Mapping[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    name: str = ""
+    size: Size = field(default_factory=Size)
+    """Engines and GPUs that its rate was found on."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.answer.outcome
+
+    def rate_per(self, unit: Unit) -> float | None:
+        """The highest rate by engine or GPU; None without a rate that was searched, or a known number."""
+        rate, count = self.answer.max_request_rate, self.size.count(unit)
+        return None if rate is None or not count or self.outcome == "one_rate" else rate / count
+
+    def rate_text(self) -> str:
+        text = self.answer.text()
+        return f"{text}: {self.reason}" if self.outcome in ("refused", "failed", "skipped") else text
+
+    def flat(self) -> dict[str, Any]:
+        """One level of names and values, as in tables/summary.csv and summary.json."""
+        return {
+            "run": self.run_id,
+            "connector": self.cell.connector,
+            "input_len": self.cell.input_len,
+            "output_len": self.cell.output_len,
+            "outcome": self.outcome,
+            "max_request_rate": self.answer.max_request_rate,
+            "lower": self.answer.lower,
+            "upper": self.answer.upper,
+            "censored": self.outcome == "at_least",
+            "engines": self.size.engines,
+            "gpus": self.size.gpus,
+            "max_request_rate_per_engine": self.rate_per("engine"),
+            "max_request_rate_per_gpu": self.rate_per("GPU"),
+            **self.values,
+            "transport": self.transport,
+            "kv_source": self.kv_source,
+            "limit": self.limit,
+            "limit_evidence": self.limit_evidence,
+            "load_mode": self.load_mode,
+            "client_stamps": self.stamps,
+            "trials": self.trials,
+            "findings": sum(self.findings.values()),
+            "trial_id": self.trial_id,
+            "verdict": self.verdict,
+            "search": self.search,
+            "confirmed": self.confirmed,
+            "reason": self.reason,
+            "labels": ";".join(self.labels),
+        }
+
+
+def summary_table(run: Run, name: str = "") -> list[Row]:
+    """The run's rows, by input length and then in the order in which the connectors were run.
+
+    ``name`` is what tells this run from others in one table; empty for a run on its own.
+    """
+    results = {result.cell: result for result in run.cells}
+    # Finished cells first, then one that was cut off.
+    cells = list(dict.fromkeys([*results, *(trial.cell for trial in run.trials)]))
+    connectors = list(dict.fromkeys(cell.connector for cell in cells))
+    cells.sort(key=lambda cell: (cell.input_len, cell.output_len, connectors.index(cell.connector)))
+    return [_row(run, cell, results.get(cell), name) for cell in cells]
+
+
+def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
+    trials = run.trials_of(cell)
+    answer = _answer(run, trials, result)
+    confirmed_by = result.confirmed_by if result else None
+    support = _supporting_trial(trials, answer, confirmed_by)
+    given = (result.answer if result else None) or {}
+    labels = dict.fromkeys([*run.labels, *(label for trial in trials for label in trial.labels)])
+    levels: Counter[str] = Counter(finding.level for trial in trials for finding in trial.findings)
+    limit = Binding.from_json(result.limit) if result and result.limit else None
+    return Row(
+        run_id=run.run_id,
+        cell=cell,
+        answer=answer,
+        values=trial_values(support),
+        trials=len(trials),
+        trial_id=support.trial_id if support else None,
+        verdict=support.verdict if support else "",
+        search=str(given.get("status") or ""),
+        confirmed=bool(given.get("confirmed")),
+        transport=engine_word(support, "transport"),
+        kv_source=engine_word(support, "kv_source"),
+        limit="" if limit is None else limit.limit,
+        limit_evidence="" if limit is None else limit.evidence,
+        load_mode=engine_word(support, "load_mode"),
+        stamps=engine_word(support, "client.stamps"),
+        reason=(result.reason if result else "") or _search_reason(given),
+        hint=result.hint if result else "",
+        findings=dict(levels),
+        labels=tuple(labels),
+        name=f"{cell.connector}@{name}" if name else cell.connector,
+        size=size_in(run.plan, run.environment, cell.connector),
+    )
+
+
+def shared_unit(rows: Iterable[Row]) -> Unit:
+    """What a table divides its rates by: GPUs if they are known of all rows, else engines."""
+    return unit_of(row.size for row in rows)
+
+
+def _search_reason(answer: Mapping[str, Any]) -> str:
+    """Why the search ended as it did; nothing to say where it just converged."""
+    return "" if answer.get("status") == "converged" else str(answer.get("reason") or "")
+
+
+def _answer(run: Run, trials: Sequence[TrialRecord], result: CellResult | None) -> Answer:
+    if result and result.status != "done":
+        return Answer(result.status)
+    if run.manifest.get("kind") == "bench" and trials:
+        return Answer("one_rate", trials[-1].request_rate)
+    if result and result.answer:
+        return read_answer(result.answer)
+    met = [trial.request_rate for trial in trials if trial.verdict == "met"]
+    lower = max(met, default=None)
+    missed = [trial.request_rate for trial in trials if trial.verdict == "missed"]
+    upper = min((rate for rate in missed if lower is None or rate > lower), default=None)
+    return Answer("unfinished", lower, lower, upper)
+
+
+def read_answer(given: Mapping[str, Any]) -> Answer:
+    """The search's answer from its JSON. Only what has an upper end is an interval."""
+    rate, lower, upper = (_finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
+    if rate is None:
+        return Answer("undecided" if upper is None else "none", None, None, upper)
+    sure = given.get("status") not in ("undecided", "exhausted")
+    return Answer("at_least" if upper is None else "found", rate, lower, upper, sure)
+
+
+def _supporting_trial(
+    trials: Sequence[TrialRecord], answer: Answer, confirmed_by: str | None
+) -> TrialRecord | None:
+    if answer.outcome == "one_rate":
+        return trials[-1]
+    if answer.outcome not in ("found", "at_least", "unfinished") or answer.max_request_rate is None:
+        return None
+    for trial in trials:
+        if trial.trial_id == confirmed_by:
+            return trial
+    limit = answer.max_request_rate * (1 + 1e-6)
+    met = [
+        (trial.request_rate, number, trial)
+        for number, trial in enumerate(trials)
+        if trial.verdict == "met" and trial.request_rate <= limit
+    ]
+    return max(met)[2] if met else None
+
+
+def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
+    """The measured columns of one trial; None is missing."""
+    summary = trial.summary if trial else {}
+    engine = trial.engine if trial else {}
+    values = {column: _at(summary, place) for column, place in SUMMARY_KEYS.items()}
+    return values | {column: _at(engine, place) for column, place in ENGINE_KEYS.items()}
+
+
+def trial_value(trial: TrialRecord, column: str) -> float | None:
+    """One value of a trial's summary by the name of its column; None is missing."""
+    return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
+
+
+def engine_word(trial: TrialRecord | None, place: str) -> str:
+    """A word of a trial's engine record by its place; empty is missing."""
+    value = _raw_at(trial.engine, place) if trial else None
+    return value if isinstance(value, str) else ""
+
+
+def _at(data: Mapping[str, Any], place: str) -> float | None:
+    return _finite(_raw_at(data, place))
+
+
+def _raw_at(data: Mapping[str, Any], place: str) -> Any:
+    value: Any = data
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# --- how much of the time was measured ------------------------------------------------------------
+
+
+def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
+    """The share of time in which a load was offered, from each deployment's first trial to its last.
+
+    None where that cannot be told: without two trials of one deployment, or without times.
+    """
+    offered_s = whole_s = 0.0
+    rows = sorted((trial for trial in trials if trial.started_at), key=lambda trial: trial.started_at)
+    # A deployment's trials come one after the other; at the equal rate it is brought up once more.
+    for _, group in groupby(rows, lambda trial: (trial.cell.connector, trial.method == "equal_rate")):
+        mine = list(group)
+        begun, last = (
+            datetime.fromisoformat(t.started_at.replace("Z", "+00:00")) for t in (mine[0], mine[-1])
+        )
+        if len(mine) > 1:
+            offered_s += sum(trial.duration_s for trial in mine)
+            whole_s += (last - begun).total_seconds() + mine[-1].duration_s
+    return min(1.0, offered_s / whole_s) if whole_s > 0 else None
+
+
+def time_line(run: Run) -> str:
+    """How much of a run was measuring; empty where it cannot be told, or took no real time."""
+    share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
+    if share is None:
+        return ""
+    return (
+        f"{len(run.all_trials)} trials, measuring {share:.0%} of the time that deployments were up for them"
+    )
+
+
+MISSING: Final = "–"
+
+
+def number(value: float | None) -> str:
+    """About three significant digits: ``0.0123``, ``1.23``, ``12.3``, ``1235``; exponents below 10⁻⁶ only."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value) or abs(value) < 1e-6:
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 6)}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as per cent, with one digit: ``99.2``; 100 only when it is all."""
+    if value is None:
+        return MISSING
+    return "100" if value >= 1 else f"{min(value * 100, 99.9):.1f}"

@@ -1,0 +1,167 @@
+"""What the router adds to the time to the first token: the same load through it and past it, compared.
+
+Read from a run folder alone: two trials belong together if they are of one cell, offered one rate with
+one seed, and went different ways (``kvbench bench --router-cost`` runs such trials).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvbench.core.metrics.paired import Added, Pairs, added
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.errors import StoreError
+from kvbench.report.tables.result import number
+from kvbench.results.run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FIGURE_WORDS: Final[Mapping[str, str]] = {
+    "mean": "mean",
+    "p50": "P50",
+    "p90": "P90",
+    "p99": "P99",
+    "request": "each request (median)",
+}
+_COLUMNS: Final = ("scheduled_s", "first_token_s", "error")
+
+
+@dataclass(frozen=True)
+class RouterCost:
+    """TTFT of one cell at one rate through the router and past it, in milliseconds.
+
+    ``added`` is empty where nothing can be said, and ``reason`` says why. ``requests`` that are answered both
+    ways are compared, warm-up left out; ``left_out`` are those of the same time that are not.
+    """
+
+    cell: Cell
+    request_rate: float
+    trials: tuple[str, ...]
+    requests: int = 0
+    left_out: int = 0
+    added: tuple[Added, ...] = ()
+    reason: str = ""
+
+    def of(self, figure: str) -> Added | None:
+        return next((each for each in self.added if each.figure == figure), None)
+
+    def text(self) -> str:
+        """One sentence, as the terminal prints it."""
+        where = f"{self.cell.connector} at {self.cell.input_len:,}, {number(self.request_rate)} req/s"
+        if not self.added:
+            return f"{where}: {self.reason}"
+        parts = []
+        for name in ("p50", "p99"):
+            if (each := self.of(name)) is not None:
+                times = f"{number(each.with_)} ms through it, {number(each.without)} ms directly"
+                parts.append(f"TTFT {FIGURE_WORDS[name]} {times}: {difference(each)}")
+        if (each := self.of("request")) is not None:
+            parts.append(f"the same request {difference(each)} (median)")
+        return f"{where}: {'; '.join(parts)}"
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One flat row a figure, as in tables/router_cost.csv."""
+        for each in self.added:
+            yield {
+                "connector": self.cell.connector,
+                "input_len": self.cell.input_len,
+                "output_len": self.cell.output_len,
+                "request_rate": self.request_rate,
+                "figure": each.figure,
+                "ttft_ms_router": each.with_,
+                "ttft_ms_direct": each.without,
+                "added_ms": each.added,
+                "lower_ms": each.lower,
+                "upper_ms": each.upper,
+                "requests": self.requests,
+                "left_out": self.left_out,
+                "trials": ";".join(self.trials),
+            }
+
+
+def difference(each: Added) -> str:
+    """``+0.21 ms [0.18, 0.24]``; what is not told from zero says so."""
+    sign = "+" if each.added >= 0 else ""
+    text = f"{sign}{_signed(each.added)} ms [{_signed(each.lower)}, {_signed(each.upper)}]"
+    return text if each.seen else f"{text}, not told from zero"
+
+
+def _signed(value: float) -> str:
+    """A number that may be negative, with three digits at most behind the point."""
+    return f"-{number(-value)}" if value < 0 else number(value)
+
+
+def router_costs(run: Run) -> list[RouterCost]:
+    """What can be said of each cell that was offered the same load both ways; empty for any other run."""
+    groups: dict[tuple[Cell, float], dict[int, list[TrialRecord]]] = {}
+    for trial in run.trials:
+        if trial.engine.get("load_mode"):
+            twins = groups.setdefault((trial.cell, trial.request_rate), {})
+            twins.setdefault(trial.seed, []).append(trial)
+    costs = []
+    for (cell, rate), by_seed in groups.items():
+        pairs = [pair for twins in by_seed.values() if (pair := _both_ways(twins)) is not None]
+        if pairs:
+            costs.append(_cost(run, cell, rate, pairs))
+    return costs
+
+
+def _both_ways(twins: Sequence[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
+    """(through the router, directly), the last of each; None if a way is missing."""
+    ways = {str(trial.engine["load_mode"]): trial for trial in twins}
+    return (ways["router"], ways["direct"]) if {"router", "direct"} <= set(ways) else None
+
+
+def _cost(run: Run, cell: Cell, rate: float, pairs: Sequence[tuple[TrialRecord, TrialRecord]]) -> RouterCost:
+    names = tuple(trial.trial_id for pair in pairs for trial in pair)
+    refused = [trial for pair in pairs for trial in pair if trial.verdict == "invalid"]
+    if refused:
+        said = f"no router cost, since {refused[0].trial_id} is no valid measurement: {refused[0].reason}"
+        return RouterCost(cell, rate, names, reason=said)
+    measured: list[Pairs] = []
+    left_out = 0
+    try:
+        for routed, direct in pairs:
+            twins, missing = _paired(run, routed, direct)
+            measured.append(twins)
+            left_out += missing
+    except StoreError as error:
+        return RouterCost(cell, rate, names, reason=error.message)
+    count = sum(len(with_) for with_, _ in measured)
+    found = tuple(added(measured))
+    reason = "" if found else f"no router cost: only {count} requests were answered both ways"
+    return RouterCost(cell, rate, names, count, left_out, found, reason)
+
+
+def _paired(run: Run, routed: TrialRecord, direct: TrialRecord) -> tuple[Pairs, int]:
+    """TTFTs in milliseconds of the requests in both steady windows, and how many lack one of the two.
+
+    Raises StoreError for requests that are not the same plan's.
+    """
+    one, other = (run.requests(trial.trial_id, _COLUMNS) for trial in (routed, direct))
+    n = min(len(one), len(other))  # a trial that was stopped early has the beginning of the plan
+    one, other = one.iloc[:n], other.iloc[:n]
+    if not np.array_equal(one["scheduled_s"].to_numpy(), other["scheduled_s"].to_numpy()):
+        raise StoreError(f"{routed.trial_id} and {direct.trial_id} have one seed and not one plan")
+    begin_s = max(_window_start(trial) for trial in (routed, direct))
+    steady = one["scheduled_s"].to_numpy() >= begin_s
+    both = steady & _answered(one) & _answered(other)
+    return (_ttft_ms(one)[both], _ttft_ms(other)[both]), int(steady.sum() - both.sum())
+
+
+def _window_start(trial: TrialRecord) -> float:
+    window = trial.summary.get("window")
+    return float(window.get("start_s") or 0.0) if isinstance(window, Mapping) else 0.0
+
+
+def _answered(requests: pd.DataFrame) -> Any:
+    return ((requests["error"] == "") & requests["first_token_s"].notna()).to_numpy()
+
+
+def _ttft_ms(requests: pd.DataFrame) -> Any:
+    return ((requests["first_token_s"] - requests["scheduled_s"]) * 1e3).to_numpy(dtype=float)

@@ -1,0 +1,263 @@
+"""The rows of a microbenchmark as people read them: lines of a table, footnotes, and who is ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
+from kvbench.core.transfers.stats import Figures, figures
+from kvbench.core.units import joined, size_text
+from kvbench.report.tables.result import MISSING, number
+
+HEADER: Final = (
+    "op",
+    "blocks",
+    "descr",
+    "GB/s",
+    "line",
+    "tcp",
+    "mem",
+    "p50",
+    "p99",
+    "CPU s/GB",
+    "data",
+)
+LEGEND: Final = (
+    "line, tcp, mem: per cent of the NICs' line rate, of plain TCP and of a copy in memory (same transfer, "
+    "same run); descr: descriptors handed over; CPU s/GB: of both sides; data: whether all bytes are right"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case: its cells as in HEADER, and the numbers of its footnotes."""
+
+    record: TransferRecord
+    figures: Figures
+    cells: tuple[str, ...]
+    notes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lines of one way of moving bytes: backend, protocol, NICs, sides."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Tabled:
+    """Everything that is said of a run: groups of lines, footnotes, what was not run."""
+
+    groups: tuple[Group, ...]
+    footnotes: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+def tabled(records: Sequence[TransferRecord]) -> Tabled:
+    """The table of a run's rows. A note that all of them share marks none of them."""
+    measured = [record for record in records if record.status != "skipped"]
+    said = joined(_note(warning) for record in measured for warning in record.warnings)
+    shared = _shared([record for record in measured if record.status == "ok"], said)
+    notes: dict[str, int] = {}
+    groups = []
+    for _, members in groupby(measured, key=lambda record: (record.pair, *_way(record.case))):
+        own = list(members)
+        lines = tuple(_line(record, records, notes, _said(record, said, shared)) for record in own)
+        groups.append(Group(_title(own), lines))
+    errors = _errors(measured)
+    footnotes = [f"{place}. {note}" for note, place in notes.items()]
+    every = [f"every row: {note}" for note in shared]
+    return Tabled(tuple(groups), (*every, *footnotes), tuple(errors), tuple(dict.fromkeys(_skipped(records))))
+
+
+def _errors(records: Sequence[TransferRecord]) -> list[str]:
+    """Each cause once for each way, with the library's last line."""
+    found: dict[tuple[str, str, str], list[TransferRecord]] = {}
+    for record in records:
+        if record.status == "error":
+            found.setdefault((record.pair, way_text(record.case), record.error), []).append(record)
+    lines = []
+    for (pair, _, error), members in found.items():
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        last = f" (library: {members[0].log[-1].strip()})" if members[0].log else ""
+        where = f"{pair}: " if pair else ""
+        lines.append(f"{where}{case_text(members[0].case)}{more}: {error}{last}")
+    return lines
+
+
+def _said(record: TransferRecord, said: Mapping[str, str], but: Sequence[str] = ()) -> list[str]:
+    """A row's own notes, in the words that they share with those of other rows."""
+    found = dict.fromkeys(said[_note(warning)] for warning in record.warnings)
+    return [note for note in found if note not in but]
+
+
+def _shared(records: Sequence[TransferRecord], said: Mapping[str, str]) -> list[str]:
+    """The notes that every row has."""
+    found = [_said(record, said) for record in records]
+    if len(found) < 2:
+        return []
+    return [note for note in found[0] if all(note in other for other in found)]
+
+
+def _note(warning: TransferWarning) -> str:
+    return warning.message + (f" → {warning.advice}" if warning.advice else "")
+
+
+def _skipped(records: Iterable[TransferRecord]) -> Iterator[str]:
+    for record in records:
+        if record.status == "skipped":
+            yield f"{way_text(record.case)}: not run here: {record.error}"
+
+
+def _way(case: Case) -> tuple[Any, ...]:
+    return (case.backend, case.protocol, case.nics, case.initiators, case.targets, case.memory, case.shape)
+
+
+def way_text(case: Case) -> str:
+    """``nixl over tcp``; what passes no NIC and has one way only is just named."""
+    return (
+        case.backend
+        if case.protocol in ("", case.backend, "memory", "none")
+        else f"{case.backend} over {case.protocol}"
+    )
+
+
+def case_text(case: Case) -> str:
+    """``nixl over tcp, write 64 KiB × 32, 4 NICs``."""
+    parts = [f"{way_text(case)}, {case.op} {blocks_text(case)}"]
+    parts += [nics_text(case.nics)] if case.nics else []
+    parts += [f"{case.initiators} to {case.targets}"] if (case.initiators, case.targets) != (1, 1) else []
+    return ", ".join(parts)
+
+
+def nics_text(count: int) -> str:
+    return f"{count} NIC{'s' if count != 1 else ''}"
+
+
+def blocks_text(case: Case) -> str:
+    """``64 KiB × 32``; with regions ``2 KiB × 96 × 2048``; with threads ``… at 4``."""
+    regions = f" × {case.regions}" if case.regions > 1 else ""
+    threads = f" at {case.threads}" if case.threads > 1 else ""
+    return f"{size_text(case.block_bytes)}{regions} × {case.batch_size}{threads}"
+
+
+def _title(records: Sequence[TransferRecord]) -> str:
+    case = records[0].case
+    parts = [records[0].pair] if records[0].pair else []
+    parts += [way_text(case)]
+    parts += [nics_text(case.nics)] if case.nics else []
+    parts += [f"{case.initiators} to {case.targets}"] if case.initiators + case.targets > 2 else []
+    parts += [f"{case.memory} memory"] if case.memory != "host" else []
+    libraries = dict.fromkeys(record.library for record in records if record.library)
+    parts += [name for name in libraries if not name.startswith("kvbench")]
+    ran = dict.fromkeys(record.transport for record in records if record.transport)
+    parts += [f"ran {', '.join(ran)}"] if ran else []
+    parts += [case.shape] if case.shape else []
+    return " · ".join(parts)
+
+
+def _line(
+    record: TransferRecord, run: Sequence[TransferRecord], notes: dict[str, int], own: Sequence[str]
+) -> Line:
+    told = figures(record, run)
+    numbers = [notes.setdefault(note, len(notes) + 1) for note in own]
+    case = record.case
+    if record.status == "error":
+        # Its cause is told whole below the table.
+        cells = (case.op, blocks_text(case), *[MISSING] * (len(HEADER) - 3), "FAILED")
+    else:
+        cells = (
+            case.op,
+            blocks_text(case),
+            f"{record.descriptors}" if record.descriptors else MISSING,
+            number(told.gb_per_s),
+            *(_percent(share) for share in (told.of_line_rate, told.of_tcp, told.of_memcpy)),
+            time_text(told.times.p50),
+            time_text(told.times.p99),
+            number(told.cpu_s_per_gb),
+            {True: "ok", False: "WRONG", None: MISSING}[record.verified],
+        )
+    return Line(record, told, cells, tuple(dict.fromkeys(numbers)))
+
+
+def time_text(time_s: float | None) -> str:
+    """``98.0 ns``, ``24.1 µs``, ``1.34 ms``, ``2.82 s``."""
+    if time_s is None:
+        return MISSING
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if time_s >= 0.9995 * size:
+            return f"{number(time_s / size)} {unit}"
+    return f"{number(time_s * 1e9)} ns"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return MISSING
+    return f"{share * 100:.0f}" if share >= 0.01 else "<1"
+
+
+# --- rows for files --------------------------------------------------------------------------------
+
+
+def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str, Any]:
+    """One row of tables/transfers.csv: one level, units in the names."""
+    told, case = figures(record, run), record.case
+    times = told.times
+    return {
+        "backend": case.backend,
+        "protocol": case.protocol,
+        "op": case.op,
+        "block_bytes": case.block_bytes,
+        "batch_size": case.batch_size,
+        "regions": case.regions,
+        "threads": case.threads,
+        "nics": case.nics,
+        "initiators": case.initiators,
+        "targets": case.targets,
+        "memory": case.memory,
+        "scattered": case.scattered,
+        "merged": case.merged,
+        "shape": case.shape,
+        "initiator_host": record.initiator_host,
+        "target_host": record.target_host,
+        "status": record.status,
+        "error": record.error,
+        "gb_per_s": told.gb_per_s,
+        "of_line_rate": told.of_line_rate,
+        "of_tcp": told.of_tcp,
+        "of_memcpy": told.of_memcpy,
+        "line_rate_gb_per_s": record.line_rate_gb_per_s,
+        "call_s_mean": times.mean,
+        "call_s_min": times.minimum,
+        "call_s_p50": times.p50,
+        "call_s_p90": times.p90,
+        "call_s_p99": times.p99,
+        "call_s_p999": times.p999,
+        "call_s_max": times.maximum,
+        "calls": record.calls,
+        "window_s": record.window_s,
+        "nbytes": record.nbytes,
+        "logical_bytes": record.logical_bytes,
+        "descriptors": record.descriptors,
+        "open_s": record.open_s,
+        "register_s": record.register_s,
+        "connect_s": record.connect_s,
+        "prepare_s": record.prepare_s,
+        "initiator_cpu_s": record.initiator_cpu_s,
+        "target_cpu_s": record.target_cpu_s,
+        "cpu_s_per_gb": told.cpu_s_per_gb,
+        "transport": record.transport,
+        "library": record.library,
+        "verified": record.verified,
+        "lab": record.lab,
+        "load_average": record.load_average,
+        "nic_bytes": "; ".join(f"{name}={count}" for name, count in record.nic_bytes.items()),
+        "warnings": "; ".join(warning.kind for warning in record.warnings),
+        "started_at": record.started_at,
+    }

@@ -1,0 +1,256 @@
+"""Tables with the columns of ``vllm bench serve``: listed rates, and the replay of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvbench.core.records import TrialRecord
+from kvbench.core.search.methods import SATURATED
+from kvbench.report.tables.result import number, percent
+from kvbench.results.run import Run
+
+FIGURES: Final = ("mean", "p50", "p99")
+_LATENCIES: Final = ("ttft", "tpot", "itl")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table. ``rows`` are values by column as in the CSV; ``shown`` the same for people.
+
+    ``name``: the CSV's; ``words``: what a reader has to know to read it right.
+    """
+
+    name: str
+    title: str
+    words: str
+    header: Sequence[str]
+    shown: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, Any]]
+    brief: Sequence[int] = ()
+    """The columns for a terminal; none: all of them."""
+    in_terminal: bool = True
+
+
+# --- listed rates ----------------------------------------------------------------------------------
+
+_SERVE_HEADER: Final = (
+    "successful", "failed", "duration (s)", "input tokens", "output tokens", "req/s", "output tok/s",
+    "total tok/s", "TTFT mean / P50 / P99 (ms)", "TPOT mean / P50 / P99 (ms)", "ITL mean / P50 / P99 (ms)",
+)  # fmt: skip
+_FIXED_WORDS: Final = (
+    "All answered requests over the whole duration, ramp and drain included, as `vllm bench serve` counts; "
+    "but TTFT counts from the scheduled send. *saturated*: the system did not keep up with the offered rate, "
+    "so its latencies depend on how long the load was offered."
+)
+
+
+def serve_values(trial: TrialRecord) -> dict[str, Any]:
+    """The columns of ``vllm bench serve``, by its names where it has one."""
+    whole = trial.summary.get("whole_run") or {}
+    values: dict[str, Any] = {
+        "completed": whole.get("successful"),
+        "failed": whole.get("failed"),
+        "duration_s": whole.get("duration_s"),
+        "total_input_tokens": whole.get("input_tokens"),
+        "total_output_tokens": whole.get("output_tokens"),
+        "request_throughput": whole.get("request_throughput"),
+        "output_throughput": whole.get("output_throughput"),
+        "total_token_throughput": whole.get("total_throughput"),
+    }
+    for latency in (*_LATENCIES, "e2el"):
+        for figure in ("mean", "p50", "p90", "p99"):
+            name = {"mean": "mean", "p50": "median"}.get(figure, figure)
+            values[f"{name}_{latency}_ms"] = (whole.get(f"{latency}_ms") or {}).get(figure)
+    return values
+
+
+def _serve_cells(trial: TrialRecord) -> list[str]:
+    whole = trial.summary.get("whole_run") or {}
+    counts = [f"{whole.get(key, 0):,}" for key in ("successful", "failed")]
+    tokens = [f"{whole.get(key, 0):,}" for key in ("input_tokens", "output_tokens")]
+    rates = [number(whole.get(f"{key}_throughput")) for key in ("request", "output", "total")]
+    latencies = [
+        " / ".join(number((whole.get(f"{latency}_ms") or {}).get(figure)) for figure in FIGURES)
+        for latency in _LATENCIES
+    ]
+    return [*counts, number(whole.get("duration_s")), *tokens, *rates, *latencies]
+
+
+def _state(trial: TrialRecord) -> str:
+    if trial.verdict == "invalid":
+        return f"refused: {trial.reason}"
+    return SATURATED if SATURATED in trial.labels else "kept up"
+
+
+def fixed_tables(run: Run) -> Iterable[Table]:
+    """Three views of the same trials: what varies stands first, what is held stands in front of it."""
+    trials = [trial for trial in run.other_trials if trial.method == "fixed"]
+    if not trials:
+        return
+    rows = [_fixed_row(trial) for trial in trials]
+    views: dict[str, tuple[str, Any]] = {
+        "by_rate": ("by rate", lambda t: (t.cell.input_len, t.cell.connector, t.request_rate)),
+        "by_input_len": ("by input length", lambda t: (t.request_rate, t.cell.connector, t.cell.input_len)),
+        "by_connector": ("by connector", lambda t: (t.cell.input_len, t.request_rate, t.cell.connector)),
+    }
+    several = {
+        "by_rate": len({trial.request_rate for trial in trials}) > 1,
+        "by_input_len": len({trial.cell.input_len for trial in trials}) > 1,
+        "by_connector": len({trial.cell.connector for trial in trials}) > 1,
+    }
+    chosen = [view for view, varies in several.items() if varies] or ["by_rate"]
+    for view in chosen:
+        title, key = views[view]
+        places = [(key(trial), place) for place, trial in enumerate(trials)]
+        ordered = [place for _, place in sorted(places)]
+        yield Table(
+            f"fixed_{view}",
+            f"Listed rates, {title}",
+            _FIXED_WORDS if view == chosen[0] else "The same trials.",
+            ["connector", "input", "output", "offered req/s", *_SERVE_HEADER, "state"],
+            [
+                [
+                    trials[place].cell.connector,
+                    f"{trials[place].cell.input_len}",
+                    f"{trials[place].cell.output_len}",
+                    number(trials[place].request_rate),
+                    *_serve_cells(trials[place]),
+                    _state(trials[place]),
+                ]
+                for place in ordered
+            ],
+            [rows[place] for place in ordered],
+            (0, 1, 3, 9, 10, 12, 13, 15),
+            in_terminal=view == chosen[0],
+        )
+
+
+def _fixed_row(trial: TrialRecord) -> dict[str, Any]:
+    return {
+        **about(trial),
+        **serve_values(trial),
+        "achieved_request_rate": trial.summary.get("achieved_rate"),
+        "saturated": SATURATED in trial.labels,
+        "verdict": trial.verdict,
+        "reason": trial.reason,
+    }
+
+
+def about(trial: TrialRecord) -> dict[str, Any]:
+    return {
+        "trial_id": trial.trial_id,
+        "method": trial.method,
+        "connector": trial.cell.connector,
+        "input_len": trial.cell.input_len,
+        "output_len": trial.cell.output_len,
+        "request_rate": trial.request_rate,
+    }
+
+
+# --- read-in results -------------------------------------------------------------------------------
+
+_IMPORTED_WORDS: Final = (
+    "As the tool that measured them summed them up; nothing was judged by kvbench. What is not told is "
+    "missing. TTFT counts from the tool's own send. `source`: the file and lines that a row was read from."
+)
+
+
+def imported_table(run: Run) -> Table:
+    """Results of other tools, with the columns of ``vllm bench serve``; each row names its lines."""
+    trials = [trial for trial in run.other_trials if trial.method == "imported"]
+    axes = [
+        axis
+        for axis in ("protocol", "nics", "tp")
+        if any((trial.engine.get("settings") or {}).get(axis) is not None for trial in trials)
+    ]
+    rows, shown = [], []
+    for trial in trials:
+        settings, source = trial.engine.get("settings") or {}, trial.engine.get("source") or {}
+        lines = dict.fromkeys((source.get("line"), source.get("last_line")))
+        place = f"{source.get('file')}:{'-'.join(str(line) for line in lines)}"
+        values, asked = serve_values(trial), {axis: settings.get(axis) for axis in axes}
+        rows.append({**about(trial), **asked, **values, "source": place})
+        counts = [_count(values[key]) for key in ("completed", "failed")]
+        tokens = [_count(values[key]) for key in ("total_input_tokens", "total_output_tokens")]
+        rates = [number(values[f"{key}_throughput"]) for key in ("request", "output", "total_token")]
+        shown.append(
+            [
+                trial.cell.connector,
+                f"{trial.cell.input_len}",
+                f"{trial.cell.output_len}",
+                *("–" if asked[axis] is None else str(asked[axis]) for axis in axes),
+                number(trial.request_rate or None),
+                *[*counts, number(values["duration_s"]), *tokens, *rates],
+                *(_figures(values, latency) for latency in (*_LATENCIES, "e2el")),
+                place,
+            ]
+        )
+    header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
+    first = 4 + len(axes)
+    brief = (*range(first), first + 5, first + 6, *range(first + 8, first + 10))
+    return Table("imported", "Results that were read in", _IMPORTED_WORDS, header, shown, rows, brief)
+
+
+_IMPORTED_HEADER: Final = (
+    *_SERVE_HEADER[:8],
+    *(f"{latency} mean / P50 / P90 / P99 (ms)" for latency in ("TTFT", "TPOT", "ITL", "E2EL")),
+)
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else "–"
+
+
+def _figures(values: Mapping[str, Any], latency: str) -> str:
+    told = [values[f"{figure}_{latency}_ms"] for figure in ("mean", "median", "p90", "p99")]
+    return " / ".join(number(value) for value in told) if any(value is not None for value in told) else "–"
+
+
+# --- traces ----------------------------------------------------------------------------------------
+
+
+def trace_table(run: Run) -> Table:
+    told = run.manifest.get("trace")
+    trials = [trial for trial in run.trials if trial.method == "trace"]
+    if not isinstance(told, Mapping) or not trials:
+        return Table("trace", "", "", [], [], [])
+    own_rate = told.get("request_rate")
+    header = [
+        "connector", "rate (req/s)", "speed-up", *_SERVE_HEADER, "prefix hits expected (%)",
+        "measured, P (%)", "measured, D (%)", "verdict",
+    ]  # fmt: skip
+    shown, rows = [], []
+    for trial in trials:
+        factor = trial.request_rate / own_rate if own_rate else None
+        expected = trial.engine.get("expected_hit_rate")
+        hits = [trial.engine.get(f"prefix_hit_rate_{role}") for role in ("prefill", "decode")]
+        shown.append(
+            [
+                trial.cell.connector,
+                number(trial.request_rate),
+                "–" if factor is None else f"{number(factor)} ×",
+                *_serve_cells(trial),
+                *(percent(each) for each in (expected, *hits)),
+                trial.verdict,
+            ]
+        )
+        rows.append(
+            {
+                **about(trial),
+                "speed_up": factor,
+                **serve_values(trial),
+                "expected_hit_rate": expected,
+                "prefix_hit_rate_prefill": hits[0],
+                "prefix_hit_rate_decode": hits[1],
+                "verdict": trial.verdict,
+            }
+        )
+    words = (
+        f"{told.get('path')}: {told.get('requests'):,} requests in {number(told.get('duration_s'))} s, "
+        f"{number(told.get('mean_input_len'))} tokens in and {number(told.get('mean_output_len'))} out on "
+        f"average, time scaled by {told.get('time_scale'):g}; the speed-up counts from there. Expected hits "
+        "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
+    )
+    return Table("trace", "The trace", words, header, shown, rows, (0, 1, 2, 8, 11, 12, 14, 15, 17))

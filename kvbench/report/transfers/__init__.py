@@ -1,0 +1,1 @@
+"""The reports of microbenchmarks, and comparisons of them."""

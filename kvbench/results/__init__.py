@@ -1,0 +1,1 @@
+"""The run folder: written, read, locked, and where its numbers come from."""

@@ -1,0 +1,121 @@
+"""What a run folder already holds, as a sweep that goes on needs it: finished cells, trials, true outputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvbench.core.records import Cell, Method, TrialRecord
+from kvbench.errors import StoreError
+from kvbench.results.run import CELLS, CellResult, Run
+
+if TYPE_CHECKING:
+    from kvbench.core.records import Outputs
+
+
+@dataclass(frozen=True)
+class Past:
+    """The trials of each cell and method in the order they were run; empty for a run that begins."""
+
+    trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
+    results: Mapping[Cell, Sequence[CellResult]] = field(default_factory=dict)
+    """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
+    outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
+    """By deployment and input length: greedy outputs, and the latency that its search began with."""
+    hosts: Mapping[str, Any] = field(default_factory=dict)
+    """What the hosts that a launcher reached were like, by name; empty where there were none."""
+    forced: bool = False
+    """Go on even if the trials are not those that this kvbench would have asked for."""
+    had_failures: bool = False
+    """A cell has failed, and is or was measured again: later cells then learn from it what they did not
+    know when they began. Their searches may ask otherwise today, and take the trials as they are."""
+
+    def tried(self, cell: Cell, method: Method) -> list[TrialRecord]:
+        return list(self.trials.get((cell, method), ()))
+
+    def finished(self, cell: Cell) -> bool:
+        return cell in self.results
+
+    def check(self, record: TrialRecord, trial_id: str, rate: float, purpose: str) -> None:
+        """Raise StoreError for a trial that is not the one that the search asks for at its place."""
+        same_rate = math.isclose(record.request_rate, rate, rel_tol=1e-9)
+        as_asked = self.had_failures or (same_rate and record.purpose == purpose)
+        if self.forced or (record.trial_id == trial_id and as_asked):
+            return
+        raise StoreError(
+            f"the folder's trial {record.trial_id} at {record.request_rate:g} req/s ({record.purpose}) is "
+            f"not what the search asks for there: {trial_id} at {rate:g} req/s ({purpose})",
+            hint="another kvbench wrote it, or the file was changed: begin anew, or go on with --force",
+        )
+
+
+def past_of(run: Run, own_method: Method, *, forced: bool = False) -> Past:
+    """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
+    trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
+    for record in run.all_trials:
+        trials.setdefault((record.cell, record.method), []).append(record)
+    results: dict[Cell, list[CellResult]] = {}
+    for result in [*run.cells, *run.other_cells]:
+        results.setdefault(result.cell, []).append(result)
+    return Past(
+        trials=trials,
+        results={
+            cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
+        },
+        outputs=dict(_outputs(run.outputs)),
+        hosts=run.environment.get("hosts") or {},
+        forced=forced,
+        had_failures=_had_failures(run),
+    )
+
+
+def _had_failures(run: Run) -> bool:
+    """Whether any line of cells.jsonl tells of a failure, even if a later line replaces it."""
+    with suppress(OSError):
+        return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None
+    return False
+
+
+def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
+    """Outputs that a later session has asked for again and got otherwise: label, input length, then, now.
+
+    ``rows``: the lines of outputs.jsonl. Of each label and length the first text that differs is given.
+    """
+    first: dict[tuple[str, int], Outputs] = {}
+    changed: dict[tuple[str, int], tuple[str, str]] = {}
+    for key, outputs in _outputs(rows):
+        texts = first.setdefault(key, outputs).texts
+        found = [pair for pair in zip(texts, outputs.texts, strict=False) if pair[0] != pair[1]]
+        if found:
+            changed[key] = found[0]
+    return [(*key, *pair) for key, pair in changed.items()]
+
+
+def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:
+    """A line that has not what it should have is one that is not there: the outputs are asked for again."""
+    from kvbench.core.records import Outputs
+
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):
+            outputs = Outputs(tuple(map(str, row["texts"])), float(row["latency_s"]))
+            yield (str(row["label"]), int(row["input_len"])), outputs
+
+
+def _ends(result: CellResult, own_method: Method) -> bool:
+    """Whether it is the line that is written last of a cell's: the first tier's, of its own method."""
+    decided = result.status in ("done", "refused", "skipped")
+    return decided and (result.main or (result.method == own_method and not result.tier))
+
+
+def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:
+    """One line of outputs.jsonl."""
+    return {
+        "label": label,
+        "input_len": input_len,
+        "texts": list(outputs.texts),
+        "latency_s": outputs.latency_s,
+    }

@@ -1,0 +1,232 @@
+"""Where a run's numbers come from: model, SLO, hardware, emulated or real; which runs may share a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvbench.core import slo as slos
+from kvbench.core.gates.lies import LIES, told_lie
+from kvbench.core.scenario.yaml_lines import plain, read_yaml
+from kvbench.errors import InputError
+from kvbench.results.run import Run
+
+EMULATED: Final = "emulated"
+SIMULATED: Final = "simulated"
+EMULATED_WHY: Final = "compute timing is modelled, the KV bytes and their transfer are real"
+SIMULATED_WHY: Final = "nothing ran: engines, router and KV transfers are a model on virtual time"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What every table and picture says of numbers that were not measured on real engines."""
+
+    word: str
+    why: str
+    badge: str
+
+
+_MARKS: Final = (
+    Mark(SIMULATED, SIMULATED_WHY, "SIMULATED: nothing ran, all of it is a model"),
+    Mark(EMULATED, EMULATED_WHY, "EMULATED: timing modelled, KV bytes real"),
+)
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What had to be met, as far as the run folder says; None and empty where it does not."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    attainment: float | None = None
+    limits: tuple[slos.Limit, ...] = ()
+    tiers: Mapping[str, slos.Slo] = field(default_factory=dict)
+    """The tiers, the strictest first, where there are several."""
+
+    def text(self) -> str:
+        if self.tiers:
+            return slos.tiers_text(self.tiers)
+        if self.limits:
+            return slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits).text()
+        limits = [
+            f"{name} ≤ {limit:g} ms"
+            for name, limit in (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))
+            if limit
+        ]
+        if not limits:
+            return "no SLO"
+        share = f" for {self.attainment * 100:g} % of requests" if self.attainment else ""
+        return " and ".join(limits) + share
+
+    def lines(self, metric: str) -> list[tuple[str, str, float]]:
+        """(tier, statistic, limit in ms) of each limit on "ttft_ms" or "tpot_ms", the strictest tier first.
+
+        The statistic of a limit on each request is the attainment's percentile: p95 for 0.95.
+        """
+        tiers = self.tiers or {"": slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.99, self.limits)}
+        return [
+            (
+                tier,
+                f"p{slo.attainment * 100:g}" if limit.statistic == "each" else limit.statistic,
+                limit.limit,
+            )
+            for tier, slo in tiers.items()
+            for limit in dict.fromkeys((*slo.each, *slo.limits))
+            if limit.metric == metric
+        ]
+
+
+def resolved(run: Run, key: str) -> Any:
+    """A part of what was asked for, from the plan or else from the scenario file; None if neither has it."""
+    scenario = run.plan.get("scenario")
+    for place in (run.plan, scenario if isinstance(scenario, Mapping) else {}, _scenario_file(run)):
+        if place.get(key) is not None:
+            return place[key]
+    return None
+
+
+def _scenario_file(run: Run) -> Mapping[str, Any]:
+    # Bounded, unlike yaml's own loader: the folder may be a stranger's.
+    root, _ = read_yaml(run.scenario_text)
+    data = plain(root) if root is not None else None
+    return data if isinstance(data, Mapping) else {}
+
+
+def slo_of(run: Run) -> Slo:
+    data = resolved(run, "slo")
+    if not isinstance(data, Mapping):
+        return Slo()
+    ttft_ms, tpot_ms, share = (_number(data.get(key)) for key in ("ttft_ms", "tpot_ms", "attainment"))
+    try:
+        limits = tuple(slos.Limit.from_json(each) for each in data.get("limits") or ())
+        tiers = _tiers(data)
+    except (ValueError, TypeError, AttributeError):
+        limits, tiers = (), {}  # a hand-made file; what else it says still counts
+    return Slo(ttft_ms, tpot_ms, share, limits, tiers)
+
+
+def _tiers(data: Mapping[str, Any]) -> dict[str, slos.Slo]:
+    share = _number(data.get("attainment")) or 0.95
+    each = {
+        str(name): slos.Slo.from_json({**tier, "attainment": tier.get("attainment") or share})
+        for name, tier in (data.get("tiers") or {}).items()
+    }
+    return {name: each[name] for name in slos.by_strictness(each)}
+
+
+def model_of(run: Run) -> str:
+    model = resolved(run, "model")
+    if isinstance(model, Mapping):
+        model = model.get("name") or model.get("model")
+    return str(model) if model else ""
+
+
+def mark_of(run: Run) -> Mark | None:
+    """How the run is marked; None if real engines were measured."""
+    labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
+    mark = next((mark for mark in _MARKS if mark.word in labels), None)
+    lie = told_lie(sorted(labels))
+    if mark is None or not lie:
+        return mark
+    what = LIES[lie].what if lie in LIES else lie
+    return Mark(
+        f"{mark.word}, lie: {lie}",
+        f"{mark.why}; and the system lies on purpose: {what}",
+        f"LIE: {lie} · {mark.badge}",
+    )
+
+
+def scenario_of(run: Run) -> str:
+    return str(run.manifest.get("scenario") or resolved(run, "name") or "unnamed")
+
+
+def way_of(run: Run) -> str:
+    """``router`` or ``direct``. Folders from before there was a choice went through the router."""
+    load = resolved(run, "load")
+    return str(load.get("mode") or "router") if isinstance(load, Mapping) else "router"
+
+
+def started(run: Run) -> str:
+    """``2026-11-21 13:30 UTC``, or nothing if the manifest does not say."""
+    text = str(run.manifest.get("started_at") or "")
+    return f"{text[:10]} {text[11:16]} UTC" if len(text) >= 16 else text
+
+
+def host_of(run: Run) -> str:
+    hosts = run.manifest.get("hosts") or []
+    name = run.environment.get("hostname") or run.environment.get("host")
+    return ", ".join(str(host) for host in hosts) or (str(name) if name else "")
+
+
+def hardware_of(run: Run) -> str:
+    """CPU, cores and GPUs in one line, as far as environment.json says."""
+    cpu = run.environment.get("cpu")
+    details: Mapping[str, Any] = cpu if isinstance(cpu, Mapping) else {"model": cpu}
+    model = str(details.get("model") or details.get("name") or "")
+    cores = details.get("usable_cores") or details.get("cores")
+    parts = [f"{cores} × {model}" if cores and model else model or (f"{cores} CPUs" if cores else "")]
+    gpus = run.environment.get("gpus")
+    if isinstance(gpus, Sequence) and not isinstance(gpus, str):
+        names = [str(gpu.get("name", gpu)) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
+        parts += [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    return ", ".join(part for part in parts if part) or "hardware not recorded"
+
+
+def caption(run: Run) -> str:
+    """What every picture and table carries: scenario, model, version, hardware, date."""
+    parts = [
+        scenario_of(run),
+        model_of(run),
+        f"{'read in by ' if run.manifest.get('kind') == 'imported' else ''}kvbench "
+        f"{run.manifest.get('kvbench', '?')}",
+        host_of(run),
+        hardware_of(run),
+        started(run),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What has to be equal before two runs' rows may stand in one table."""
+    deployment = resolved(run, "deployment")
+    # The emulated engine's options set its speed; a real engine's are what one may want to compare.
+    options = deployment.get("engine_options") if isinstance(deployment, Mapping) else None
+    mark = mark_of(run)
+    return {
+        "model": model_of(run),
+        "engine": mark.word if mark is not None else "real",
+        "engine options": options if mark is not None else None,
+        "SLO": slo_of(run).text(),
+        "way of the requests": way_of(run),
+        "host": host_of(run),
+        "hardware": hardware_of(run),
+        "seed": run.manifest.get("seed"),
+        "schema": run.schema,
+    }
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """One line per thing in which the runs differ, such as ``seed: 1 / 2``."""
+    identities = [identity(run) for run in runs]
+    lines = []
+    for key in identities[0] if identities else ():
+        values = [item[key] for item in identities]
+        if any(value != values[0] for value in values):
+            lines.append(f"{key}: " + " / ".join(str(value) for value in values))
+    return lines
+
+
+def check_comparable(runs: Sequence[Run], *, force: bool = False) -> list[str]:
+    """The differences that make runs not comparable. Raises InputError unless ``force``."""
+    found = differences(runs)
+    if found and not force:
+        raise InputError(
+            "these runs are not comparable; they differ in " + "; ".join(found),
+            hint="report them one by one, or add --force to put them in one table that says so",
+        )
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

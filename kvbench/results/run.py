@@ -1,0 +1,312 @@
+"""Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
+
+Old schemas are lifted by a list of upgrade functions; a newer one is refused politely.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+
+from kvbench.core.records import (
+    MAIN_METHODS,
+    SCHEMA_VERSION,
+    Cell,
+    Method,
+    RequestRecord,
+    TrialRecord,
+    require_types,
+)
+from kvbench.core.scenario.yaml_lines import MAX_CHARS
+from kvbench.core.transfers.records import TransferRecord
+from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.files import read_lines, read_object
+from kvbench.results.transfer_rows import read_transfers
+from kvbench.version import __version__
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RunStatus = Literal["running", "complete", "failed", "interrupted"]
+CellStatus = Literal["done", "refused", "failed", "skipped"]
+
+MANIFEST: Final = "manifest.json"
+TRIALS: Final = "trials.jsonl"
+CELLS: Final = "cells.jsonl"
+OUTPUTS: Final = "outputs.jsonl"
+
+_SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell.
+
+    ``answer`` is the search's answer as JSON, None when there was no search. ``equal_outputs`` is
+    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's. ``method``: how it
+    was measured. ``tier``: the SLO tier that this answers; "" where there is one SLO only.
+    """
+
+    cell: Cell
+    status: CellStatus
+    answer: dict[str, Any] | None = None
+    equal_outputs: dict[str, Any] | None = None
+    reason: str = ""
+    hint: str = ""
+    confirmed_by: str | None = None
+    method: Method = "sustained"
+    tier: str = ""
+    main: bool = True
+    """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
+    limit: dict[str, Any] | None = None
+    """Which limit binds above the answer, as ``core.binding`` tells it; None where that is not known."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        return {"schema": SCHEMA_VERSION, **data.pop("extra"), **data}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> CellResult:
+        known = {item.name for item in fields(cls)} - {"extra"}
+        data = {key: row[key] for key in known & row.keys()}
+        data["cell"] = Cell(**data["cell"])
+        extra = {key: value for key, value in row.items() if key not in known and key != "schema"}
+        result = cls(**data, extra=extra)
+        require_types(result)
+        require_types(result.cell)
+        return result
+
+
+@dataclass
+class Documents:
+    """The raw JSON of a run folder: what an upgrade function changes."""
+
+    manifest: dict[str, Any]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    trials: list[dict[str, Any]]
+    cells: list[dict[str, Any]]
+
+
+Upgrade: TypeAlias = Callable[[Documents], Documents]
+
+# UPGRADES[k] lifts a folder of schema FIRST_SCHEMA + k by one.
+FIRST_SCHEMA: Final = 1
+UPGRADES: Final[tuple[Upgrade, ...]] = ()
+
+
+@dataclass
+class Run:
+    """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole.
+
+    ``trials`` and ``cells`` are those of the main column: the searches for a sustained rate, single rates and
+    replays. What was measured otherwise (burst, listed rates, one equal rate, further SLO tiers) is kept
+    apart in ``other_trials`` and ``other_cells``, so that nothing can mix them up.
+    """
+
+    path: Path
+    schema: int
+    manifest: dict[str, Any]
+    scenario_text: str
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    trials: list[TrialRecord]
+    cells: list[CellResult]
+    warnings: list[str]
+    other_trials: list[TrialRecord] = field(default_factory=list)
+    other_cells: list[CellResult] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """Greedy outputs by deployment and input length: what the others are compared with."""
+
+    @property
+    def all_trials(self) -> list[TrialRecord]:
+        return [*self.trials, *self.other_trials]
+
+    @property
+    def run_id(self) -> str:
+        return str(self.manifest.get("run_id") or self.path.name)
+
+    @property
+    def labels(self) -> list[str]:
+        return [str(label) for label in self.manifest.get("labels", [])]
+
+    @property
+    def skipped(self) -> list[dict[str, str]]:
+        """Connectors that were not measured: connector, reason, hint."""
+        return list(self.manifest.get("skipped", []))
+
+    def trials_of(self, cell: Cell) -> list[TrialRecord]:
+        return [trial for trial in self.trials if trial.cell == cell]
+
+    def requests(self, trial_id: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
+        import pandas as pd
+
+        path = self._parquet("requests", trial_id)
+        with _readable(path):
+            return pd.read_parquet(path, columns=list(columns) if columns else None)
+
+    def request_records(self, trial_id: str) -> list[RequestRecord]:
+        """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
+        import pyarrow.parquet as pq
+
+        path = self._parquet("requests", trial_id)
+        with _readable(path):
+            return [RequestRecord.from_json(row) for row in pq.read_table(path).to_pylist()]
+
+    def telemetry(self, trial_id: str) -> pd.DataFrame:
+        """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
+        import pandas as pd
+
+        path = self._parquet("telemetry", trial_id)
+        with _readable(path):
+            return pd.read_parquet(path)
+
+    def transfer_records(self) -> list[TransferRecord]:
+        """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
+        return read_transfers(self.path)
+
+    def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
+        path = parquet_path(self.path, kind, trial_id)
+        if not path.is_file():
+            raise StoreError(f"{path} is not there", hint="the trial kept none, or the file was removed")
+        return path
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What a library says of a file that is cut off or damaged becomes a StoreError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's own are among them
+        raise StoreError(
+            f"{path} cannot be read: {error}", hint="it is cut off or damaged; the other trials can be read"
+        ) from error
+
+
+def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run:
+    """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
+
+    Errors: NewerSchemaError for a folder of a newer kvbench; StoreError when it is no run folder.
+    """
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        inside = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
+        hint = "give one of the folders that lie in results/"
+        if inside:
+            hint = f"it holds {len(inside)} run folder(s), the last by name is {folder / inside[-1]}"
+        raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
+    warnings: list[str] = []
+    manifest = read_object(folder / MANIFEST, None)
+    schema = _schema_of(manifest, folder, FIRST_SCHEMA + len(upgrades))
+    documents = Documents(
+        manifest,
+        read_object(folder / "plan.json", warnings),
+        read_object(folder / "environment.json", warnings),
+        read_lines(folder / TRIALS, warnings),
+        read_lines(folder / CELLS, warnings),
+    )
+    for upgrade in upgrades[schema - FIRST_SCHEMA :]:
+        documents = upgrade(documents)
+    scenario = folder / "scenario.yaml"
+    outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
+    if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
+        documents.manifest["status"] = "interrupted"
+        warnings.append("the run was cut off: its process is gone and had not written how it ended")
+    trials = _parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings)
+    cells = _last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings))
+    return Run(
+        path=folder,
+        schema=schema,
+        manifest=documents.manifest,
+        scenario_text=_text(scenario) if scenario.is_file() else "",
+        plan=documents.plan,
+        environment=documents.environment,
+        trials=[trial for trial in trials if trial.method in MAIN_METHODS],
+        cells=[result for result in cells if result.main],
+        warnings=warnings,
+        other_trials=[trial for trial in trials if trial.method not in MAIN_METHODS],
+        other_cells=[result for result in cells if not result.main],
+        outputs=outputs,
+    )
+
+
+def _text(path: Path) -> str:
+    """A scenario's text, as much of it as a scenario may have; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_CHARS).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def writer_is_alive(folder: Path) -> bool:
+    """Whether some process still has the folder open for writing; True when that cannot be told."""
+    try:
+        handle = os.open(folder / TRIALS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
+    """Where a trial's rows lie. Raises StoreError for an id that cannot be a file name."""
+    if not _SAFE_NAME.fullmatch(trial_id):
+        raise StoreError(f"trial id {trial_id!r} cannot be a file name")
+    return folder / kind / f"{trial_id}.parquet"
+
+
+def _schema_of(manifest: Mapping[str, Any], folder: Path, newest: int) -> int:
+    schema = manifest.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
+        raise StoreError(f"{folder / MANIFEST} names no schema that was ever written: {schema!r}")
+    if schema > newest:
+        raise NewerSchemaError(
+            f"{folder} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
+            f"with schema {schema}; this is kvbench {__version__}, which reads up to {newest}",
+            hint="upgrade kvbench",
+        )
+    return schema
+
+
+def _parsed(
+    rows: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T], name: str, warnings: list[str]
+) -> list[T]:
+    parsed = []
+    for row in rows:
+        try:
+            parsed.append(parse(row))
+        except (KeyError, TypeError, ValueError) as error:
+            warnings.append(f"{name}: an entry is left out, it does not have the expected fields ({error})")
+    return parsed
+
+
+def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
+    """The newest line for each cell, method and tier; a failure is gone once its cell went well."""
+    found: dict[tuple[Cell, Method, str], CellResult] = {}
+    for result in cells:
+        own = (result.cell, result.method, result.tier)
+        if result.status != "failed":
+            found = {key: each for key, each in found.items() if key == own or not _mended(each, result)}
+        found[own] = result
+    return list(found.values())
+
+
+def _mended(earlier: CellResult, later: CellResult) -> bool:
+    return earlier.status == "failed" and earlier.cell == later.cell

@@ -1,0 +1,319 @@
+"""A run folder: written so that it can be read at every instant, and read so that nothing is invented.
+
+::
+
+    results/20261121T133000Z-quickstart-1a2b3c/
+    ├── manifest.json              schema, status, version, git state, argv, seed, times, hosts, labels
+    ├── scenario.yaml              byte copy of the input
+    ├── plan.json                  everything resolved
+    ├── environment.json           the machine
+    ├── trials.jsonl               one line a trial; the trace of the search
+    ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
+    ├── outputs.jsonl              greedy outputs that the other connectors' are compared with
+    ├── requests/<trial>.parquet   one row a request
+    ├── telemetry/<trial>.parquet  samples of counters and gauges
+    ├── transfers.parquet          a microbenchmark's rows, written anew after each case
+    └── logs/                      output of each process
+
+How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
+complete; whole files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one
+synced write per line, and a reader leaves a torn last line out; a trial's requests are in place before
+its line is. The writer holds a lock on ``trials.jsonl``, which ends with its process: so a reader can tell
+a run that still works from one whose process is gone, and a second writer is refused. Some room is kept
+occupied (``.reserve``), so that a run on a disk that is full can still write how it ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from asyncio import CancelledError
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from kvbench.core.records import SCHEMA_VERSION, RequestRecord, TrialRecord
+from kvbench.core.transfers.records import TransferRecord
+from kvbench.files import (
+    append_line,
+    cut_torn_line,
+    open_append,
+    read_object,
+    replaced,
+    said_clearly,
+    sync_folder,
+    write_bytes,
+    write_json,
+)
+from kvbench.results.finished_cells import Past, output_row
+from kvbench.results.lock import ended_session, iso, locked, new_session
+from kvbench.results.parquet import write_parquet, write_rows
+from kvbench.results.run import (
+    CELLS,
+    MANIFEST,
+    OUTPUTS,
+    TRIALS,
+    CellResult,
+    Run,
+    RunStatus,
+    load_run,
+    parquet_path,
+)
+from kvbench.results.transfer_rows import TransferTable
+from kvbench.version import __version__
+
+if TYPE_CHECKING:
+    from kvbench.core.records import Outputs
+
+__all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
+
+RESERVE: Final = ".reserve"
+RESERVE_BYTES: Final = 256 * 1024
+LEAST_ROOM_BYTES: Final = 64 * 1024
+"""With less left than that, whatever failed has failed for want of room."""
+_LEFT_BY_A_KILL: Final = (".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the manifest says besides what the store knows by itself (schema, status, version, times)."""
+
+    kind: str = "sweep"
+    argv: Sequence[str] = ()
+    seed: int = 0
+    git: Mapping[str, Any] | None = None
+    hosts: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    asked: Mapping[str, Any] | None = None
+    """What the scenario does not say of the load, for who goes on with the run; None: nobody can."""
+
+
+class RunStore:
+    """Writes one run folder. As a context manager it also writes how the run ended.
+
+    Errors: StoreError when the folder cannot be written (no space, no right), with the path.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None = None) -> None:
+        """``lock``: ``trials.jsonl``, open and locked by the caller."""
+        self.path = path
+        self.past = Past()
+        self._manifest = manifest
+        self._transfers = TransferTable(path)
+        with said_clearly(path):
+            self._trials = locked(path) if lock is None else lock
+            self._cells = open_append(path / CELLS)
+            self._outputs = -1
+
+    @classmethod
+    def create(
+        cls,
+        results_dir: Path | str,
+        scenario_name: str,
+        scenario_bytes: bytes,
+        plan: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        info: RunInfo | None = None,
+    ) -> RunStore:
+        """Makes ``results_dir/<UTC time>-<scenario>-<6 hex>/``; it appears at once, with its first files."""
+        now = datetime.now(timezone.utc)
+        name = f"{now:%Y%m%dT%H%M%SZ}-{slug(scenario_name)}-{secrets.token_hex(3)}"
+        info = info or RunInfo()
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "run_id": name,
+            "status": "running",
+            "kvbench": __version__,
+            "scenario": scenario_name,
+            **asdict(info),
+            "started_at": iso(now),
+            "ended_at": None,
+            "error": "",
+            "skipped": [],
+            "sessions": [new_session(name, now)],
+        }
+        results = Path(results_dir)
+        hidden = results / f".{name}"
+        with said_clearly(results / name):
+            for folder in ("requests", "telemetry", "logs"):
+                (hidden / folder).mkdir(parents=True)
+            write_bytes(hidden / "scenario.yaml", scenario_bytes)
+            write_json(hidden / "plan.json", plan)
+            write_json(hidden / "environment.json", environment)
+            for lines in (TRIALS, CELLS):
+                write_bytes(hidden / lines, b"")
+            write_bytes(hidden / RESERVE, os.urandom(RESERVE_BYTES))
+            write_json(hidden / MANIFEST, manifest)
+            os.rename(hidden, results / name)
+            sync_folder(results)
+        return cls(results / name, manifest)
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunStore:
+        """A run folder that is gone on with: a new session in its manifest, half-written ends cut off.
+
+        Raises StoreError if another process works on the folder.
+        """
+        lock = locked(path)
+        try:
+            manifest = load_run(path).manifest
+            with said_clearly(path):
+                for pattern in _LEFT_BY_A_KILL:
+                    for left in [*path.glob(pattern), *path.glob(f"*/{pattern}")]:
+                        left.unlink(missing_ok=True)
+                for lines in (TRIALS, CELLS, OUTPUTS):
+                    cut_torn_line(path / lines)
+                for folder in ("requests", "telemetry", "logs"):
+                    (path / folder).mkdir(exist_ok=True)
+                write_bytes(path / RESERVE, os.urandom(RESERVE_BYTES))
+            store = cls(path, manifest, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        session = {**new_session(str(manifest["run_id"]), datetime.now(timezone.utc)), "differs": []}
+        sessions = [ended_session(each) for each in manifest.get("sessions", [])]
+        try:
+            store.update(status="running", error="", ended_at=None, sessions=[*sessions, session])
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @property
+    def run_tag(self) -> str:
+        """What marks the processes of this session in their environment; begins with the run's name."""
+        return str(self._manifest["sessions"][-1]["run_tag"])
+
+    @property
+    def resumed(self) -> int:
+        """How many sessions there were before."""
+        return len(self._manifest["sessions"]) - 1
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._manifest
+
+    @property
+    def logs(self) -> Path:
+        """Folder for ``<process>.log``."""
+        return self.path / "logs"
+
+    def update(self, **fields: Any) -> None:
+        """Changes fields of the manifest, for example ``labels`` or ``hosts``."""
+        self._manifest.update(fields)
+        with said_clearly(self.path):
+            write_json(self.path / MANIFEST, self._manifest)
+
+    def resumed_elsewhere(self, differs: Sequence[str], label: str) -> None:
+        """Keeps with this session what is not as it was when the run began, and labels the run."""
+        *earlier, session = self._manifest["sessions"]
+        session = {**session, "differs": [*session.get("differs", []), *differs]}
+        labels = dict.fromkeys([*self._manifest["labels"], label])
+        self.update(sessions=[*earlier, session], labels=list(labels))
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replaces plan.json, for example when the processes' real ports and argv are known."""
+        with said_clearly(self.path):
+            write_json(self.path / "plan.json", plan)
+
+    def processes(self) -> dict[str, Any]:
+        """Each deployment's processes as plan.json has them."""
+        return dict(read_object(self.path / "plan.json", []).get("processes") or {})
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """Replaces environment.json, when the other hosts of a run have told of themselves."""
+        with said_clearly(self.path):
+            write_json(self.path / "environment.json", environment)
+
+    def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
+        """Notes that a connector is not measured in this run, why, and the command that would mend it."""
+        skipped = [entry for entry in self._manifest["skipped"] if entry["connector"] != connector]
+        self.update(skipped=[*skipped, {"connector": connector, "reason": reason, "hint": hint}])
+
+    def add_trial(self, trial: TrialRecord, requests: Sequence[RequestRecord] = ()) -> None:
+        """Stores one trial: its requests first, then its line, so that a listed trial is whole."""
+        with said_clearly(self.path):
+            if requests:
+                target = parquet_path(self.path, "requests", trial.trial_id)
+                with replaced(target) as temporary:
+                    write_parquet(temporary, requests, {"trial_id": trial.trial_id, "cell": trial.cell.key})
+            append_line(self._trials, trial.to_json())
+
+    def add_telemetry(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Stores samples of counters and gauges; each row has the ``trial_id`` that it was taken in."""
+        for trial_id in dict.fromkeys(str(row["trial_id"]) for row in rows):
+            mine = [row for row in rows if row["trial_id"] == trial_id]
+            with (
+                said_clearly(self.path),
+                replaced(parquet_path(self.path, "telemetry", trial_id)) as temporary,
+            ):
+                write_rows(temporary, mine)
+
+    def add_transfer(self, record: TransferRecord) -> None:
+        """Stores one row of a microbenchmark; the file is whole at every instant."""
+        with said_clearly(self.path):
+            self._transfers.add(record)
+
+    def put_cell(self, result: CellResult | Mapping[str, Any]) -> None:
+        """Stores what came of one cell; a later line for the same cell replaces an earlier one."""
+        checked = result if isinstance(result, CellResult) else CellResult.from_json(result)
+        with said_clearly(self.path):
+            append_line(self._cells, checked.to_json())
+
+    def add_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
+        """Stores a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
+        with said_clearly(self.path):
+            if self._outputs < 0:
+                self._outputs = open_append(self.path / OUTPUTS)
+                sync_folder(self.path)
+            append_line(self._outputs, output_row(label, input_len, outputs))
+
+    def require_room(self) -> None:
+        """Raises StoreError where there is no room left to go on writing."""
+        with said_clearly(self.path):
+            disk = os.statvfs(self.path)
+            if disk.f_bavail * disk.f_frsize < LEAST_ROOM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def finish(self, status: RunStatus, error: str = "") -> None:
+        """Writes how the run ended and lets go of the folder. The first call counts."""
+        if self._trials < 0:
+            return
+        ended = iso(datetime.now(timezone.utc))
+        *earlier, session = self._manifest["sessions"]
+        session = {**session, "ended_at": ended, "why": f"{status}: {error}" if error else status}
+        try:
+            (self.path / RESERVE).unlink(missing_ok=True)
+            self.update(status=status, error=error, ended_at=ended, sessions=[*earlier, session])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of the folder without a word: to a reader it then looks like a killed run's."""
+        for handle in (self._trials, self._cells, self._outputs):
+            if handle >= 0:
+                os.close(handle)
+        self._trials = self._cells = self._outputs = -1
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish("complete")
+        elif isinstance(error, (KeyboardInterrupt, CancelledError)):
+            self.finish("interrupted", "interrupted")
+        else:
+            self.finish("failed", str(error) or type(error).__name__)
+
+
+def slug(name: str) -> str:
+    """A name as part of a folder name: lower case, digits and single hyphens, at most 40 characters."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"

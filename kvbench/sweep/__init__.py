@@ -1,0 +1,1 @@
+"""Plan → deploy → ask → trial → gate → tell → store: finds the highest rate of every cell."""

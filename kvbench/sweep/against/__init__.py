@@ -1,0 +1,1 @@
+"""Offering again what others reported, and how far this differs from it."""

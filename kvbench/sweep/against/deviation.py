@@ -1,0 +1,287 @@
+"""Loads of a run beside the same loads on another system: how far the two are apart, figure by figure.
+
+``told`` is what the run says. What is ``made`` of the same load is simulated (``kvbench simulate --against``)
+or measured (``kvbench bench --against``), there on an engine that may run slower by a known factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.core.findings.ahead import level_text
+from kvbench.core.findings.load_row import LoadRow
+from kvbench.core.findings.suspicions import not_kept_up
+from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError
+from kvbench.files import said_clearly, write_bytes, write_csv
+from kvbench.report.findings.load_rows import load_rows
+from kvbench.report.tables.cells import table
+from kvbench.report.tables.result import number
+from kvbench.results.provenance import SIMULATED
+from kvbench.results.run import Run
+
+OUTSIDE: Final = 0.10
+"""Made and told are called the same up to so much, as a share of what is told."""
+FIGURES: Final = (
+    "duration_s",
+    "request_throughput",
+    "mean_ttft_ms",
+    "median_ttft_ms",
+    "p90_ttft_ms",
+    "mean_tpot_ms",
+)
+_WORDS: Final = ("duration", "req/s", "TTFT mean", "TTFT P50", "TTFT P90", "TPOT mean")
+_PER_SECOND: Final = frozenset({"request_throughput"})
+_SHORT: Final = {SIMULATED: "sim"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """One figure of one row: what the row says, and what comes of the same load over its draws."""
+
+    row: LoadRow
+    figure: str
+    told: float
+    made: float
+    least: float
+    most: float
+
+    @property
+    def ratio(self) -> float:
+        """Made / told."""
+        return self.made / self.told
+
+    @property
+    def outside(self) -> bool:
+        """Whether the two are further apart than what is called the same here."""
+        return abs(self.ratio - 1) > OUTSIDE
+
+    def flat(self, word: str) -> dict[str, Any]:
+        """A line of the CSV; ``word`` is the column of what was made."""
+        return {
+            "connector": self.row.cell.connector,
+            "protocol": self.row.axes.get("protocol"),
+            "input_len": self.row.cell.input_len,
+            "request_rate": self.row.request_rate,
+            "tp": self.row.axes.get("tp"),
+            "nics": self.row.axes.get("nics"),
+            "requests": self.row.requests,
+            "figure": self.figure,
+            "told": self.told,
+            word: self.made,
+            "ratio": self.ratio,
+            "least": self.least,
+            "most": self.most,
+            "outside": self.outside,
+            "kept_up": not_kept_up(self.row) is None,
+            "source": self.row.origin,
+        }
+
+
+@dataclass(frozen=True)
+class Account:
+    """A whole comparison. ``word``: simulated, emulated or measured; ``how``: how the loads were offered."""
+
+    run: Run
+    scenario: Scenario
+    found: Sequence[Held]
+    word: str
+    how: str
+
+    @property
+    def short(self) -> str:
+        """The word as a column's heading has room for it."""
+        return _SHORT.get(self.word, self.word)
+
+
+def held_by(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float = 1.0) -> list[Held]:
+    """The row beside what was made of it, once a draw, in the words of ``vllm bench serve``.
+
+    ``scale``: by how much the system is slower than the one that is meant. Times are divided by it, what is
+    per second multiplied.
+    """
+    found = []
+    for figure in FIGURES:
+        told, factor = row.get(figure), scale if figure in _PER_SECOND else 1 / scale
+        made = [float(each[figure]) * factor for each in drawn if each.get(figure) is not None]
+        if told and made:
+            found.append(Held(row, figure, told, math.fsum(made) / len(made), min(made), max(made)))
+    return found
+
+
+# --- which loads -----------------------------------------------------------------------------------
+
+
+def rows_of(run: Run, scenario: Scenario) -> list[LoadRow]:
+    """The loads of a run that the scenario is about. Raises InputError if there is none."""
+    labels = [each.label for each in scenario.connectors]
+    workload, ranks = scenario.workload, scenario.deployment.tensor_parallel_size
+    rows = [
+        row
+        for row in load_rows(run, errors=False)
+        if label_of(row, scenario)
+        and row.cell.input_len in workload.input_len
+        and row.cell.output_len == workload.output_len
+        and row.axes.get("tp") in (None, ranks)
+        and row.requests
+        and row.request_rate
+        and math.isfinite(row.request_rate)
+    ]
+    if not rows:
+        raise InputError(
+            f"{run.path} has no load with the connectors ({', '.join(sorted(labels))}), lengths and "
+            f"tensor_parallel_size ({ranks}) of {scenario.name}",
+            hint="give a run of `kvbench import`, or one of listed rates",
+        )
+    return rows
+
+
+def label_of(row: LoadRow, scenario: Scenario) -> str:
+    """Which connector of the scenario a row is of: by label, or by name with its protocol and NICs; or ""."""
+    labels = {each.label for each in scenario.connectors}
+    if row.cell.connector in labels:
+        return row.cell.connector
+    for each in scenario.connectors:
+        devices = getattr(each.options, "device_name", None) or getattr(each.options, "devices", None) or ""
+        nics = len([device for device in str(devices).split(",") if device])
+        protocol = getattr(each.options, "protocol", None)
+        if (each.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
+            row.axes.get("nics") == nics or not nics
+        ):
+            return each.label
+    return ""
+
+
+def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
+    """When requests are sent, in seconds. *drawn*: Poisson arrivals, stretched to end at n / rate.
+
+    *vllm*: the sequence of ``vllm bench serve`` with its default seed 0, stretched likewise. It comes from
+    numpy's global generator, which its random data set does not use. *vllm-0.6*: that of
+    ``benchmark_serving.py`` of that time, not stretched; the first request goes out at once.
+    """
+    assert row.requests is not None
+    assert row.request_rate is not None
+    if kind == "drawn":
+        offsets = planned_offsets(row.request_rate, row.requests, 1.0, seed)
+    else:
+        offsets = np.cumsum(np.random.RandomState(0).exponential(1 / row.request_rate, row.requests))
+    if kind == "vllm-0.6":
+        return [0.0, *(float(each) for each in offsets[:-1])]
+    return [float(each) for each in offsets * (row.requests / row.request_rate / offsets[-1])]
+
+
+def prompt_len(row: LoadRow) -> int:
+    """What the prompts really had, where the row tells their total: data sets are cut at whole lines."""
+    total, n = row.get("total_input_tokens"), row.get("completed")
+    return round(total / n) if total and n else row.cell.input_len
+
+
+# --- how it is told --------------------------------------------------------------------------------
+
+
+def lines_of(found: Sequence[Held], short: str = "sim") -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a row each, in each figure's cell made / told."""
+    header = ["row", "input", "offered req/s", *(f"{word} {short} / told" for word in _WORDS)]
+    lines = []
+    for row in dict.fromkeys(each.row.key for each in found):
+        mine = {each.figure: each for each in found if each.row.key == row}
+        one = next(iter(mine.values())).row
+        cells = [_cell(mine.get(figure)) for figure in FIGURES]
+        lines.append([_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells])
+    return header, lines
+
+
+def _cell(each: Held | None) -> str:
+    return "–" if each is None else f"{number(each.made)} / {number(each.told)} = {_ratio(each)}"
+
+
+def _ratio(each: Held) -> str:
+    return f"{each.ratio:.2f}" + (" !" if each.outside else "")
+
+
+def place_of(row: LoadRow) -> str:
+    """``mooncake rdma, 2 NICs, tp 4 at 1,024, 6 req/s``: a row in words, with all that it is told by."""
+    way = level_text("protocol", row) if row.axes.get("protocol") else ""
+    tp = f"tp {row.axes['tp']:g}" if isinstance(row.axes.get("tp"), (int, float)) and way else ""
+    more = ", ".join(word for word in (way, tp) if word)
+    return row.place().replace(" at ", f" {more} at ", 1) if more else row.place()
+
+
+def off(found: Sequence[Held], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
+    """What is outside, the worst first. ``kept_up``: only of rows that kept up, or of those that did not."""
+    mine = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
+    wrong = sorted((each for each in mine if each.outside), key=lambda each: -abs(each.ratio - 1))
+    return [
+        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; told {number(each.told)}, {word} "
+        + (
+            f"{number(each.least)} to {number(each.most)} over the draws of the arrivals"
+            if each.least < each.most
+            else number(each.made)
+        )
+        for each in wrong
+    ]
+
+
+def _row(row: LoadRow) -> str:
+    """Its connector, protocol, NICs and ranks, and whether it kept up with its load."""
+    name = place_of(row).split(" at ", 1)[0]
+    return name if not_kept_up(row) is None else f"{name} (saturated)"
+
+
+def _told_off(account: Account) -> Iterator[tuple[str, list[str]]]:
+    """Headings, and what is outside: first of the rows that a model of a steady state can be held to."""
+    found, word = account.found, account.word
+    kept, not_kept = off(found, word=word, kept_up=True), off(found, word=word, kept_up=False)
+    steady = sum(not_kept_up(each.row) is None for each in found)
+    if steady:
+        yield f"More than {OUTSIDE:.0%} off ({len(kept)} of {steady} cells; marked !):", kept
+    if steady < len(found):
+        heading = (
+            f"More than {OUTSIDE:.0%} off in rows that did not keep up, whose latencies depend on how "
+            f"long the load lasted ({len(not_kept)} of {len(found) - steady} cells):"
+        )
+        yield heading, not_kept
+
+
+def write_account(path: Path, account: Account) -> None:
+    """``against.md`` and ``tables/against.csv`` of a run folder. Raises StoreError."""
+    parts = [
+        f"# {account.scenario.name} against {account.run.path.name} ({account.word})",
+        f"> **{account.word.title()}**: {account.how}",
+        account.scenario.description.strip(),
+        table(*lines_of(account.found, account.short)),
+        *("\n".join([f"{words}\n", *(f"- {line}" for line in lines)]) for words, lines in _told_off(account)),
+    ]
+    with said_clearly(path):
+        (path / "tables").mkdir(exist_ok=True)
+        write_csv(path / "tables/against.csv", [each.flat(account.word) for each in account.found])
+        write_bytes(path / "against.md", ("\n\n".join(part for part in parts if part) + "\n").encode())
+
+
+def show(account: Account, console: Console) -> None:
+    """The comparison in the terminal."""
+    scenario, found = account.scenario, account.found
+    title = f"{account.word.upper()} · {scenario.name} against {account.run.path.name}: {account.word} / told"
+    console.print(f"\n{title}", style="bold", markup=False)
+    shown = Table("row", "input", "offered", *_WORDS)
+    for row in dict.fromkeys(each.row.key for each in found):
+        mine = {each.figure: each for each in found if each.row.key == row}
+        one = next(iter(mine.values())).row
+        cells = [_ratio(mine[figure]) if figure in mine else "–" for figure in FIGURES]
+        shown.add_row(_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells)
+    console.print(shown)
+    for heading, lines in _told_off(account):
+        console.print(heading, style="bold", markup=False)
+        for line in lines:
+            console.print(f"  • {line}", markup=False)
+    if scenario.description:
+        console.print(f"why, as {scenario.name} says: {' '.join(scenario.description.split())}", markup=False)

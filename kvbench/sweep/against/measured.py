@@ -1,0 +1,184 @@
+"""``kvbench bench --against``: the loads of a measured or imported run, offered for real.
+
+For each row of the run that the scenario is about the same number of requests is offered at the same times,
+and the figures stand side by side, as ``kvbench simulate --against`` has them. An emulated engine may run
+slower by ``time_scale``: then the arrivals are stretched by it, and the figures are brought back before they
+are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from kvbench.core.findings.load_row import LoadRow
+from kvbench.core.load.traces import TracedRequest, request_rate
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.deployment import Deployment
+from kvbench.engines.emulated import EmulatedOptions
+from kvbench.errors import InputError, KvbenchError
+from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.report import report
+from kvbench.report.tables.vllm_bench import serve_values
+from kvbench.results.provenance import Mark, mark_of
+from kvbench.results.run import CellResult, Run, load_run
+from kvbench.sweep.against.deviation import (
+    Account,
+    arrivals,
+    held_by,
+    label_of,
+    prompt_len,
+    rows_of,
+    show,
+    write_account,
+)
+from kvbench.sweep.cell import CellRunner
+from kvbench.sweep.display import Display
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.sweep import Sweep, exit_code
+from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
+
+UNCHECKED = "outputs were not checked: the loads of another run were offered, and nothing else"
+
+
+ABSENT = "the other run has no such load"
+
+
+def time_scale(scenario: Scenario) -> float:
+    """By how much the scenario's engine is slower than what it stands for; 1 for a real one."""
+    options = scenario.deployment.engine_options
+    return options.time_scale if isinstance(options, EmulatedOptions) else 1.0
+
+
+def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
+    """The row's requests, at its times stretched by the engine's ``time_scale``; all prompts are fresh."""
+    scale, tokens = time_scale(scenario), prompt_len(row)
+    sent = arrivals(row, scenario.seed, scenario.simulate.arrivals)
+    return [TracedRequest(offset_s * scale, tokens, row.cell.output_len) for offset_s in sent]
+
+
+class RowTrials(TrialRunner):
+    """Trials whose requests are those of a row."""
+
+    def offer(self, cell: Cell, number: int, requests: Sequence[TracedRequest]) -> TrialRecord:
+        """One row's load, whole. Errors as in ``run``."""
+        self._trace = requests
+        plan = TrialPlan(cell, number, request_rate(requests), "against", method="fixed", searched=False)
+        return self.run(plan)
+
+
+class RowCells(CellRunner):
+    """Cells to which nothing is offered but rows of another run. ``trial_of``: the trial by the row's key."""
+
+    rows: Sequence[LoadRow] = ()
+    trial_of: dict[str, str]
+
+    def _run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
+        assert isinstance(self._trials, RowTrials)
+        records: list[TrialRecord] = []
+        for row in self.rows:
+            if row.cell.input_len != cell.input_len:
+                continue
+            record = self._trials.offer(cell, len(records) + 1, requests_of(row, self._scenario))
+            self.trial_of[row.key] = record.trial_id
+            self._watcher.trial_finished(record)
+            records.append(record)
+        if not records:
+            return [CellResult(cell, "skipped", reason=ABSENT, method="fixed", main=False)]
+        refused = [record for record in records if record.verdict == "invalid"]
+        if refused:
+            words = f"{len(refused)} of {len(records)} loads were refused: {refused[0].reason}"
+            return [CellResult(cell, "refused", reason=words, method="fixed", main=False)]
+        return [CellResult(cell, "done", reason=UNCHECKED, method="fixed", main=False)]
+
+
+class RowSweep(Sweep):
+    """Offers each row to the deployment of its connector. ``trial_of``: the trial by the row's key."""
+
+    rows: Sequence[LoadRow] = ()
+    trial_of: dict[str, str]
+
+    def _skip(self, deployment: DeploymentPlan) -> bool:
+        return deployment.reference_only or super()._skip(deployment)
+
+    def _teaches(self, planned: DeploymentPlan) -> bool:
+        return False
+
+    def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
+        progress = self._watcher.trial_progress
+        trials = RowTrials(self._scenario, deployment, self._store, self._launcher, progress)
+        cells = RowCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs)
+        cells.rows = [row for row in self.rows if label_of(row, self._scenario) == planned.label]
+        cells.trial_of = self.trial_of
+        return cells
+
+
+def command(wish: Wish, measured: Path, output: Path, console: Console) -> int:
+    """Offer a run's loads, print and store the comparison; returns the exit code.
+
+    Raises InputError for a scenario that the run has no load for.
+    """
+    if wish.fixed_rate is not None or wish.replay or wish.both_modes:
+        raise InputError("--against offers the loads of a run, and takes no --rate, --trace or --router-cost")
+    scenario, source = resolve(wish)
+    run = load_run(measured)
+    rows = rows_of(run, scenario)
+    plan = plan_of(scenario)
+    require_gpus(plan)
+    store = create_store(output, scenario, source, plan, "bench")
+    store.update(against={"run": run.run_id, "time_scale": time_scale(scenario)})
+    console.print(f"run folder: {store.path}", markup=False)
+    try:
+        with store, Display(console, len(plan.cells)) as display:
+            sweep = RowSweep(scenario, plan, store, display)
+            sweep.rows, sweep.trial_of = rows, {}
+            results = sweep.run()
+    except BaseException:
+        # What ended the run is what is to be told, not that its report cannot be written either.
+        with suppress(KvbenchError, OSError):
+            report.write_report(store.path)
+        raise
+    report.write_report(store.path)
+    account = _account(run, scenario, rows, load_run(store.path), sweep.trial_of)
+    if account.found:
+        write_account(store.path, account)
+        show(account, console)
+    for result in results:
+        if result.status != "done":
+            console.print(f"{result.cell.key}: {result.status}: {result.reason}", markup=False)
+    console.print(f"files: {store.path} (against.md, tables/against.csv, report.md, …)", markup=False)
+    return exit_code(results)
+
+
+def _account(
+    told: Run, scenario: Scenario, rows: Sequence[LoadRow], made: Run, trial_of: Mapping[str, str]
+) -> Account:
+    """Each row beside its trial; a trial that was refused is no measure of it."""
+    trials = {trial.trial_id: trial for trial in made.all_trials if trial.verdict != "invalid"}
+    scale = time_scale(scenario)
+    found = []
+    for row in rows:
+        trial = trials.get(trial_of.get(row.key, ""))
+        if trial is not None:
+            found += held_by(row, [serve_values(trial)], scale)
+    mark = mark_of(made)
+    return Account(told, scenario, found, mark.word if mark else "measured", _how(scenario, scale, mark))
+
+
+def _how(scenario: Scenario, scale: float, mark: Mark | None) -> str:
+    known = scenario.simulate.arrivals != "drawn"
+    when = "at which vLLM's client sends with its default seed" if known else "drawn anew"
+    slower = (
+        f" The engine ran {scale:g} times slower and the arrivals were stretched by it; times stand here "
+        f"divided by {scale:g}, what is per second multiplied."
+        if scale != 1
+        else ""
+    )
+    return f"{f'{mark.why}. ' if mark else ''}Each load of the run was offered at times {when}.{slower}"

@@ -1,0 +1,193 @@
+"""What a simulation needs besides the engines' model: KV links and overheads, per connector, with sources.
+
+In order of precedence: the scenario's section ``simulate``, a run that was measured before (``--like``), and
+the defaults below. A fit takes from the run's trials, for each connector:
+
+- latency and bandwidth from the mean time and bytes of a transfer, by least squares over its input lengths
+  (one length gives a bandwidth only). Trials that met their SLO count, so that queues count little.
+  From a run of ``kvbench microbench`` the link alone is taken: that of the transfer model fitted to it.
+- overheads from the parts of the TTFT that belong to no step: the medians over the same trials. What the
+  KV waits on D for a step (half a gap between tokens on average) is the model's own and taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.records import TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.simulation.data import Link, Overheads
+from kvbench.core.transfers.kv_shape import MERGING
+from kvbench.core.transfers.model import TransferModel, fit_all, model_for
+from kvbench.engines.emulated import EmulatedOptions
+from kvbench.errors import InputError
+from kvbench.results.run import Run, load_run
+
+BLOCK_TOKENS: Final = 16
+"""Of an engine that does not say."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What lies around the engines of one connector, and where the figures come from."""
+
+    link: Link
+    overheads: Overheads
+    source: str
+
+
+_LOOPBACK: Final = "default: fit to a quickstart run of the emulated engine, loopback on two shared cores"
+# The fits of quickstart runs on two quiet cores; without P/D, of two engines behind the router. A transfer's
+# time is taken as the link's: where several were under way at once the link is faster than that, so that a
+# rate which the link alone limits is a lower bound.
+LOOPBACK: Final[Mapping[str, Surroundings]] = {
+    "mooncake": Surroundings(Link(0.104, 0.0), Overheads(1.1, 0.0, 0.0, 4.9), _LOOPBACK),
+    "nixl": Surroundings(Link(0.95, 1.8), Overheads(0.7, 1.2, 0.15, 5.3), _LOOPBACK),
+    "tcp": Surroundings(
+        Link(0.95, 1.8), Overheads(0.7, 1.2, 0.15, 5.3), f"{_LOOPBACK}, NIXL's taken for tcp"
+    ),
+    "": Surroundings(Link(0.95, 1.8), Overheads(1.65), _LOOPBACK),
+}
+"""By transfer backend; "" is any other, and an aggregated server."""
+NETWORK: Final = Surroundings(
+    Link(154.3, 0.57),
+    Overheads(1.0, 0.0, 0.2, 0.0),
+    "default: 0.57 ms + bytes / 154.3 GB/s, fit to Mooncake's published vLLM P/D figures, 8 × 200 Gb/s RDMA",
+)
+"""For real engines, whose profile holds the front end's time."""
+
+
+def surroundings(scenario: Scenario, label: str, backend: str, measured: Run | None = None) -> Surroundings:
+    """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
+    emulated = scenario.deployment.engine == "emulated"
+    found = LOOPBACK.get(backend, LOOPBACK[""]) if emulated else NETWORK
+    if measured is not None and measured.manifest.get("kind") == "microbench":
+        found = _of_microbench(measured, scenario, backend, found)
+    elif measured is not None:
+        found = fitted(measured, label) or replace(
+            found, source=f"{found.source} ({label} is not in the run)"
+        )
+    else:
+        found = _as_paced(scenario, backend, found)
+    given = scenario.simulate
+    own = given.connectors.get(label)
+    link = {
+        "gb_per_s": (own.kv_gb_per_s if own else None) or given.kv_gb_per_s,
+        "latency_ms": own.kv_latency_ms if own and own.kv_latency_ms is not None else given.kv_latency_ms,
+    }
+    overheads = {
+        name: getattr(given, name) for name in ("router_ms", "front_end_ms", "turn_ms", "arrival_ms")
+    }
+    changed = [name for name, value in {**link, **overheads}.items() if value is not None]
+    return Surroundings(
+        replace(found.link, **_known(link)),
+        replace(found.overheads, **_known(overheads)),
+        found.source + (f"; {', '.join(changed)} from the scenario" if changed else ""),
+    )
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def measured_run(path: Path) -> Run:
+    """The run to fit to. Raises InputError for one that was itself simulated."""
+    run = load_run(path)
+    if run.manifest.get("kind") == "simulate":
+        raise InputError(
+            f"{path} is a simulated run: nothing was measured in it",
+            hint="give --like a run of `kvbench sweep`, `kvbench bench` or `kvbench microbench`",
+        )
+    return run
+
+
+def _of_microbench(run: Run, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+    """The link from the fitted transfers of a backend; overheads are none of a microbenchmark's business."""
+    models = [model for model in fit_all(run.transfer_records()) if model.backend == backend]
+    if not models:
+        lacking = f" ({backend} is not in the run)" if backend else ""
+        return replace(otherwise, source=otherwise.source + lacking)
+    model = model_for(models, backend)
+    link = _modelled(model, scenario, backend)
+    return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
+
+
+def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+    """The link of an emulated engine whose transfers a model paces."""
+    options = scenario.deployment.engine_options
+    if not backend or not isinstance(options, EmulatedOptions):
+        return otherwise
+    model = options.pace(backend)
+    if model is None:
+        return otherwise
+    link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_scale
+    scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
+    return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
+
+
+def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
+    """A fitted model as a link that moves the scenario's KV."""
+    options = scenario.deployment.engine_options
+    tokens = getattr(options, "block_tokens", None) or getattr(options, "block_size", None) or BLOCK_TOKENS
+    shape, ranks = scenario.model.shape, scenario.deployment.tensor_parallel_size
+    block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
+    merged = MERGING.get(backend, False)
+    gb_per_s, besides_s = model.as_link(block_bytes, shape.regions(), merged=merged)
+    return Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
+
+
+def fitted(run: Run, label: str) -> Surroundings | None:
+    """The figures of a connector in a measured run; None if it has no usable trial of it."""
+    trials = [trial for trial in run.trials if trial.cell.connector == label and trial.verdict == "met"]
+    if not trials:
+        return None
+    return Surroundings(_link(trials), _overheads(trials), f"fit to {run.run_id} ({len(trials)} trials)")
+
+
+def _link(trials: Sequence[TrialRecord]) -> Link:
+    points = [
+        (trial.engine["kv_bytes_per_request"], trial.engine["kv_transfer_ms_per_request"])
+        for trial in trials
+        if trial.engine.get("kv_bytes_per_request") and trial.engine.get("kv_transfer_ms_per_request")
+    ]
+    if not points:
+        return Link()
+    nbytes, times = np.array([p[0] for p in points]), np.array([p[1] for p in points])
+    latency, per_byte = 0.0, 0.0
+    if len({round(size) for size in nbytes.tolist()}) > 1:
+        per_byte, latency = (float(value) for value in np.polyfit(nbytes, times, 1))
+    if latency < 0 or per_byte <= 0:  # no line that a link could have: bandwidth alone
+        latency, per_byte = 0.0, float(nbytes @ times) / float(nbytes @ nbytes)
+    return Link(gb_per_s=round(1e-6 / per_byte, 4), latency_ms=round(latency, 3))
+
+
+def _overheads(trials: Sequence[TrialRecord]) -> Overheads:
+    parts = [_parts(trial) for trial in trials]
+
+    def middle(name: str) -> float:
+        known = [part[name] for part in parts if part.get(name) is not None]
+        return round(max(0.0, median(known)), 3) if known else 0.0
+
+    return Overheads(middle("router"), middle("front_end"), middle("turn"), middle("arrival"))
+
+
+def _parts(trial: TrialRecord) -> dict[str, Any]:
+    told = trial.engine.get("ttft_breakdown_ms") or {}
+    hand_off = trial.engine.get("hand_off_parts_ms") or {}
+    ends = [hand_off.get("prefill_front_end"), hand_off.get("decode_front_end")]
+    known = [end for end in ends if end is not None]
+    # With concurrent dispatch D's queue lies within the hand-off.
+    queue = told.get("decode_queue") if told.get("decode_queue") is not None else told.get("hand_off")
+    step = told.get("first_decode_step")
+    return {
+        "router": told.get("router"),
+        "front_end": sum(known) / len(known) if known else None,
+        "turn": hand_off.get("router_turn"),
+        "arrival": None if queue is None or step is None else queue - step / 2,
+    }

@@ -1,0 +1,272 @@
+"""``kvbench sweep --resume RUN``: go on with a run that ended too soon, in its own folder.
+
+The plan is the folder's. Finished cells are taken over; the trials of an unfinished one are told to its
+search again, in order, so that it asks next what it would have asked. At most the trial that was running is
+redone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.plan.engine_count import instance_names
+from kvbench.core.plan.plan import AGGREGATED, Plan
+from kvbench.core.plan.processes import RUN_TAG_ENV
+from kvbench.core.records import Method
+from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.errors import EXIT_OK, InputError, StoreError
+from kvbench.hosts import environment
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.planning.scenario_files import registry
+from kvbench.planning.trace_files import load_trace, trace_digest
+from kvbench.results.finished_cells import past_of
+from kvbench.results.run import Run, load_run, writer_is_alive
+from kvbench.results.same_conditions import ELSEWHERE, differences
+from kvbench.results.store import RunStore
+from kvbench.sweep.calibration import measured_run
+from kvbench.sweep.cell import Fixed
+from kvbench.sweep.display import Silent, Watcher
+from kvbench.sweep.simulate import VirtualSweep
+from kvbench.sweep.sweep import Sweep, carry_out, resume_words, scratch_prefix
+
+GONE_DEADLINE_S: Final = 10.0
+"""What a killed run started dies with it; the kernel may need a moment."""
+MOST_SAID: Final = 5
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run folder, open to be gone on with, and all that its sweep is made of."""
+
+    scenario: Scenario
+    plan: Plan
+    store: RunStore
+    trace: list[TracedRequest]
+    fixed: Fixed | None
+    measured: Run | None
+
+    @property
+    def left(self) -> int:
+        """How many cells are not finished."""
+        return sum(not self.store.past.finished(cell) for cell in self.plan.cells)
+
+    def sweep(self, watcher: Watcher) -> Sweep:
+        """The sweep that goes on."""
+        parts = (self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
+        if self.store.manifest["kind"] != "simulate":
+            return Sweep(*parts)
+        virtual = VirtualSweep(*parts)
+        virtual.measured = self.measured
+        return virtual
+
+
+def command(path: Path, wish: Wish, kind: str, console: Console, *, force: bool = False) -> int:
+    """Go on with a run, write its report, print its table; returns the exit code.
+
+    ``kind``: the command that was used, sweep or bench. ``wish``: its other options, which may repeat what
+    the folder says and not contradict it. Raises InputError for options that do, StoreError for a folder
+    that cannot be gone on with.
+    """
+    run = load_run(path)
+    _require_kind(run, kind)
+    if wish != Wish():
+        _require_agreement(run, wish)
+    if is_complete(run):
+        console.print(f"{path} is complete: nothing is left to do", markup=False)
+        return EXIT_OK
+    resumed = reopen(path, force=force)
+    for difference in resumed.store.manifest["sessions"][-1]["differs"]:
+        console.print(f"not as it was: {difference}", markup=False, style="yellow")
+    done = len(resumed.plan.cells) - resumed.left
+    console.print(
+        f"{done} of {len(resumed.plan.cells)} cells are finished; {len(run.all_trials)} trials are kept",
+        markup=False,
+    )
+    return carry_out(resumed.store, resumed.left, console, resumed.sweep)
+
+
+def resume(path: Path, *, force: bool = False) -> Path:
+    """Go on with a run, silently and without a report; returns its folder. Errors as in ``command``."""
+    if not is_complete(load_run(path)):
+        resumed = reopen(path, force=force)
+        with resumed.store:
+            resumed.sweep(Silent()).run()
+    return path
+
+
+def is_complete(run: Run) -> bool:
+    """Whether nothing is left to do: it came to its end, and no cell failed."""
+    failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
+    return run.manifest.get("status") == "complete" and not failed
+
+
+def reopen(path: Path, *, force: bool = False) -> Resumed:
+    """The run folder and what is left of its sweep; the folder is locked and says that it runs.
+
+    Raises StoreError if another process works on it, if it is of a kind or a version that cannot be gone on
+    with, or if machine or software are others than they were and ``force`` is not given.
+    """
+    run = load_run(path)
+    if run.manifest.get("status") == "running" and writer_is_alive(path):
+        RunStore.reopen(path)  # says who it is
+    scenario, plan, fixed = planned(run)
+    trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
+    _require_trace(run, scenario)
+    differs = list(differences(run.environment, environment.describe()))
+    if differs and not force:
+        raise StoreError(
+            f"{path} was begun under other conditions:\n  " + "\n  ".join(differs),
+            hint="go on where it began, or go on all the same with --force, which marks the run",
+        )
+    like = (run.manifest.get("asked") or {}).get("like")
+    measured = measured_run(Path(like)) if like else None
+    _clear_away(run)
+    store = RunStore.reopen(path)
+    try:
+        if differs:
+            store.resumed_elsewhere(differs, ELSEWHERE)
+        take_over(store, scenario, fixed, forced=force)
+    except BaseException:
+        store.close()
+        raise
+    return Resumed(scenario, plan, store, trace, fixed, measured)
+
+
+def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, forced: bool = False) -> None:
+    """Gives a store that was opened again what its folder holds, which nobody else writes from here on."""
+    own: Method = scenario.search.method
+    if fixed is not None:
+        own = "trace" if scenario.workload.trace else "sustained"
+    store.past = past_of(load_run(store.path), own, forced=forced)
+
+
+def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
+    """What a folder says is to be done. Raises StoreError if this kvbench would do something else."""
+    asked = run.manifest.get("asked")
+    if asked is None:
+        raise StoreError(
+            f"{run.path} cannot be gone on with: it is more than one sweep, or was begun by a kvbench "
+            "that could not do this yet",
+            hint="begin anew",
+        )
+    text = json.dumps(_as_it_was(run))
+    scenario = parse_scenario(text, f"{run.path}/plan.json", registry())
+    plan = plan_of(scenario)
+    now = json.loads(json.dumps(plan.to_json()))
+    other = [key for key in ("cells", "deployments", "reference") if now[key] != run.plan.get(key)]
+    if other:
+        raise StoreError(
+            f"{run.path}/plan.json: this kvbench would plan other {' and '.join(other)} for that scenario",
+            hint="go on with the version that began it, or begin anew",
+        )
+    fixed = Fixed(asked["rate"], asked.get("both_modes", False)) if asked.get("rate") else None
+    return scenario, plan, fixed
+
+
+def _as_it_was(run: Run) -> Any:
+    """The folder's scenario; of a kvbench that knew no number of aggregated engines, with those it had."""
+    scenario = run.plan.get("scenario")
+    deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
+    if not isinstance(deployment, dict) or "aggregated" in deployment:
+        return scenario
+    measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
+    engines = [instance_names(run.plan, each.get("label")) for each in measured]
+    counts = [len(names) for names in engines if names and names[0].startswith(AGGREGATED)]
+    if not counts or deployment.get("engine") == "external":
+        return scenario
+    return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
+
+
+def _require_kind(run: Run, kind: str) -> None:
+    own = str(run.manifest.get("kind"))
+    if own not in ("sweep", "bench", "simulate"):
+        raise InputError(
+            f"{run.path} is a run of kind {own}, which cannot be gone on with", hint="begin anew"
+        )
+    if (own == "bench") != (kind == "bench"):
+        raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
+
+
+def _require_agreement(run: Run, wish: Wish) -> None:
+    """Raise InputError if the command line asks for something else than the folder does."""
+    scenario, _ = resolve(wish)
+    then, now = (
+        dict(_flat(run.plan.get("scenario"))),
+        dict(_flat(json.loads(json.dumps(scenario.resolved())))),
+    )
+    asked = run.manifest.get("asked") or {}
+    then |= {"the rate": asked.get("rate"), "router cost": asked.get("both_modes", False)}
+    now |= {"the rate": wish.fixed_rate, "router cost": wish.both_modes}
+    if wish.fixed_rate is None:
+        now["the rate"] = then["the rate"]
+    wrong = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if wrong:
+        lines = [
+            f"{name}: {then.get(name)} in the folder, {now.get(name)} asked" for name in wrong[:MOST_SAID]
+        ]
+        more = f"\n  and {len(wrong) - MOST_SAID} more" if len(wrong) > MOST_SAID else ""
+        raise InputError(
+            "--resume takes the plan from the run folder, and other options contradict it:\n  "
+            + "\n  ".join(lines)
+            + more,
+            hint=f"leave them out: {resume_words(str(run.manifest.get('kind')), run.path)}",
+        )
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _require_trace(run: Run, scenario: Scenario) -> None:
+    told = (run.manifest.get("trace") or {}).get("sha256")
+    if scenario.workload.trace and told and told != trace_digest(scenario.workload.trace):
+        raise StoreError(
+            f"{scenario.workload.trace.path} is not the trace that the run was begun with",
+            hint="put the old file back, or begin anew",
+        )
+
+
+def _clear_away(run: Run) -> None:
+    """Waits until nothing of the run's earlier sessions lives, and removes their temporary folders."""
+    tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
+    deadline = time.monotonic() + GONE_DEADLINE_S
+    while living := _tagged(tags):
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"processes of the run's earlier session still live: pid {', '.join(map(str, living))}",
+                hint="end them; their ports and devices may be needed",
+            )
+        time.sleep(0.1)
+    for folder in Path(tempfile.gettempdir()).glob(f"{scratch_prefix(run.path)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tagged(tags: set[str]) -> list[int]:
+    """Processes of ours whose environment carries one of these run tags."""
+    wanted = [f"{RUN_TAG_ENV}={tag}".encode() for tag in tags]
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word in words for word in wanted):
+            found.append(int(path.name))
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""This machine's own error, measured against servers whose schedule is exact."""

@@ -1,0 +1,400 @@
+"""``kvbench selftest``: what this host's own measuring is worth, against a server with an exact schedule.
+
+For each number of streams the real load generator sends an open-loop Poisson load whose rate keeps so many
+requests under way on average: streams / duration of a request. What it reports is compared, request by
+request, with what the server really wrote. Only requests are counted that were sent after the first ones
+had ended, when the number of streams is what it was meant to be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from kvbench.core.gates.evidence import HostFigures
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
+from kvbench.hosts.environment import cgroup_cpu_limit, load_average
+from kvbench.launchers.local import LocalLauncher
+from kvbench.sweep.selftest.exact_server import (
+    Errors,
+    Yardstick,
+    chunks_between,
+    errors_of,
+    exact_server,
+    mean_open,
+    percentile,
+)
+from kvbench.sweep.selftest.undisturbed import calmest, disturbance
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.version import __version__
+
+SCHEMA: Final = 1
+FIRST_TOKEN_S: Final = 0.05
+GAP_S: Final = 0.01
+OUTPUT_LEN: Final = 128
+INPUT_LEN: Final = 256
+DURATION_S: Final = FIRST_TOKEN_S + (OUTPUT_LEN - 1) * GAP_S
+ALLOWED_MS: Final = 5.0
+"""The least that gates allow a client to be late by; below it no trial is refused for the client's sake."""
+RESERVED_FDS: Final = 64
+QUOTED_OUTPUT_LEN: Final = 256
+SEED: Final = 1
+MAX_STREAMS: Final = 20_000
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was found with one number of streams. Times in ms; None: nothing was seen to say it of."""
+
+    streams: int
+    request_rate: float
+    requests: int
+    failed: int
+    streams_open: float
+    chunks_per_s: float
+    ttft_error_p50_ms: float | None
+    ttft_error_p99_ms: float | None
+    itl_error_p50_ms: float | None
+    itl_error_p99_ms: float | None
+    unmatched: int
+    send_lag_p99_ms: float | None
+    stamps: str
+    client_cpu_s: float | None
+    chunks_per_core_s: float | None
+    server_late_first_p99_ms: float | None
+    server_late_further_p99_ms: float | None
+    server_chunks_per_core_s: float | None
+    load_average: float | None
+    reads_by: str = ""
+    """"compiled" or "python": which way of the load generator's read what came."""
+    steal_share: float | None = None
+    """Of the machine's CPU time, what the hypervisor took meanwhile."""
+    other_cpu_share: float | None = None
+    """What processes used that are none of the measurement's."""
+    tries: int = 1
+
+    @property
+    def disturbed(self) -> str:
+        """What else the machine did meanwhile, in words; empty if it was left alone, as gates see it."""
+        host = HostFigures(steal_share=self.steal_share, other_cpu_share=self.other_cpu_share)
+        return disturbance(host)
+
+    @property
+    def trusted(self) -> bool:
+        """Nothing failed, and nothing was off by more than the gates allow."""
+        figures = (self.ttft_error_p99_ms, self.itl_error_p99_ms, self.send_lag_p99_ms)
+        return not self.failed and all(figure is not None and figure <= ALLOWED_MS for figure in figures)
+
+    def faults(self) -> list[str]:
+        """What speaks against it, in words."""
+        named = {
+            "TTFT is wrong by": self.ttft_error_p99_ms,
+            "gaps between tokens are wrong by": self.itl_error_p99_ms,
+            "requests are sent late by": self.send_lag_p99_ms,
+        }
+        said = [
+            f"{what} {value:.1f} ms"
+            for what, value in named.items()
+            if value is not None and value > ALLOWED_MS
+        ]
+        if self.failed:
+            said.append(f"{self.failed} requests failed")
+        if not self.requests:
+            said.append("no request ended")
+        late = self.server_late_further_p99_ms
+        if said and self.disturbed:
+            said.append(f"{self.disturbed} meanwhile")
+        elif said and late is not None and late > ALLOWED_MS:
+            said.append(f"the built-in server was itself late by {late:.1f} ms, so this is the host's limit")
+        return said
+
+
+@dataclass(frozen=True)
+class Selftest:
+    """All levels, and the host they were measured on."""
+
+    host: dict[str, Any]
+    levels: tuple[Level, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Level | None:
+        """The most streams that can be trusted, as can all levels below."""
+        best = None
+        for level in self.levels:
+            if not level.trusted:
+                break
+            best = level
+        return best
+
+    def verdict(self) -> str:
+        """One or two lines: up to what the host can be trusted, or why it cannot be at all."""
+        best = self.best
+        if best is None:
+            if not self.levels:
+                return "Nothing was measured: " + "; ".join(self.skipped)
+            worst = self.levels[0]
+            return (
+                f"This host cannot be trusted, not even with {worst.streams} streams: "
+                + "; ".join(worst.faults())
+                + f" (P99; {ALLOWED_MS:g} ms allowed). Stop other work here, or measure from another host."
+            )
+        rate = best.chunks_per_s / QUOTED_OUTPUT_LEN
+        more = "at least" if best is self.levels[-1] else "up to"
+        said = (
+            f"Trusted with {more} {best.streams} streams, {best.chunks_per_s:,.0f} tokens/s: "
+            f"{more} {rate:.0f} req/s of {QUOTED_OUTPUT_LEN} output tokens with one worker."
+        )
+        # The cost of a token falls with the load, as more is done at each wake-up.
+        ceiling = max((level.chunks_per_core_s or 0 for level in self.levels), default=0)
+        if ceiling:
+            full = ceiling / QUOTED_OUTPUT_LEN
+            said += f" A core would be full at about {ceiling:,.0f} tokens/s ({full:.0f} req/s)."
+        following = self.levels[self.levels.index(best) + 1 :]
+        if following:
+            said += f" With {following[0].streams} streams " + "; ".join(following[0].faults()) + " (P99)."
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.best
+        return {
+            "schema": SCHEMA,
+            "version": __version__,
+            "host": self.host,
+            "work": {
+                "first_token_s": FIRST_TOKEN_S,
+                "gap_s": GAP_S,
+                "output_len": OUTPUT_LEN,
+                "input_len": INPUT_LEN,
+            },
+            "levels": [{**asdict(level), "trusted": level.trusted} for level in self.levels],
+            "skipped": list(self.skipped),
+            "trusted_streams": 0 if best is None else best.streams,
+            "verdict": self.verdict(),
+        }
+
+
+def measure(
+    streams: Sequence[int], seconds: float, folder: Path, say: Callable[[str], None] = lambda text: None
+) -> Selftest:
+    """Measures each number of streams for ``seconds`` after a ramp. Logs and specs go to ``folder``.
+
+    Raises LaunchError or ProcessDiedError if the server or the generator does not work at all.
+    """
+    launcher = LocalLauncher("selftest", folder / "logs", folder / "specs")
+    host, skipped = host_facts(), []
+    levels = []
+    for wanted in sorted(set(streams)):
+        problem = descriptors_lacking(wanted)
+        if problem:
+            skipped.append(problem)
+            say(problem)
+            continue
+        say(f"{wanted} streams: {wanted / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
+        calm = calmest(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
+        levels.append(of_machine(calm.found, calm.host, calm.tries))
+    host["load_average_after"] = load_average()
+    host["kernel_stamps"] = all(level.stamps == "kernel" for level in levels)
+    host["reads_by"] = levels[-1].reads_by if levels else ""
+    return Selftest(host, tuple(levels), tuple(skipped))
+
+
+def host_facts() -> dict[str, Any]:
+    """What of this host decides the figures."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cgroup_cpu_limit": cgroup_cpu_limit(Path("/")),
+        "load_average": load_average(),
+        "open_files_soft": soft if soft != resource.RLIM_INFINITY else None,
+        "open_files_hard": hard if hard != resource.RLIM_INFINITY else None,
+        "python": sys.version.split()[0],
+    }
+
+
+def descriptors_lacking(streams: int) -> str:
+    """Why so many streams cannot be opened; empty if they can. Both ends raise their own soft limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = 2 * streams + RESERVED_FDS
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        return ""
+    return (
+        f"{streams} streams skipped: {wanted} open files may be needed and {hard} are allowed "
+        f"(ulimit -Hn {wanted})"
+    )
+
+
+def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path, name: str) -> Level:
+    rate = streams / DURATION_S
+    load = load_average()
+    with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}, f"exact-{name}") as server:
+        spec = {
+            "base_url": server.url,
+            "model": "exact",
+            "request_rate": rate,
+            "num_requests": max(1, round(rate * (seconds + DURATION_S))),
+            "seed": SEED,
+            "input_len": INPUT_LEN,
+            "output_len": OUTPUT_LEN,
+            "vocab_size": 32_000,
+            "records_path": str(folder / f"records-{name}"),
+            # No limit is judged by; from it the generator knows how many connections to open.
+            "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
+        }
+        generator = LoadGenerator(launcher, spec, f"loadgen-{name}")
+        deadline_s = 4 * (seconds + 2 * DURATION_S) + 60.0
+        result = generator.run(lambda progress: False, _alive(server), deadline_s)
+        return level_of(streams, seconds, result, server.log(), load[0] if load else None)
+
+
+def _alive(server: Yardstick) -> Callable[[], None]:
+    def check() -> None:
+        if server.process.poll() is not None:
+            raise ProcessDiedError("the exact server died", hint=f"see {server.process.log_path}")
+
+    return check
+
+
+def level_of(
+    streams: int,
+    seconds: float,
+    result: LoadResult,
+    log: dict[str, Any],
+    load: float | None = None,
+) -> Level:
+    """The figures of one trial from its records and the server's log."""
+    window = (DURATION_S, DURATION_S + seconds)
+    errors: Errors = errors_of(result.records, log["requests"], window)
+    started = float(result.client["started_monotonic_s"])
+    since, until = started + window[0], started + window[1]
+    cpu_s = result.client.get("cpu_s")
+    if cpu_s is None and "cpu_share" in result.client:
+        cpu_s = float(result.client["cpu_share"]) * result.duration_s
+    chunks = int(log["chunks"])
+    send_lag = result.client.get("send_lag_p99_ms")
+    return Level(
+        streams=streams,
+        request_rate=round(streams / DURATION_S, 3),
+        requests=len(errors.ttft_ms),
+        failed=errors.failed,
+        streams_open=round(mean_open(log["requests"], since, until), 1),
+        chunks_per_s=round(chunks_between(log["requests"], since, until) / seconds, 1),
+        ttft_error_p50_ms=percentile(errors.ttft_ms, 50),
+        ttft_error_p99_ms=percentile(errors.ttft_ms, 99),
+        itl_error_p50_ms=percentile(errors.itl_ms, 50),
+        itl_error_p99_ms=percentile(errors.itl_ms, 99),
+        unmatched=errors.unmatched,
+        send_lag_p99_ms=None if send_lag is None else float(send_lag),
+        stamps=str(result.client.get("stamps", "read")),
+        client_cpu_s=None if cpu_s is None else round(float(cpu_s), 3),
+        chunks_per_core_s=round(chunks / cpu_s) if cpu_s else None,
+        server_late_first_p99_ms=percentile(errors.late_first_ms, 99),
+        server_late_further_p99_ms=percentile(errors.late_further_ms, 99),
+        server_chunks_per_core_s=round(chunks / log["cpu_s"]) if log["cpu_s"] else None,
+        load_average=load,
+        reads_by=str(result.client.get("reads_by", "")),
+    )
+
+
+def of_machine(level: Level, host: HostFigures, tries: int) -> Level:
+    """The level with what else the machine did meanwhile."""
+    steal, other = _share(host.steal_share), _share(host.other_cpu_share)
+    return replace(level, steal_share=steal, other_cpu_share=other, tries=tries)
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def parse_streams(text: str) -> list[int]:
+    """``10,100`` as numbers. Raises InputError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= number <= MAX_STREAMS for number in found):
+        raise InputError(
+            f"--streams {text!r} is no list of numbers from 1 to {MAX_STREAMS}", hint="for example 10,100,300"
+        )
+    return found
+
+
+def command(
+    streams: str, seconds: float, console: Console, *, as_json: bool = False, output: Path | None = None
+) -> int:
+    """Measures, prints the table and a verdict; 1 if not even the fewest streams can be trusted."""
+    levels = parse_streams(streams)
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"there is no folder {output.parent} to write {output.name} into")
+    told = Console(stderr=True, highlight=False) if as_json else console
+    folder = Path(tempfile.mkdtemp(prefix="kvbench-selftest-"))
+    done = False
+    try:
+        found = measure(levels, seconds, folder, lambda text: told.print(text, markup=False))
+        done = True
+    finally:
+        if done:  # after trouble the logs stay, with the error that names them
+            shutil.rmtree(folder, ignore_errors=True)
+    text = json.dumps(found.to_json(), indent=2)
+    if output is not None:
+        output.write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        _print(found, console)
+    return EXIT_OK if found.best is not None else EXIT_FAILED
+
+
+def _print(found: Selftest, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("streams", "requests", "tokens/s", "TTFT error", "ITL error", "send lag", "tokens per"):
+        table.add_column(name, justify="right")
+    table.add_column("server late", justify="right")
+    table.add_column("")
+    table.add_row("open", "failed", "", "p50 / p99 ms", "p50 / p99 ms", "p99 ms", "core-second", "p99 ms", "")
+    for level in found.levels:
+        table.add_row(
+            f"{level.streams} ({level.streams_open:.0f})",
+            f"{level.requests}" + (f" -{level.failed}" if level.failed else ""),
+            f"{level.chunks_per_s:,.0f}",
+            f"{_ms(level.ttft_error_p50_ms)} / {_ms(level.ttft_error_p99_ms)}",
+            f"{_ms(level.itl_error_p50_ms)} / {_ms(level.itl_error_p99_ms)}",
+            _ms(level.send_lag_p99_ms),
+            "" if level.chunks_per_core_s is None else f"{level.chunks_per_core_s:,}",
+            f"{_ms(level.server_late_first_p99_ms)} / {_ms(level.server_late_further_p99_ms)}",
+            "[green]ok[/green]" if level.trusted else "[yellow]off[/yellow]",
+        )
+    console.print(table)
+    host = found.host
+    load = " ".join(f"{value:.2f}" for value in host["load_average"] or ())
+    stamps = "the kernel stamps what arrives" if host["kernel_stamps"] else "stamps are taken at the read"
+    way = "reads in C" if host["reads_by"] == "compiled" else "reads in Python (no compiled part)"
+    files = f"{host['open_files_soft'] or 'unlimited'} (at most {host['open_files_hard'] or 'unlimited'})"
+    console.print(
+        f"{host['cores']} cores, load average {load} before; {stamps}; {way}; open files {files}",
+        markup=False,
+    )
+    for level in found.levels:
+        if level.disturbed:
+            said = f"{level.streams} streams: {level.disturbed} meanwhile"
+            console.print(f"{said}, in the calmest of {level.tries} tries.", markup=False)
+    for problem in found.skipped:
+        console.print(problem, markup=False)
+    console.print(found.verdict(), markup=False)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,336 @@
+"""``kvbench simulate --splits``: how many of the instances should prefill, and how many decode?
+
+Each split of each P/D connector is a deployment of its own in one simulated run, searched as any other; an
+aggregated server is compared as so many independent servers behind a router that takes them in turn. The
+best split of an input length is the one with the highest rate per GPU. Everything is written into the run
+folder: ``splits.json`` and ``splits.md`` beside the usual report.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench import connectors
+from kvbench.core.metrics.limit import LIMIT_SHORT
+from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, Role
+from kvbench.core.records import SCHEMA_VERSION
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError
+from kvbench.files import said_clearly, write_bytes, write_json
+from kvbench.planning.overrides import Wish
+from kvbench.planning.plan import plan_of
+from kvbench.report.tables.cells import table
+from kvbench.report.tables.result import MISSING, Row, number, percent, summary_table
+from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
+from kvbench.results.run import Run, load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep.calibration import measured_run
+from kvbench.sweep.display import Display, Silent, Watcher
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.simulate import VirtualSweep, simulable
+from kvbench.sweep.sweep import exit_code
+
+_SPLIT: Final = re.compile(r"(\d{1,2}):(\d{1,2})")
+MOST_SPLITS: Final = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was asked on the command line: listed splits, or a number of instances; print JSON only?"""
+
+    splits: str | None = None
+    gpus: int | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """``prefill`` × P and ``decode`` × D; with ``prefill`` 0 so many aggregated servers."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def instances(self) -> int:
+        return self.prefill + self.decode
+
+    @property
+    def text(self) -> str:
+        return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} servers"
+
+
+def wanted_splits(choice: Choice) -> list[Split]:
+    """The splits to compare, without repetition. Raises InputError for what is none."""
+    splits = []
+    for word in (choice.splits or "").split(",") if choice.splits is not None else ():
+        match = _SPLIT.fullmatch(word.strip())
+        if match is None or not (1 <= int(match[1]) <= 64 and 1 <= int(match[2]) <= 64):
+            raise InputError(
+                f"--splits takes pairs of numbers from 1 to 64 such as 1:1,1:2,2:1, not {word.strip()!r}",
+                hint="the first number is of prefill instances, the second of decode instances",
+            )
+        splits.append(Split(int(match[1]), int(match[2])))
+    if choice.gpus is not None:
+        splits += [Split(prefill, choice.gpus - prefill) for prefill in range(1, choice.gpus)]
+    return list(dict.fromkeys(splits))
+
+
+def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[str, tuple[str, Split]]]:
+    """The plan with a deployment for each connector and split, and what each of its labels stands for.
+
+    An aggregated server is compared with as many servers as the splits have instances.
+    Raises InputError if there are too many, or no connector that splits.
+    """
+    plan = plan_of(scenario)
+    meaning: dict[str, tuple[str, Split]] = {}
+    deployments, cells = [], []
+    for planned in plan.deployments:
+        if planned.reference_only:
+            continue
+        pair = connectors.get(planned.connector).disaggregated
+        sizes = sorted({split.instances for split in splits})
+        for split in splits if pair else [Split(0, size) for size in sizes]:
+            label = f"{planned.label}-{split.text.replace(' ', '-')}"
+            meaning[label] = (planned.label, split)
+            deployments.append(_deployment(planned, label, split))
+            cells += [replace(cell, connector=label) for cell in plan.cells_of(planned.label)]
+    if not any(split.prefill for _, split in meaning.values()):
+        raise InputError(
+            "the scenario has no connector with prefill and decode apart",
+            hint="add one: --connector nixl, for example",
+        )
+    if len(deployments) > MOST_SPLITS:
+        raise InputError(
+            f"{len(deployments)} splits and connectors are too many for one comparison; {MOST_SPLITS} is the "
+            "most",
+            hint="name fewer --splits, or one --connector",
+        )
+    reference = deployments[0].label
+    return replace(plan, deployments=tuple(deployments), cells=tuple(cells), reference=reference), meaning
+
+
+def _deployment(planned: DeploymentPlan, label: str, split: Split) -> DeploymentPlan:
+    counts: list[tuple[Role, int]] = [("prefill", split.prefill), ("decode", split.decode)]
+    if not split.prefill:
+        counts = [("aggregated", split.decode)]
+    instances = tuple(
+        InstancePlan(f"{role}-{rank}", role, rank, 0, None) for role, count in counts for rank in range(count)
+    )
+    return replace(planned, label=label, instances=instances, router_port=0, service_ports=())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was found for one split at one input length. Rates per second; ``best`` of its input length."""
+
+    connector: str
+    split: str
+    prefill: int
+    decode: int
+    gpus: int
+    input_len: int
+    output_len: int
+    outcome: str
+    max_request_rate: float | None
+    lower: float | None
+    upper: float | None
+    goodput_per_gpu: float | None
+    ttft_ms_p50: float | None
+    ttft_ms_p99: float | None
+    tpot_ms_p50: float | None
+    slo_attainment: float | None
+    limit: str
+    limit_evidence: str
+    best: bool = False
+
+
+def predictions(run: Run, meaning: Mapping[str, tuple[str, Split]], ranks: int) -> list[Prediction]:
+    """One line per split and input length, in the order of the plan; the best of each length is marked.
+
+    ``ranks``: GPUs of one instance. A rate per GPU is compared, so that splits of unequal size can be.
+    """
+    found = [
+        _prediction(row, *meaning[row.cell.connector], ranks)
+        for row in summary_table(run)
+        if row.cell.connector in meaning
+    ]
+    best = {
+        lengths: max(
+            each.goodput_per_gpu or 0.0 for each in found if (each.input_len, each.output_len) == lengths
+        )
+        for lengths in {(each.input_len, each.output_len) for each in found}
+    }
+    return [
+        replace(each, best=bool(each.goodput_per_gpu) and each.goodput_per_gpu == best[lengths])
+        for each in found
+        for lengths in [(each.input_len, each.output_len)]
+    ]
+
+
+def _prediction(row: Row, connector: str, split: Split, ranks: int) -> Prediction:
+    rate, gpus = row.answer.max_request_rate, split.instances * ranks
+    # At its rate the share that meets the SLO; the answer promises the target at least.
+    share = row.values["slo_attainment"]
+    return Prediction(
+        connector=connector,
+        split=split.text,
+        prefill=split.prefill,
+        decode=split.decode,
+        gpus=gpus,
+        input_len=row.cell.input_len,
+        output_len=row.cell.output_len,
+        outcome=row.outcome,
+        max_request_rate=rate,
+        lower=row.answer.lower,
+        upper=row.answer.upper,
+        goodput_per_gpu=None if rate is None else rate * (1.0 if share is None else share) / gpus,
+        ttft_ms_p50=row.values["ttft_ms_p50"],
+        ttft_ms_p99=row.values["ttft_ms_p99"],
+        tpot_ms_p50=row.values["tpot_ms_p50"],
+        slo_attainment=share,
+        limit=row.limit,
+        limit_evidence=row.limit_evidence,
+    )
+
+
+HEADER: Final = (
+    "connector",
+    "split",
+    "GPUs",
+    "max rate (req/s)",
+    "per GPU",
+    "met (%)",
+    "TTFT P50 / P99 (ms)",
+    "TPOT P50 (ms)",
+    "limit",
+)
+
+
+def cells_of(each: Prediction) -> list[str]:
+    """One prediction as people read it; the columns are HEADER's."""
+    interval = ""
+    if each.max_request_rate is not None:
+        interval = f" [{number(each.lower)}, {MISSING if each.upper is None else number(each.upper)}]"
+    rate = each.outcome if each.max_request_rate is None else number(each.max_request_rate)
+    return [
+        each.connector,
+        each.split + (" ← best" if each.best else ""),
+        f"{each.gpus}",
+        ("≥ " if each.outcome == "at_least" else "") + rate + interval,
+        number(each.goodput_per_gpu),
+        percent(each.slo_attainment),
+        f"{number(each.ttft_ms_p50)} / {number(each.ttft_ms_p99)}",
+        number(each.tpot_ms_p50),
+        LIMIT_SHORT.get(each.limit, MISSING),
+    ]
+
+
+def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
+    """The comparison as Markdown, a table for each input length."""
+    parts = [
+        f"# {scenario.name}: splits of prefill and decode ({SIMULATED})",
+        f"> **{SIMULATED.title()}**: {SIMULATED_WHY}. SLO: {scenario.slo.main().text()}.",
+        "`per GPU` is the rate of requests that meet the SLO, divided by all GPUs of the split; the highest "
+        "of an input length is the best. `limit` is what binds above the rate.",
+    ]
+    for length in dict.fromkeys(each.input_len for each in found):
+        mine = [each for each in found if each.input_len == length]
+        parts += [f"## {length:,} in, {mine[0].output_len:,} out", table(HEADER, map(cells_of, mine))]
+        told = [
+            f"- {each.connector} {each.split}: {each.limit_evidence}" for each in mine if each.limit_evidence
+        ]
+        if told:
+            parts.append("\n".join(["What limits each:", "", *told]))
+    return "\n\n".join(parts) + "\n"
+
+
+def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Path | None = None) -> int:
+    """Simulate every split, print and store the comparison; returns the exit code."""
+    from kvbench.report import report
+
+    ready = _ready(wish, choice, output, like)
+    scenario, store = ready.scenario, ready.store
+    quiet = Console(stderr=True, quiet=choice.as_json)
+    with store, Display(quiet if choice.as_json else console, len(ready.plan.cells)) as display:
+        results = ready.sweep(display).run()
+    run, found = ready.found()
+    data: dict[str, Any] = {
+        "schema": SCHEMA_VERSION,
+        "run": run.run_id,
+        "labels": [SIMULATED],
+        "splits": [asdict(each) for each in found],
+    }
+    with said_clearly(store.path):
+        write_json(store.path / "splits.json", data)
+        write_bytes(store.path / "splits.md", markdown(scenario, found).encode())
+    report.write_report(store.path)
+    if choice.as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        show(scenario, found, console)
+        console.print(f"files: {store.path} (splits.md, splits.json, report.md, …)", markup=False)
+    return exit_code(results)
+
+
+def predicted(wish: Wish, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
+    """Simulate every split without a word; ``output`` is where the run folder is put."""
+    ready = _ready(wish, choice, output, like)
+    with ready.store:
+        ready.sweep(Silent()).run()
+    return ready.found()[1]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that the simulation of splits is made of. ``meaning``: label → connector and split."""
+
+    scenario: Scenario
+    plan: Plan
+    meaning: Mapping[str, tuple[str, Split]]
+    store: RunStore
+    measured: Run | None
+
+    def sweep(self, watcher: Watcher) -> VirtualSweep:
+        sweep = VirtualSweep(self.scenario, self.plan, self.store, watcher)
+        sweep.measured = self.measured
+        sweep.labels = {label: connector for label, (connector, _) in self.meaning.items()}
+        return sweep
+
+    def found(self) -> tuple[Run, list[Prediction]]:
+        run = load_run(self.store.path)
+        return run, predictions(run, self.meaning, self.scenario.deployment.tensor_parallel_size)
+
+
+def _ready(wish: Wish, choice: Choice, output: Path, like: Path | None) -> _Ready:
+    splits = wanted_splits(choice)
+    scenario, source = simulable(wish)
+    # Splits have little in common: none is offered the rate of another, nor starts from it.
+    alone = scenario.search.model_copy(update={"equal_rate": False})
+    scenario = scenario.model_copy(update={"search": alone})
+    measured = None if like is None else measured_run(like)
+    plan, meaning = split_plan(scenario, splits)
+    store = create_store(output, scenario, source, plan, "simulate")
+    return _Ready(scenario, plan, meaning, store, measured)
+
+
+def show(scenario: Scenario, found: Sequence[Prediction], console: Console) -> None:
+    """The comparison in the terminal."""
+    title = f"{SIMULATED.upper()} · {scenario.name} · {scenario.slo.main().text()}"
+    console.print(f"\n{title}", style="bold", markup=False)
+    for length in dict.fromkeys(each.input_len for each in found):
+        shown = Table(*HEADER, title=f"{length:,} in", title_justify="left")
+        for each in found:
+            if each.input_len == length:
+                shown.add_row(*cells_of(each), style="bold" if each.best else "")
+        console.print(shown)
+        for each in found:
+            if each.input_len == length and each.best and each.limit_evidence:
+                console.print(f"best: {each.connector} {each.split}; {each.limit_evidence}", markup=False)

@@ -1,0 +1,135 @@
+"""Which rates a cell tries, by method: each asks for rates and is told what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvbench.core.records import Cell, TrialRecord, VerdictKind
+from kvbench.core.search.burst import BurstSearch
+from kvbench.core.search.search import Measured, RateSearch
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The next trial: its rate, what it is for, and the SLO tier that it is run for ("" if there is one)."""
+
+    rate: float
+    purpose: str
+    tier: str = ""
+    thorough: bool = False
+    """The search leans on the trial's figures."""
+
+
+class Strategy(Protocol):
+    """What a cell asks which rates to try."""
+
+    def ask(self) -> Ask | None: ...
+    def tell(self, record: TrialRecord) -> None: ...
+    def answers(self) -> Mapping[str, Mapping[str, Any]]:
+        """Each tier's answer as plain data; one under "" without tiers, none if nothing was searched."""
+        ...
+
+
+class RateList:
+    """Listed rates, each once, and no answer to a question nobody asked."""
+
+    def __init__(self, rates: Sequence[float], purpose: str = "fixed") -> None:
+        self._left = [Ask(rate, purpose) for rate in rates]
+
+    def ask(self) -> Ask | None:
+        return self._left[0] if self._left else None
+
+    def tell(self, record: TrialRecord) -> None:
+        del self._left[:1]
+
+    def answers(self) -> Mapping[str, Mapping[str, Any]]:
+        return {}
+
+
+class OneRate(RateList):
+    """The strategy of ``kvbench bench``: one rate, once."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__([rate], "start")
+
+
+class Burst:
+    """The burst method's bisection."""
+
+    def __init__(self, search: BurstSearch) -> None:
+        self._search = search
+
+    def ask(self) -> Ask | None:
+        rate = self._search.ask()
+        return None if rate is None else Ask(rate, "burst")
+
+    def tell(self, record: TrialRecord) -> None:
+        self._search.tell(record.request_rate, record.verdict)
+
+    def answers(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"": self._search.answer().to_json()}
+
+
+class Tiered:
+    """One search for each SLO tier, all told of every trial; without tiers one search under the name "".
+
+    The strictest tier that has no answer yet asks. A trial's verdict for another tier is told to that tier
+    only where the trial was long enough to decide it; what one tier has paid for the next gets for nothing.
+    """
+
+    def __init__(self, searches: Mapping[str, RateSearch]) -> None:
+        """``searches``: by tier, the strictest first."""
+        self._searches = dict(searches)
+
+    def ask(self) -> Ask | None:
+        for tier, search in self._searches.items():
+            probe = search.ask()
+            if probe is not None:
+                return Ask(probe.rate, probe.purpose, tier, probe.thorough)
+        return None
+
+    def tell(self, record: TrialRecord) -> None:
+        asked = self.ask()
+        for tier, search in self._searches.items():
+            verdict = tier_verdict(record, tier)
+            own = asked is not None and asked.tier == tier
+            if record.purpose == "ceiling":
+                # It is a place to start from and no verdict: not even a disturbed one is worth a repetition.
+                verdict = "undecided"
+            if own or (verdict in ("met", "missed") and search.ask() is not None):
+                search.tell(record.request_rate, verdict, measured_of(record, tier))
+
+    def answers(self) -> Mapping[str, Mapping[str, Any]]:
+        return {tier: search.answer().to_json() for tier, search in self._searches.items()}
+
+
+def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
+    """By (input, output) length the lowest rate found there, where at least two connectors found one."""
+    rates: dict[tuple[int, int], list[float]] = {}
+    for cell, rate in found.items():
+        rates.setdefault((cell.input_len, cell.output_len), []).append(rate)
+    return {lengths: min(each) for lengths, each in rates.items() if len(each) > 1}
+
+
+def tier_verdict(record: TrialRecord, tier: str) -> VerdictKind:
+    """A trial's verdict for one tier. "" is the trial's own."""
+    told = (record.summary.get("tiers") or {}).get(tier) if tier else None
+    if told is None:
+        return record.verdict
+    verdict: VerdictKind = told["verdict"]
+    return verdict
+
+
+def measured_of(record: TrialRecord, tier: str) -> Measured | None:
+    """What the live rule measured of a tier, for the search; of a ceiling probe what came out at most."""
+    if record.purpose == "ceiling":
+        rate = record.summary.get("completion_rate")
+        # What a refused one passed on is a place to start from, but no ceiling.
+        steady = bool(record.summary.get("completion_steady")) and record.verdict != "invalid"
+        measured = Measured(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
+        return measured if rate else Measured(duration_s=record.duration_s)
+    told = (record.summary.get("tiers") or {}).get(tier) if tier else record.summary
+    live = (told or {}).get("live")
+    return Measured.from_json(live["measured"]) if live else None

@@ -1,0 +1,98 @@
+"""The hosts of a deployment during one trial: samples of each, and what each did for others meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from kvbench.core.gates.evidence import HostFigures, NicFigures
+from kvbench.deployment.deployment import Deployment
+from kvbench.errors import KvbenchError
+from kvbench.hosts.host_figures import host_figures
+from kvbench.hosts.telemetry import Sampler, read_host
+from kvbench.launchers.base import Launcher
+
+
+class Observer:
+    """Context manager around the load of one trial. ``rows`` and ``host`` are there after it.
+
+    Rows are ``Sampler``'s with ``host``, the name of the host that was sampled, empty for this machine.
+    ``headers``: for the questions at the servers' /metrics.
+    """
+
+    def __init__(
+        self, launcher: Launcher, deployment: Deployment, trial_id: str, headers: Mapping[str, str]
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.host = HostFigures()
+        self._launcher = launcher
+        self._urls = deployment.endpoints.metrics_urls
+        self._trial_id = trial_id
+        self._far = bool(launcher.hosts)
+        if self._far:
+            launcher.ask_hosts("sample", self._wanted(trial_id, headers))
+        else:
+            self._before = read_host()
+            self._sampler = Sampler(trial_id, deployment.pids(), self._urls, headers)
+
+    def __enter__(self) -> Observer:
+        if not self._far:
+            self._sampler.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._far:
+            self._sampler.__exit__()
+            self.rows = [{**row, "host": ""} for row in self._sampler.rows]
+            self.host = host_figures(self._before, read_host())
+        elif error is None:
+            self._take(self._ended())
+        else:  # which is what has to be told, not what may come of it here
+            with contextlib.suppress(KvbenchError):
+                self._ended()
+
+    def _ended(self) -> dict[str, dict[str, Any]]:
+        asked = {"trial_id": self._trial_id}
+        return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, asked))
+
+    def _wanted(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """What each host is to sample: itself, and the servers that run there."""
+        urls: dict[str, dict[str, str]] = {}
+        for name, url in self._urls.items():
+            urls.setdefault(self._launcher.host_of(name), {})[name] = url
+        common = {"trial_id": trial_id, "headers": dict(headers)}
+        return {host: {**common, "metrics_urls": urls.get(host, {})} for host in self._launcher.hosts}
+
+    def _take(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        for host, answer in told.items():
+            for row in answer["rows"]:
+                # Two hosts often call their NICs alike.
+                source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
+                self.rows.append({**row, "source": source, "host": host})
+        self.host = joined({host: figures_of(answer["figures"]) for host, answer in told.items()})
+
+
+def figures_of(told: Mapping[str, Any]) -> HostFigures:
+    """A host's figures as its agent told them."""
+    nics = {name: NicFigures(**nic) for name, nic in told["nics"].items()}
+    return HostFigures(**{**told, "gpu_slowdowns": tuple(told["gpu_slowdowns"]), "nics": nics})
+
+
+def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
+    """The figures of several hosts as one machine's: the worst of each, NICs as ``host/nic``."""
+
+    def worst(name: str) -> Any:
+        values = [value for each in hosts.values() if (value := getattr(each, name)) is not None]
+        return max(values, default=None)
+
+    shares = ("load_average", "cpu_count", "steal_share", "other_cpu_share", "throttled_share")
+    return replace(
+        HostFigures(**{name: worst(name) for name in (*shares, "thermal_events")}),
+        gpu_slowdowns=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.gpu_slowdowns),
+        nics={f"{host}/{name}": nic for host, each in hosts.items() for name, nic in each.nics.items()},
+    )

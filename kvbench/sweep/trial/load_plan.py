@@ -1,0 +1,192 @@
+"""What a trial offers: which requests at which times, and when it has been offered for long enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.traces import TracedRequest, request_rate, scaled
+from kvbench.core.records import Cell, Method, RequestRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.burst import burst_requests
+from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
+from kvbench.core.search.sequential_trial import (
+    Criterion,
+    Decision,
+    LiveConfig,
+    LiveTrial,
+    Observation,
+    trial_length_s,
+)
+from kvbench.core.slo import Slo
+from kvbench.planning.trace_files import burst_plan
+from kvbench.sweep.trial.loadgen_driver import Progress, Settled
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a trial is to offer. ``latency_s``: of one request alone, 0 if unknown. ``searched``: it may end
+    as soon as its verdict is sure, else all of it is offered. ``ceiling``: it asks what comes out at most.
+    """
+
+    cell: Cell
+    rate: float
+    seed: int
+    method: Method = "sustained"
+    searched: bool = True
+    ceiling: bool = False
+    latency_s: float = 0.0
+    thorough: bool = False
+    """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
+    confirms: bool = False
+    """Other trials have found this rate; this one is to agree with them."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The planned sends in seconds, and the requests themselves where they are not all alike."""
+
+    offsets_s: NDArray[np.float64]
+    requests: Sequence[TracedRequest] | None = None
+    flood: Flood | None = None
+    """Of a ceiling probe."""
+
+    @property
+    def n(self) -> int:
+        return len(self.offsets_s)
+
+    @property
+    def length_s(self) -> float:
+        return float(self.offsets_s[-1]) if self.n else 0.0
+
+
+def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
+    """The load of one trial: a function of the scenario, the wish and the trace."""
+    cell, burstiness = wanted.cell, scenario.workload.burstiness
+    if wanted.method == "burst":
+        requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
+        return Offered(np.array([each.offset_s for each in requests]), requests)
+    if wanted.ceiling and not trace:
+        flood = plan_flood(wanted.rate, wanted.latency_s, burstiness, wanted.seed)
+        return Offered(flood.offsets_s, flood=flood)
+    if trace:
+        most = num_requests(scenario, wanted) if wanted.searched else None
+        requests = scaled(trace, request_rate(trace) / wanted.rate, most)
+        offsets = np.array([each.offset_s for each in requests])
+        own = (
+            Flood(offsets, 0.0, float(offsets[-1]), wanted.latency_s, wanted.rate) if wanted.ceiling else None
+        )
+        return Offered(offsets, requests, own)
+    n = num_requests(scenario, wanted)
+    return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))
+
+
+def num_requests(scenario: Scenario, wanted: Wanted) -> int:
+    """Requests of a trial; of one that is searched as many as its verdict may take at most."""
+    search = scenario.search
+    if wanted.method == "burst":
+        return burst_requests(wanted.rate)
+    seconds = search.trial_s
+    if wanted.ceiling:
+        seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * wanted.latency_s)
+    elif wanted.searched:
+        seconds = search.max_trial_s or max(seconds, trial_length_s(wanted.rate, wanted.latency_s))
+    return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
+
+
+class Watch:
+    """Follows a trial by the rule of sequential looks (live.py), once for each SLO tier.
+
+    ``decisions`` has the tiers that are decided. A trial is over as soon as the tier that it was run for is.
+    """
+
+    def __init__(
+        self, scenario: Scenario, wanted: Wanted, offered: Offered, tiers: Mapping[str, Slo], tier: str = ""
+    ) -> None:
+        self._tiers = dict(tiers) if wanted.searched and not wanted.ceiling else {}
+        self._asked = tier if tier in self._tiers else next(iter(self._tiers), "")
+        self.decisions: dict[str, Decision] = {}
+        self._flood = offered.flood
+        self._flood_ends_s: NDArray[np.float64] = np.empty(0)
+        self.flooded_s = 0.0
+        """For how long a ceiling probe went on."""
+        self._trials = {
+            name: LiveTrial(
+                LiveConfig(
+                    offsets_s=offered.offsets_s,
+                    rate=wanted.rate,
+                    latency_s=wanted.latency_s,
+                    ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
+                    confidence=scenario.search.confidence,
+                    thorough=wanted.thorough,
+                    confirms=wanted.confirms,
+                    hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
+                ),
+                [Criterion(kind, target) for kind, target in slo.criteria()],
+            )
+            for name, slo in self._tiers.items()
+        }
+
+    @property
+    def decision(self) -> Decision | None:
+        """That of the tier that the trial was run for."""
+        return self.decisions.get(self._asked)
+
+    def progressed(self, progress: Progress) -> bool:
+        """Takes in what became known; True if the trial may end."""
+        for name, live in self._trials.items():
+            told = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
+            decision = live.feed(progress.t_s, told, progress.waiting_first, progress.sent)
+            if decision is not None:
+                self.decisions.setdefault(name, decision)
+        if self._flood is not None:
+            return self._flood_over(self._flood, progress)
+        # Undecided is a decision, too: the time is up.
+        return self.decision is not None
+
+    def _flood_over(self, flood: Flood, progress: Progress) -> bool:
+        answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
+        ends = [float(flood.offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
+        self._flood_ends_s = np.append(self._flood_ends_s, ends)
+        self.flooded_s = progress.t_s
+        return flood.is_over(self._flood_ends_s, progress.t_s)
+
+
+def _hopeless_s(slo: Slo, output_len: int) -> float:
+    """After so long a request without an end has broken a limit for sure; inf where that cannot be said."""
+    each = {limit.metric for limit in slo.each}
+    certain = len(slo.each) == len(slo.limits) + sum(
+        limit is not None for limit in (slo.ttft_ms, slo.tpot_ms)
+    ) and ({"ttft_ms", "tpot_ms"} <= each or "e2el_ms" in each)
+    return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
+
+
+def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: float) -> dict[str, Any]:
+    """A ceiling probe's completions per second, and whether they are a ceiling, for its trial's summary."""
+    ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
+    found = flood.measured(ends, until_s)
+    if found.completion_rate is None:
+        return {}
+    return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}
+
+
+def _stopped(settled: Settled) -> bool:
+    return settled.error == "cancelled"
+
+
+def _observation(slo: Slo, settled: Settled) -> Observation:
+    times = (settled.ttft_s, settled.tpot_s, settled.e2el_s)
+    ttft_ms, tpot_ms, e2el_ms = (None if time is None else time * 1e3 for time in times)
+    ok = settled.error == ""
+    return (
+        settled.index,
+        slo.observe(ttft_ms, tpot_ms, e2el_ms, ok),
+        slo.margins(ttft_ms, tpot_ms, e2el_ms, ok),
+        settled.ttft_s,
+    )

@@ -1,0 +1,393 @@
+"""Drives the load generator's processes: their specs, progress, end, and what they found as one load.
+
+The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
+from one common start. Records come out in scheduled order, progress and client figures joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import selectors
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbench.core.load.workers import joined_client, joined_records, require_common_start
+from kvbench.core.plan.process_modules import LOADGEN_MODULE
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.records import RequestRecord
+from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError
+from kvbench.hosts.procfs import cpu_s
+from kvbench.launchers.base import Far, Launcher, Process
+from kvbench.processes.common.record_file import read_records
+
+_ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
+CAUSE_CHARS = 300
+COMMAND = (sys.executable, "-m", LOADGEN_MODULE)
+PREPARE_DEADLINE_S = 60.0
+"""Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
+STOP_DEADLINE_S = 10.0
+SILENT_S = 10.0
+"""A generator tells its progress several times a second: one that has said nothing for so long hangs."""
+IDLE_S = 0.1
+"""CPU time that one which waits may take in half of that."""
+POLL_S = 0.05
+TOGETHER_S = 0.05
+"""Several workers are told to start so much later, in which each of them hears of it."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen."""
+
+    index: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the generator counts while it runs. ``settled``: what became final since the last progress."""
+
+    t_s: float = 0.0
+    sent: int = 0
+    done: int = 0
+    met: int = 0
+    missed: int = 0
+    in_flight: int = 0
+    waiting_first: int = 0
+    lag_ms: float = 0.0
+    settled: tuple[Settled, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Records of every planned request that was sent or due, and the client's own figures."""
+
+    records: list[RequestRecord]
+    reason: str
+    duration_s: float
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Spare:
+    """A generator's process that was started before anybody knew its spec, and waits for it on its stdin.
+
+    Starting Python and its libraries takes some 0.25 s of a core, which would else pass between two trials.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._process: Process | None = None
+
+    def prepare(self) -> None:
+        """Starts a process unless one is waiting."""
+        if self._process is None or self._process.poll() is not None:
+            wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
+            self._process = self._launcher.start(wanted, piped=True)
+
+    def take(self, spec: Mapping[str, Any], name: str) -> Process | None:
+        """The waiting process, told its spec, under a name of its own; None if there is none."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return None
+        _say(process, json.dumps(dict(spec)))
+        process.rename(name)
+        return process
+
+    def close(self) -> None:
+        """Ends a process that still waits."""
+        if self._process is not None:
+            self._launcher.stop([self._process])
+            self._process.log_path.unlink(missing_ok=True)
+            self._process = None
+
+
+class LoadGenerator:
+    """One run of ``workers`` processes of ``command``, which is called with the path of its spec.
+
+    ``spare``: a process that waits already; the next one is started when this load has begun.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        spec: Mapping[str, Any],
+        name: str = "loadgen",
+        workers: int = 1,
+        command: Sequence[str] = COMMAND,
+        spare: Spare | None = None,
+    ) -> None:
+        self._spec = dict(spec)
+        self._command = tuple(command)
+        self._launcher = launcher
+        self._name = name
+        self._count = workers
+        self._workers: list[_Worker] = []
+        self._deadline = 0.0
+        self._spare = spare
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run."""
+        return [worker.process.pid for worker in self._workers]
+
+    def run(
+        self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
+    ) -> LoadResult:
+        """Offer the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
+
+        Raises ProcessDiedError if a generator itself ends early, KvbenchError past the deadline. However it
+        ends, all processes and their files of records are gone then.
+        """
+        try:
+            for index in range(self._count):
+                self._workers.append(self._start(index))
+            self._converse(on_progress, check, deadline_s)
+            return self._joined()
+        finally:
+            self._launcher.stop([worker.process for worker in self._workers])
+            for worker in self._workers:
+                worker.forget_records()
+            self._workers = []
+
+    def _start(self, index: int) -> _Worker:
+        spec, name = {**self._spec, "wait_for_go": True}, self._name
+        path = Path(str(spec["records_path"]))
+        if self._count > 1:
+            name = f"{name}-w{index}"
+            path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
+            spec |= {"worker": index, "workers": self._count}
+        far = self._launcher.far(name)
+        spec["records_path"] = far.path_of(path)
+        if self._spec.get("requests_path"):
+            requests = Path(str(self._spec["requests_path"]))
+            far.put(requests)
+            spec["requests_path"] = far.path_of(requests)
+        # The waiting process is on the host of the first.
+        waits = self._spare is not None and far.host == self._launcher.host_of("loadgen-spare")
+        process = self._spare.take(spec, name) if self._spare is not None and waits else None
+        if process is None:
+            wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
+            process = self._launcher.start(wanted, piped=True)
+        return _Worker(process, path, far)
+
+    def _converse(
+        self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
+    ) -> None:
+        """From the first event to the last worker's end."""
+        self._deadline = time.monotonic() + PREPARE_DEADLINE_S
+        waiting, stopping = self._count, False
+        for worker, event in self._events(check):
+            kind = event.get("event")
+            if kind == "ready":
+                waiting -= 1
+                if not waiting:
+                    self._deadline = time.monotonic() + deadline_s
+                    self._started()
+                    self._go()
+                    if self._spare is not None:
+                        self._spare.prepare()
+            elif kind == "progress":
+                worker.progress = _progress(event)
+                if on_progress(self._progress(worker.progress.settled)) and not stopping:
+                    stopping = True
+                    grace_s = float(self._spec.get("stop_grace_s", 0.0))
+                    self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
+                    self._tell_all("stop")
+            elif kind == "end":
+                worker.end = event
+                if all(each.end is not None for each in self._workers):
+                    return
+        raise AssertionError("unreachable: the events end by the last end event or an error")
+
+    def _events(self, check: Callable[[], None]) -> Iterator[tuple[_Worker, dict[str, Any]]]:
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                os.set_blocking(worker.process.stdout.fileno(), False)
+                selector.register(worker.process.stdout.fileno(), selectors.EVENT_READ, worker)
+            while True:
+                if time.monotonic() > self._deadline:
+                    raise self._too_late()
+                check()
+                self._check_workers()
+                for key, _ in selector.select(POLL_S):
+                    data = os.read(key.fd, 65_536)
+                    if data:
+                        yield from ((key.data, json.loads(line)) for line in key.data.lines(data))
+                    elif key.data.end is not None:
+                        selector.unregister(key.fd)  # its work is done, others still go on
+                    else:
+                        raise ended_early(key.data.process)
+
+    def _started(self) -> None:
+        """From now on each worker is to tell how it gets on."""
+        for worker in self._workers:
+            worker.heard_at = time.monotonic()
+
+    def _check_workers(self) -> None:
+        """Raises ProcessHungError if a worker that is to tell something tells nothing and does nothing."""
+        for worker in self._workers:
+            silent_s = time.monotonic() - worker.heard_at
+            if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
+                process = worker.process
+                raise ProcessHungError(
+                    f"the load generator {process.name} hangs: it has said nothing for {silent_s:.0f} s "
+                    "and takes no CPU time",
+                    hint="see whether a signal has stopped it, and whether the machine has CPU time to "
+                    f"give; the whole log is {process.log_path}",
+                )
+
+    def _too_late(self) -> KvbenchError:
+        late = [worker.process for worker in self._workers if worker.end is None]
+        return KvbenchError(
+            "the load generator did not finish within its deadline",
+            hint=f"see {', '.join(str(process.log_path) for process in late)}",
+        )
+
+    def _go(self) -> None:
+        """Several start at one moment, which is told to each on the clock of its host."""
+        if self._count == 1:
+            self._tell_all("go")
+            return
+        ahead_s = {worker.far.host: worker.far.clock_ahead_s for worker in self._workers}
+        for worker in self._workers:
+            worker.ahead_s = ahead_s[worker.far.host]
+        began = time.monotonic() + TOGETHER_S
+        for worker in self._workers:
+            _say(worker.process, f"go {began + worker.ahead_s:.6f}")
+
+    def _tell_all(self, words: str) -> None:
+        for worker in self._workers:
+            _say(worker.process, words)
+
+    def _progress(self, settled: tuple[Settled, ...]) -> Progress:
+        """The workers' counts together, as each last told them."""
+        told = [worker.progress for worker in self._workers]
+        return Progress(
+            t_s=max(each.t_s for each in told),
+            sent=sum(each.sent for each in told),
+            done=sum(each.done for each in told),
+            met=sum(each.met for each in told),
+            missed=sum(each.missed for each in told),
+            in_flight=sum(each.in_flight for each in told),
+            waiting_first=sum(each.waiting_first for each in told),
+            lag_ms=max(each.lag_ms for each in told),
+            settled=settled,
+        )
+
+    def _planned(self) -> int:
+        """Requests in the plan: the lines of its trace if it has one."""
+        trace = str(self._spec.get("requests_path", ""))
+        if not trace:
+            return int(self._spec["num_requests"])
+        with open(trace, "rb") as file:
+            return sum(1 for line in file if line.strip())
+
+    def _joined(self) -> LoadResult:
+        ends = [worker.end or {} for worker in self._workers]
+        clients = [worker.client() for worker in self._workers]
+        require_common_start(clients)
+        unfinished = [str(end["reason"]) for end in ends if end["reason"] != "complete"]
+        for worker in self._workers:
+            worker.far.fetch(worker.records_path)
+        shares = [read_records(worker.records_path) for worker in self._workers]
+        return LoadResult(
+            records=joined_records(shares, None if unfinished else self._planned()),
+            reason=unfinished[0] if unfinished else "complete",
+            duration_s=max(float(end.get("duration_s", 0.0)) for end in ends),
+            client=joined_client(clients),
+        )
+
+
+class _Worker:
+    """One process, and what it has told so far."""
+
+    def __init__(self, process: Process, records_path: Path, far: Far) -> None:
+        self.process = process
+        self.records_path = records_path
+        self.far = far
+        self.progress = Progress()
+        self.ahead_s = 0.0
+        """How far the clock of its host is ahead of ours."""
+        self.end: dict[str, Any] | None = None
+        self.heard_at = math.inf
+        """When it last said something; infinite while nothing is asked of it."""
+        self._silent_cpu_s: float | None = None
+        self._rest = b""
+
+    def idle(self) -> bool:
+        """Whether it has taken no CPU time since this was first asked in its present silence.
+
+        Then it does not write many records either. One on another host is asked for over there.
+        """
+        taken_s = self.far.cpu_s(self.process.pid) if self.far.host else cpu_s([self.process.pid])
+        if taken_s is None:
+            return False
+        if self._silent_cpu_s is None:
+            self._silent_cpu_s = taken_s
+        return taken_s - self._silent_cpu_s <= IDLE_S
+
+    def forget_records(self) -> None:
+        """Removes its file of records, and what it may have written of one when it was killed."""
+        with contextlib.suppress(KvbenchError):  # a host that is lost keeps nothing
+            self.far.forget(self.records_path)
+        for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
+            path.unlink(missing_ok=True)
+
+    def client(self) -> dict[str, Any]:
+        """Its figures of itself, its start on our clock."""
+        told = dict((self.end or {}).get("client", {}))
+        if told.get("started_monotonic_s") is not None:
+            told["started_monotonic_s"] -= self.ahead_s
+        if self.far.host:
+            told |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
+        return told
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The whole lines that these bytes complete."""
+        if self.heard_at < math.inf:
+            self.heard_at = time.monotonic()
+            self._silent_cpu_s = None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def _progress(event: Mapping[str, Any]) -> Progress:
+    known = {key: event[key] for key in Progress.__dataclass_fields__ if key in event}
+    known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+    return Progress(**known)
+
+
+def ended_early(process: Process) -> ProcessDiedError:
+    """The error for a generator that closed its output without an end event."""
+    deadline = time.monotonic() + 2
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    cause = cause_of(process.tail())
+    return ProcessDiedError(
+        f"the load generator {process.name} ended early (status {process.poll()}){cause and f': {cause}'}",
+        hint=f"the whole log is {process.log_path}",
+    )
+
+
+def cause_of(lines: Sequence[str]) -> str:
+    """What a log's last lines come to in one line: the error that a traceback ends with, or the last."""
+    told = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in told if _ERROR.match(line)]
+    return (errors or told or [""])[-1][:CAUSE_CHARS]
+
+
+def _say(process: Process, words: str) -> None:
+    with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status tells why
+        process.stdin.write(words.encode() + b"\n")
+        process.stdin.flush()

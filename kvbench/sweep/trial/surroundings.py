@@ -1,0 +1,86 @@
+"""What is known about a deployment before it serves: hardware, NICs, slots. What is not known is None."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvbench.connectors.base import Connector
+from kvbench.core.physics.hardware import Hardware, hardware_of, prefill_work, profile_hardware
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.hosts import nvml
+from kvbench.hosts.devices import NicReading, nic_counters
+
+_NIC_OPTIONS: Final = ("device_name", "ucx_net_devices", "nics")
+"""Connector options that name NICs, by commas; a port may follow a colon."""
+_EVERY_NIC: Final = frozenset({"", "all", "auto"})
+INSIDE_ONE_HOST: Final = 2.0
+"""Loopback inside an RDMA device is bounded by PCIe, which may carry that much more than its port."""
+
+
+def surroundings(scenario: Scenario, connector: Connector, options: Any) -> dict[str, Any]:
+    """Fields of an ``Evidence`` that do not change from trial to trial."""
+    deployed = scenario.deployment
+    hardware = hardware_here(scenario)
+    peak = None if hardware is None else hardware.peak_flops
+    instances = deployed.prefill if connector.disaggregated else deployed.aggregated_engines
+    if peak is not None and deployed.engine == "emulated":
+        peak /= float(getattr(deployed.engine_options, "time_scale", 1.0))
+    asked = nics_asked(options)
+    here = deployed.engine != "external" and not deployed.several_hosts
+    return {
+        "nics_asked": asked,
+        "engines_here": here,
+        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), asked, here),
+        "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
+        "prefill_flops": None if peak is None else peak * instances,
+        "hardware": "" if hardware is None else f"{instances} × {hardware.text()}" * (peak is not None),
+    }
+
+
+def hardware_here(scenario: Scenario) -> Hardware | None:
+    """The GPUs of one instance: as the scenario says, as the emulated timing stands for, or as found here."""
+    deployed = scenario.deployment
+    if deployed.hardware:
+        return hardware_of(deployed.hardware)
+    if deployed.engine == "emulated":
+        timing = str(getattr(deployed.engine_options, "timing", ""))
+        return profile_hardware(timing, deployed.tensor_parallel_size)
+    if deployed.engine == "external" or deployed.several_hosts:
+        return None
+    found = set(nvml.names())
+    return Hardware(found.pop(), deployed.tensor_parallel_size) if len(found) == 1 else None
+
+
+def slots_of(scenario: Scenario) -> int | None:
+    """``max_num_seqs`` of one instance, if the scenario's engine options say."""
+    slots = getattr(scenario.deployment.engine_options, "max_num_seqs", None)
+    return slots if isinstance(slots, int) else None
+
+
+def nics_asked(options: Any) -> tuple[str, ...]:
+    """The NICs that a connector's options name; none if they leave the choice to the library."""
+    for key in _NIC_OPTIONS:
+        value = getattr(options, key, "")
+        names = value.split(",") if isinstance(value, str) else [str(name) for name in value or ()]
+        bare = [name.strip().partition(":")[0] for name in names]
+        if bare and not _EVERY_NIC & set(bare):
+            return tuple(dict.fromkeys(bare))
+    return ()
+
+
+def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], here: bool) -> float | None:
+    """Bytes per second that the NICs of one instance carry at most, one way."""
+    if scenario.deployment.nic_gbit is not None:
+        return scenario.deployment.nic_gbit * 1e9 / 8
+    words = set(transport_asked.split(","))
+    if not here or words & {"", "all", "tcp"}:
+        # Inside one host TCP goes over loopback, which has no line rate, and who may choose takes NVLink.
+        return None
+    devices: dict[str, NicReading] = {
+        name: nic
+        for name, nic in nic_counters().items()
+        if nic.kind == "rdma" and (not asked or name in asked)
+    }
+    rates = [nic.bytes_per_s for nic in devices.values()]
+    known = [rate for rate in rates if rate is not None]
+    return INSIDE_ONE_HOST * sum(known) if known and len(known) == len(rates) else None

@@ -1,0 +1,72 @@
+"""Which transfer backends this machine can run, and which of their protocols it lacks the hardware for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from kvbench import transfer
+from kvbench.core.transfers.cases import Mover
+from kvbench.hosts.devices import gpus
+from kvbench.hosts.nics import choice as nics
+
+
+def movers() -> list[Mover]:
+    """Every backend, with what keeps it, or one of its protocols, from running here."""
+    lacks = lacking()
+    return [_with(mover, lacks[mover.name]) for mover in _known()]
+
+
+def lacking() -> dict[str, dict[str, Any]]:
+    """For each backend what is lacking here: ``problem``, empty if it runs, and ``lacking`` by protocol."""
+    names = transfer.names()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        problems = dict(zip(names, pool.map(transfer.check, names), strict=True))
+    absent = {"rdma": "no RDMA device", "gpu": "no GPU"}
+    here = {"rdma": bool(nics.find("rdma").usable), "gpu": bool(gpus())}
+    found = {}
+    for name in names:
+        problem, needs = problems[name], transfer.get(name).needs
+        mend = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
+        found[name] = {
+            "problem": "" if problem is None else problem.reason + mend,
+            "lacking": {p: absent.get(need, need) for p, need in needs.items() if not here.get(need, False)},
+        }
+    return found
+
+
+def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Mover]:
+    """Every backend, with what keeps it from running on all of these hosts: host → its ``lacking``."""
+    found = []
+    for mover in _known():
+        lacks: dict[str, Any] = {"problem": "", "lacking": {}}
+        for host, told in hosts.items():
+            own = told.get(mover.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
+            if own["problem"] and not lacks["problem"]:
+                lacks["problem"] = f"{host}: {own['problem']}"
+            for protocol, reason in own["lacking"].items():
+                lacks["lacking"].setdefault(protocol, f"{host}: {reason}")
+        found.append(_with(mover, lacks))
+    return found
+
+
+def _known() -> Iterator[Mover]:
+    """Every backend as it is where nothing is lacking."""
+    for name in transfer.names():
+        backend = transfer.get(name)
+        yield Mover(
+            name,
+            backend.protocols,
+            backend.ops,
+            nics=backend.nics,
+            loopback_only=backend.loopback_only,
+            memories=backend.memories,
+            optional=backend.optional,
+            one_nic=backend.one_nic,
+        )
+
+
+def _with(mover: Mover, lacks: Mapping[str, Any]) -> Mover:
+    return replace(mover, problem=str(lacks["problem"]), lacking=dict(lacks["lacking"]))

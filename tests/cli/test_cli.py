@@ -1,0 +1,116 @@
+"""The command line: help, bad input, plan, schema, doctor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import kvbench
+
+from kvbench.cli.options import LoadOptions
+
+COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor", "init", "timeline")
+
+
+def test_help_names_every_command() -> None:
+    done = kvbench("--help")
+    assert done.status == 0
+    assert all(command in done.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_and_few_options(command: str) -> None:
+    done = kvbench(command, "--help")
+    assert done.status == 0
+    # About ten, and --help; sweep and bench have more, in panels: load, SLO, method; and what resumes a run.
+    # bench takes another run's loads, too.
+    assert done.out.count(" --") <= {"sweep": 23, "bench": 24}.get(command, 12)
+
+
+def test_every_option_of_a_load_reaches_the_wish() -> None:
+    repeated = ("set_", "connector", "slo")
+    given: dict[str, Any] = {
+        each.name: [each.name] if each.name in repeated else each.name for each in fields(LoadOptions)
+    }
+    told = asdict(LoadOptions(**given).wish()).values()
+    for name, value in given.items():
+        assert (tuple(value) if name in repeated else value) in told
+
+
+def test_bench_does_not_offer_what_only_a_search_has() -> None:
+    assert " --method " in kvbench("sweep", "--help").out
+    done = kvbench("bench", "quickstart", "--rate", "1", "--method", "burst")
+    assert done.status == 2
+    assert "No such option" in done.err
+
+
+def test_version() -> None:
+    assert kvbench("--version").out.startswith("kvbench 0.")
+
+
+def test_all_mistakes_of_a_scenario_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "version: 1\nmodel: tiny\nconnectors: [agregated]\n"
+        "workload: {input_len: 0, output_len: 4}\nslo: {tftt_ms: 100}\n"
+    )
+    done = kvbench("sweep", str(path), "--output", str(tmp_path / "results"))
+    assert done.status == 2
+    assert f"{path}:3: " in done.err
+    assert "aggregated" in done.err
+    assert f"{path}:4: " in done.err
+    assert f"{path}:5: " in done.err
+    assert "ttft_ms" in done.err
+    assert not (tmp_path / "results").exists()
+    assert "Traceback" not in done.text
+
+
+def test_an_unknown_scenario_names_the_nearest() -> None:
+    done = kvbench("plan", "quickstrt")
+    assert done.status == 2
+    assert "did you mean quickstart?" in done.err
+
+
+def test_plan_starts_nothing_and_prints_ports_and_time() -> None:
+    done = kvbench("plan", "quickstart")
+    assert done.status == 0
+    assert "21000" in done.out
+    assert "estimated time" in done.out
+    assert "nothing was started" in done.out
+
+
+def test_plan_as_json_has_every_process() -> None:
+    plan = json.loads(kvbench("plan", "quickstart", "--json", "--connector", "mooncake").out)
+    names = [process["name"] for process in plan["processes"]["mooncake"]]
+    assert names == ["prefill-0", "decode-0", "router"]
+    assert plan["processes"]["mooncake"][0]["env"]["MC_FORCE_TCP"] == "1"
+    assert plan["reference"] == "reference"
+
+
+def test_schema_is_json_schema() -> None:
+    schema = json.loads(kvbench("schema").out)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert "slo" in schema["properties"]
+
+
+def test_report_of_no_run_folder(tmp_path: Path) -> None:
+    done = kvbench("report", str(tmp_path))
+    assert done.status == 1
+    assert "is not a run folder" in done.err
+
+
+def test_doctor_names_every_connector() -> None:
+    done = kvbench("doctor")
+    assert done.status in (0, 1)
+    for name in ("mooncake", "nixl", "tcp"):
+        assert f"connector {name}" in done.out
+
+
+def test_wrong_options_are_exit_2() -> None:
+    assert kvbench("bench", "quickstart").status == 2
+    assert kvbench("bench", "quickstart", "--rate", "-1").status == 2
+    assert kvbench("sweep", "quickstart", "--connector", "moonkake").status == 2
+    assert kvbench("plan", "quickstart", "--set", "slo.ttft=1").status == 2

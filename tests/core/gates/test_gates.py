@@ -1,0 +1,614 @@
+"""Each lie is caught by the gate that is meant for it; an honest trial trips none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core.gates.evidence import (
+    ClientFigures,
+    EngineFigures,
+    Evidence,
+    HostFigures,
+    NicFigures,
+    RouterFigures,
+)
+from kvbench.core.gates.gates import GATES, gate_table, judge
+from kvbench.core.gates.transfer import plain_transport
+from kvbench.core.metrics.metrics import Slo, summarise
+from kvbench.core.physics.hardware import Hardware, PrefillWork, hardware_of, peak_flops, prefill_work
+from kvbench.core.records import RequestRecord
+from kvbench.core.slo import Limit
+
+SLO = Slo(ttft_ms=200, tpot_ms=20, attainment=0.95)
+N, INPUT, KV_BYTES = 100, 1000, 4096.0
+
+
+def request(
+    i: int, ttft_s: float = 0.1, rate: float = 25.0, gap_s: float = 0.01, **changes: Any
+) -> RequestRecord:
+    at, first = i / rate, i / rate + ttft_s
+    record = RequestRecord(
+        f"r{i}", at, INPUT, 5, sent_s=at, first_token_s=first, last_token_s=first + 4 * gap_s, output_len=5
+    )
+    return replace(record, itl_s=[gap_s] * 4, status=200, **changes)
+
+
+def failed(i: int, error: str = "http_error") -> RequestRecord:
+    return RequestRecord(
+        f"f{i}", i / 25, INPUT, 5, sent_s=i / 25, status=500, error=error, error_detail="boom"
+    )
+
+
+GOOD = [request(i) for i in range(N)]
+BAD = [request(i, ttft_s=0.3 if i % 5 == 0 else 0.1) for i in range(N)]
+PREFILL = EngineFigures(
+    prompt_tokens=N * INPUT,
+    prefix_queries=N * INPUT,
+    prefix_hits=0,
+    requests=N,
+    kv_transfers=N,
+    kv_bytes=N * KV_BYTES,
+    kv_failures=0,
+    step_lag_s=0.01,
+    steps=1000,
+    step_lag_p99_s=0.001,
+    busy_s=3.0,
+)
+DECODE = EngineFigures(
+    prompt_tokens=N * INPUT,
+    prompt_tokens_by_source={"local_compute": 0, "external_kv_transfer": N * INPUT},
+    prefix_queries=N * INPUT,
+    prefix_hits=0,
+    requests=N,
+    preemptions=0,
+    generation_tokens=N * 5,
+    slots=64,
+    step_lag_s=0.01,
+    steps=1000,
+    step_lag_p99_s=0.001,
+    busy_s=3.0,
+)
+
+
+def evidence(records: list[RequestRecord], slo: Slo = SLO, **changes: Any) -> Evidence:
+    base = Evidence(
+        records=records,
+        summary=summarise(records, slo, 25.0, 4.2),
+        slo=slo,
+        client=ClientFigures(0.1, 1.0, 0.5, 0.1),
+        engines={"prefill": PREFILL, "decode": DECODE},
+        host=HostFigures(0.5, 2, 0.0),
+        router=RouterFigures(cpu_s=1.0, seconds=4.2, loop_lag_p99_s=0.001),
+        kv_bytes_per_request=KV_BYTES,
+        transport_asked="tcp",
+        transport_ran="tcp",
+    )
+    return replace(base, **changes)
+
+
+def engines(prefill: Mapping[str, Any] = {}, decode: Mapping[str, Any] = {}) -> dict[str, EngineFigures]:
+    return {"prefill": replace(PREFILL, **prefill), "decode": replace(DECODE, **decode)}
+
+
+def fired(found: Evidence) -> dict[str, str]:
+    return {finding.gate: finding.level for finding in judge(found)[2]}
+
+
+def test_an_honest_trial_trips_no_gate() -> None:
+    verdict, reason, findings = judge(evidence(GOOD))
+    assert (verdict, findings) == ("met", [])
+    assert reason.startswith("90 of 90 requests (100.0%) within the SLO, 95.0% asked")
+    verdict, reason, findings = judge(evidence(BAD))
+    assert (verdict, findings) == ("missed", [])
+    assert "18 × ttft" in reason
+
+
+def test_unknown_figures_trip_no_gate() -> None:
+    bare = Evidence(GOOD, summarise(GOOD, SLO, 25.0, 4.2), SLO)
+    assert judge(bare)[2] == []
+    assert judge(replace(bare, engines={"prefill": EngineFigures(), "decode": EngineFigures()}))[2] == []
+
+
+def shed(i: int) -> RequestRecord:
+    return replace(failed(i), status=503)
+
+
+IDLE_RDMA = NicFigures("rdma", 1e3, 1e3, 5e10)
+BUSY_RDMA = NicFigures("rdma", 5e6, 5e6, 5e10)
+
+
+def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
+    """A trial that moved 5 MB of KV, with what the NICs counted of it."""
+    return evidence(
+        GOOD,
+        engines=engines({"kv_bytes": 5e6}),
+        kv_bytes_per_request=5e6 / N,
+        host=HostFigures(nics=nics),
+        transport_asked=asked,
+        transport_ran=asked.partition(",")[0],
+        nics_asked=names,
+        engines_here=True,
+    )
+
+
+LIES: list[tuple[str, str, Evidence]] = [
+    ("warm_cache", "invalid", evidence(GOOD, engines=engines({"prefix_hits": 0.02 * N * INPUT}))),
+    ("warm_cache", "invalid", evidence(GOOD, engines=engines(decode={"prefix_hits": 0.5 * N * INPUT}))),
+    ("prefill_skipped", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 0}))),
+    ("prefill_repeated", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 2 * N * INPUT}))),
+    (
+        "decode_recomputed",
+        "invalid",
+        evidence(GOOD, engines=engines(decode={"prompt_tokens_by_source": {"local_compute": N * INPUT}})),
+    ),
+    (
+        "decode_recomputed",
+        "invalid",
+        evidence(GOOD, engines=engines(decode={"prompt_tokens_by_source": {"external_kv_transfer": 0.0}})),
+    ),
+    (
+        "decode_recomputed",
+        "warning",
+        evidence(
+            GOOD,
+            engines=engines(
+                decode={
+                    "prompt_tokens_by_source": {
+                        "local_compute": 5 * INPUT,
+                        "external_kv_transfer": N * INPUT,
+                    },
+                    "preemptions": 5,
+                }
+            ),
+        ),
+    ),
+    ("kv_bytes_wrong", "invalid", evidence(GOOD, engines=engines({"kv_bytes": 0.5 * N * KV_BYTES}))),
+    ("kv_bytes_wrong", "invalid", evidence(GOOD, engines=engines({"kv_bytes": 2 * N * KV_BYTES}))),
+    ("kv_failures", "invalid", evidence(GOOD, engines=engines(decode={"kv_failures": 1}))),
+    ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="tcp")),
+    ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="ucx:tcp/lo")),
+    ("hidden_retries", "invalid", evidence(GOOD, engines=engines({"requests": N + 1}))),
+    ("lost_requests", "invalid", evidence(GOOD, engines=engines(decode={"requests": N - 1}))),
+    ("server_restarted", "invalid", evidence(GOOD, engines=engines(decode={"requests": -40}))),
+    ("emulator_behind", "warning", evidence(GOOD, engines=engines({"step_lag_s": 1.2}))),
+    ("emulator_behind", "warning", evidence(BAD, engines=engines({"step_lag_p99_s": 0.006}))),
+    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_s": 2.5}))),
+    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_p99_s": 0.3}))),
+    (
+        "emulator_behind",
+        "warning",
+        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 0.3, "paced_s": 1.0})),
+    ),
+    (
+        "emulator_behind",
+        "invalid",
+        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 2.0, "paced_s": 1.0})),
+    ),
+    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"transfer_lag_p99_s": 0.3}))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(5.0, 2, 0.0, 0.3))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(None, None, 0.1))),
+    ("client_limited", "warning", evidence(GOOD, client=ClientFigures(send_lag_p99_ms=8))),
+    ("client_limited", "invalid", evidence(GOOD, client=ClientFigures(loop_lag_p99_ms=80))),
+    ("client_limited", "warning", evidence(BAD, client=ClientFigures(send_lag_p99_ms=8))),
+    ("client_limited", "warning", evidence(GOOD, client=ClientFigures(chunk_lag_p99_ms=8, stamps="read"))),
+    ("router_limited", "warning", evidence(GOOD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
+    ("router_limited", "invalid", evidence(BAD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
+    ("router_limited", "invalid", evidence(GOOD, router=RouterFigures(loop_lag_p99_s=0.1))),
+    ("output_miscounted", "invalid", evidence(GOOD, engines=engines(decode={"generation_tokens": 3 * N}))),
+    ("server_restarted", "invalid", evidence(GOOD, engines=engines({"restarts": 1}))),
+    ("shedding", "invalid", evidence([shed(i) if i % 25 == 0 else r for i, r in enumerate(GOOD)])),
+    ("shedding", "warning", evidence([shed(i) if i % 5 == 0 else r for i, r in enumerate(GOOD)])),
+    (
+        "slot_capped",
+        "warning",
+        evidence(
+            [request(i, gap_s=0.1) for i in range(N)],
+            engines=engines(decode={"running_peak": 4, "queued_samples": 9, "full_samples": 9}),
+        ),
+    ),
+    ("wrong_transport", "invalid", over({"lo": NicFigures("ip", 5e6, 5e6, None, True)}, "rdma")),
+    ("wrong_transport", "invalid", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 5e6, 0)}, "rc,cuda")),
+    ("wrong_transport", "warning", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 0, 0)}, "rdma")),
+    ("wrong_nics", "invalid", over({"mlx5_0": BUSY_RDMA, "mlx5_1": IDLE_RDMA}, "rdma", "mlx5_0", "mlx5_1")),
+    ("wrong_nics", "invalid", over({"mlx5_0": IDLE_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
+    ("wrong_nics", "warning", over({"mlx5_0": IDLE_RDMA, "mlx5_1": IDLE_RDMA}, "", "mlx5_0", "mlx5_1")),
+    ("impossible_prefill", "invalid", evidence(GOOD, prefill_work=PrefillWork(1e9), prefill_flops=1e13)),
+    (
+        "impossible_transfer",
+        "invalid",
+        evidence(GOOD, kv_line_rate=1e9, engines=engines({"kv_seconds": N * KV_BYTES / 2e9})),
+    ),
+    ("one_batch", "invalid", evidence([request(i, 0.1, 1000.0, gap_s=0.01) for i in range(N)])),
+    ("not_steady", "invalid", evidence([request(i, gap_s=0.005 + 1.3e-4 * i) for i in range(N)])),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(throttled_share=0.3))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(thermal_events=2))),
+    ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(gpu_slowdowns=("GPU 0 (heat)",)))),
+    (
+        "machine_disturbed",
+        "warning",
+        over({"mlx5_0": replace(BUSY_RDMA, sent_bytes=2e8)}, "rdma", "mlx5_0"),
+    ),
+]
+
+
+LIES += [
+    ("wrong_prompt_length", "invalid", evidence([replace(r, prompt_tokens=INPUT // 2) for r in GOOD])),
+    ("wrong_prompt_length", "invalid", evidence([replace(r, prompt_tokens=INPUT + 50) for r in GOOD])),
+    ("wrong_prompt_length", "warning", evidence([replace(r, prompt_tokens=INPUT + 5) for r in GOOD])),
+    ("wrong_prompt_length", "note", evidence([replace(r, prompt_tokens=INPUT + 1) for r in GOOD])),
+    (
+        "wrong_prompt_length",
+        "warning",
+        evidence([replace(GOOD[0], prompt_tokens=1), *(replace(r, prompt_tokens=INPUT) for r in GOOD[1:])]),
+    ),
+    ("tokens_per_event", "note", evidence([replace(r, itl_s=[0.02] * 2) for r in GOOD])),
+    ("answer_at_once", "invalid", evidence([request(i, gap_s=0.0) for i in range(N)])),
+    (
+        "same_answers",
+        "warning",
+        evidence(
+            [replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
+            engines=engines(decode={"generation_tokens": 9 * N}),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("gate", "level", "lie"), LIES, ids=[f"{gate}-{i}" for i, (gate, _, _) in enumerate(LIES)]
+)
+def test_each_lie_is_caught(gate: str, level: str, lie: Evidence) -> None:
+    assert fired(lie).get(gate) == level
+    verdict, reason, findings = judge(lie)
+    assert (verdict == "invalid") == ("invalid" in fired(lie).values())
+    for finding in findings:
+        assert finding.message
+        assert finding.advice
+        json.dumps(asdict(finding), allow_nan=False)
+    assert reason
+
+
+def test_a_late_client_refuses_a_miss_that_it_may_have_caused() -> None:
+    # 300 ms would be missed without the client's lag as well; 205 ms would not.
+    barely = [request(i, ttft_s=0.205 if i % 5 == 0 else 0.1) for i in range(N)]
+    assert judge(evidence(barely))[0] == "missed"
+    assert judge(evidence(barely, client=ClientFigures(send_lag_p99_ms=8)))[0] == "invalid"
+    assert judge(evidence(BAD, client=ClientFigures(send_lag_p99_ms=8)))[0] == "missed"
+
+
+def test_with_the_kernel_s_stamps_a_late_look_harms_what_was_read_together() -> None:
+    late = ClientFigures(send_lag_p99_ms=1, chunk_lag_p99_ms=500, loop_lag_p99_ms=500, stamps="kernel")
+    assert fired(evidence(GOOD, client=late)) == {}  # each chunk had a read, and so a stamp, of its own
+    for error in ({"first_error_p99_ms": 6.0}, {"token_error_p99_ms": 6.0}):
+        assert fired(evidence(GOOD, client=replace(late, **error))) == {"client_limited": "warning"}
+        gross = dict.fromkeys(error, 60.0)
+        assert fired(evidence(GOOD, client=replace(late, **gross))) == {"client_limited": "invalid"}
+    # 205 ms would be 200 if the first tokens had come as early as they may have.
+    barely = [request(i, ttft_s=0.205 if i % 5 == 0 else 0.1) for i in range(N)]
+    assert judge(evidence(barely, client=replace(late, first_error_p99_ms=6.0)))[0] == "invalid"
+    assert judge(evidence(BAD, client=replace(late, first_error_p99_ms=6.0)))[0] == "missed"
+    assert "client_limited" in fired(evidence(GOOD, client=replace(late, stamps="mixed")))
+    assert "client_limited" in fired(evidence(GOOD, client=replace(late, send_lag_p99_ms=6)))
+
+
+def test_a_miss_stands_only_if_the_worst_lag_could_not_have_made_it() -> None:
+    # 300 ms are missed by 100 ms: a P99 of 8 ms cannot have done that, a largest lag of 120 ms can.
+    late = ClientFigures(send_lag_p99_ms=8, send_lag_max_ms=120)
+    assert judge(evidence(BAD, client=late))[0] == "invalid"
+    assert judge(evidence(BAD, client=replace(late, send_lag_max_ms=20)))[0] == "missed"
+
+
+def test_a_queue_that_a_late_client_may_have_made_is_no_miss() -> None:
+    slow = Slo(ttft_ms=5000, attainment=0.95)
+    growing = [request(i, ttft_s=0.1 + i * 0.02) for i in range(N)]
+    late = ClientFigures(send_lag_p99_ms=150)
+    assert judge(evidence(growing, slow, engines={}))[0] == "missed"
+    assert judge(evidence(growing, slow, engines={}, client=late))[0] == "invalid"
+
+
+def test_failures_that_no_server_has_seen_are_no_miss_of_the_server() -> None:
+    dropped = [failed(i) if i % 5 == 0 else record for i, record in enumerate(GOOD)]
+    seen = {
+        "requests": 80,
+        "prompt_tokens": 80 * INPUT,
+        "prefix_queries": 80 * INPUT,
+        "kv_bytes": 80 * KV_BYTES,
+    }
+    source = {"prompt_tokens_by_source": {"external_kv_transfer": 80 * INPUT}, "generation_tokens": 400}
+    told = evidence(dropped, engines=engines(seen, {**seen, **source}))
+    assert fired(told)["failed_elsewhere"] == "invalid"
+    both = evidence(dropped, engines=engines())  # the servers counted them all: their own failures
+    assert fired(both) == {"failed_requests": "warning"}
+    assert judge(both)[0] == "missed"
+
+
+def test_failed_transfers_of_cancelled_requests_are_excused() -> None:
+    three = engines({"kv_expired": 1}, {"kv_failures": 2})
+    assert fired(evidence(GOOD, engines=three, kv_may_expire=3)) == {
+        "kv_failures": "note",
+        "kv_expired": "note",
+    }
+    assert fired(evidence(GOOD, engines=three, kv_may_expire=2))["kv_failures"] == "invalid"
+
+
+def test_slots_bound_what_a_trial_can_say() -> None:
+    long = [request(i, gap_s=0.1) for i in range(N)]  # 0.4 s in a slot each, 25 requests a second: 10 slots
+    slo = Slo(ttft_ms=200, attainment=0.95)
+    assert fired(evidence(long, slo, engines=engines(decode={"slots": 10}))) == {}
+    verdict, reason, _ = judge(evidence(long, slo, engines=engines(decode={"slots": 9})))
+    assert verdict == "missed"
+    assert reason.startswith("decode runs 9 sequences at once; at 0.40 s each that holds 22.50 requests")
+    assert fired(evidence(long, slo, engines=engines(decode={"slots": 5, "instances": 2}))) == {}
+    free = {"running_peak": 4, "queued_samples": 9, "full_samples": 3}  # it wanders below its peak
+    assert fired(evidence(long, slo, engines=engines(decode={**free, "slots": 64}))) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        ("rc", "ucx:rc_mlx5/mlx5_0:1"),
+        ("rc_x,cuda_copy", "ucx:rc_mlx5/mlx5_0:1"),
+        ("ib", "ucx:dc_mlx5/mlx5_3:1"),
+        ("tcp", "ucx:tcp/lo"),
+        ("sm,tcp", "ucx:posix/memory"),
+        ("rdma", "rdma (configured)"),
+        ("all", "ucx:cma/memory"),
+    ],
+)
+def test_names_that_mean_the_same_transport(asked: str, ran: str) -> None:
+    assert fired(evidence(GOOD, transport_asked=asked, transport_ran=ran)) == {}
+    assert fired(evidence(GOOD, transport_asked="nvlink", transport_ran=ran)) == {
+        "wrong_transport": "invalid"
+    }
+    assert "/" not in plain_transport(ran)
+
+
+def test_rdma_that_its_counters_confirm_is_no_lie() -> None:
+    assert fired(over({"mlx5_0": BUSY_RDMA, "lo": NicFigures("ip", 9e6, 9e6, None, True)}, "rdma")) == {}
+    two = {"mlx5_0": BUSY_RDMA, "mlx5_1": replace(BUSY_RDMA, sent_bytes=2e6)}
+    assert fired(over(two, "rdma", "mlx5_0", "mlx5_1")) == {}
+
+
+def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
+    # 225 prompts of 32 k tokens with a first token within 5.5 s (29 PFLOP/s on eight H100s).
+    records = [
+        RequestRecord(
+            str(i), i / 45, 32_768, 2, sent_s=i / 45, first_token_s=5.5, last_token_s=6.0, output_len=2
+        )
+        for i in range(225)
+    ]
+    work, peak = prefill_work("qwen3-30b-a3b"), Hardware("H200", 8).peak_flops
+    found = Evidence(
+        records,
+        summarise(records, SLO, 45, 6),
+        SLO,
+        prefill_work=work,
+        prefill_flops=peak,
+        hardware="8 × H200",
+    )
+    finding = next(each for each in judge(found)[2] if each.gate == "impossible_prefill")
+    assert finding.evidence["flop_per_s"] > 16e15
+    # The same prompts, first tokens as far apart as 40 % of the peak allows.
+    assert work is not None
+    assert peak is not None
+    each_s = work.flop(32_768) / (0.4 * peak)
+    slow = [replace(r, first_token_s=i * each_s + r.scheduled_s + each_s) for i, r in enumerate(records)]
+    assert "impossible_prefill" not in fired(replace(found, records=slow))
+
+
+def test_gpus_by_the_names_that_drivers_give() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 1979e12
+    assert peak_flops("NVIDIA H100 PCIe") == 1513e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 624e12
+    assert peak_flops("NVIDIA L4") == 242e12
+    assert peak_flops("NVIDIA L40S") == 733e12
+    assert peak_flops("Radeon 9700") is None
+    assert hardware_of("8xH200") == Hardware("H200", 8)
+    assert hardware_of("L40S") == Hardware("L40S", 1)
+    for wrong in ("8x", "0xH200", "8xABACUS"):
+        with pytest.raises(ValueError, match="no known GPU"):
+            hardware_of(wrong)
+
+
+def test_every_gate_says_what_it_proves_and_how() -> None:
+    table = gate_table()
+    assert len(table) == len(GATES) + 2
+    assert all(each.proves and each.evidence and each.limits for each in table)
+
+
+@st.composite
+def honest_trials(draw: st.DrawFn) -> Evidence:
+    """An honest system: M/D/1 prefill at up to 95 % of its capacity, decode with room, counters that fit."""
+    n = draw(st.integers(60, 160))
+    service_s = draw(st.floats(0.002, 0.05))
+    load = draw(st.floats(0.05, 0.95))
+    tokens, gap_s = draw(st.integers(2, 40)), draw(st.floats(0.002, 0.03))
+    gap_s = min(gap_s, n * service_s / load / tokens / 4)  # several latencies long
+    random = np.random.default_rng(draw(st.integers(0, 10_000)))
+    arrivals = np.cumsum(random.exponential(service_s / load, n))
+    free, records = 0.0, []
+    for i, at in enumerate(arrivals.tolist()):
+        free = max(free, at) + service_s
+        records.append(
+            RequestRecord(
+                f"h{i}",
+                at,
+                INPUT,
+                tokens,
+                sent_s=at + 1e-4,
+                first_token_s=free + 1e-3,
+                last_token_s=free + 1e-3 + gap_s * (tokens - 1) * float(random.uniform(1.0, 1.2)),
+                output_len=tokens,
+            )
+        )
+    slo = Slo(draw(st.floats(1.5, 40.0)) * service_s * 1e3, gap_s * 1e3 * draw(st.floats(0.9, 5.0)), 0.9)
+    work = PrefillWork(1e9, 1e5)
+    lost = draw(st.integers(0, 3))  # requests that were cancelled in earlier trials, on their way to D
+    prefill = {
+        "prompt_tokens": n * INPUT,
+        "prefix_queries": n * INPUT,
+        "requests": n,
+        "kv_bytes": n * KV_BYTES,
+        "kv_seconds": n * KV_BYTES / 1e9,
+        "kv_expired": lost,
+    }
+    decode = {
+        "prompt_tokens": n * INPUT,
+        "prefix_queries": n * INPUT,
+        "requests": n,
+        "prompt_tokens_by_source": {"external_kv_transfer": n * INPUT},
+        "generation_tokens": n * tokens,
+        "slots": 4 * n,
+    }
+    return Evidence(
+        records,
+        summarise(records, slo, load / service_s, free + 1.0),
+        slo,
+        client=ClientFigures(0.1, draw(st.floats(0, 5)), send_lag_max_ms=20, stamps="kernel"),
+        router=RouterFigures(draw(st.floats(0, 0.8)), 1.0, loop_lag_p99_s=draw(st.floats(0, 0.005))),
+        engines=engines(prefill, decode),
+        host=HostFigures(nics={"mlx5_0": replace(BUSY_RDMA, sent_bytes=n * KV_BYTES)}),
+        kv_bytes_per_request=KV_BYTES,
+        kv_may_expire=lost,
+        kv_line_rate=1.1e9,
+        transport_asked="rdma",
+        transport_ran="rdma",
+        nics_asked=("mlx5_0",),
+        engines_here=True,
+        prefill_work=work,
+        prefill_flops=work.flop(INPUT) / service_s * draw(st.floats(1.0, 5.0)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(honest_trials())
+def test_no_gate_refuses_an_honest_trial(trial: Evidence) -> None:
+    refused = [finding for finding in judge(trial)[2] if finding.level == "invalid"]
+    assert not refused
+
+
+def test_the_transport_may_be_one_of_several() -> None:
+    assert fired(evidence(GOOD, transport_asked="tcp, cma", transport_ran="CMA")) == {}
+    assert fired(evidence(GOOD, transport_asked="", transport_ran="tcp")) == {}
+    assert fired(evidence(GOOD, transport_asked="tcp", transport_ran="")) == {}
+
+
+def test_asked_for_reuse_is_no_lie() -> None:
+    warm = engines({"prefix_hits": 0.5 * N * INPUT})
+    assert fired(evidence(GOOD, engines=warm, reuse_expected=True)) == {}
+
+
+def test_failed_requests_are_misses_and_a_dead_server_is_no_measurement() -> None:
+    some = [failed(i) if i in (50, 51) else record for i, record in enumerate(GOOD)]
+    assert fired(evidence(some)) == {"failed_requests": "warning"}
+    assert judge(evidence(some))[0] == "met"
+    verdict, reason, _ = judge(evidence([failed(i) for i in range(N)], engines={}))
+    assert verdict == "invalid"
+    assert reason == "server errors: 100 of 100 requests failed (100 × http_error); the first: boom"
+
+
+def test_an_overload_whose_late_requests_time_out_is_missed() -> None:
+    late = [record if i < 20 else failed(i, "timeout") for i, record in enumerate(GOOD)]
+    assert judge(evidence(late))[0] == "missed"
+
+
+def test_wrong_lengths() -> None:
+    wrong = [
+        replace(record, error="wrong_length", output_len=3) if i > 60 else record
+        for i, record in enumerate(GOOD)
+    ]
+    verdict, reason, _ = judge(evidence(wrong))
+    assert verdict == "invalid"
+    assert "39 of 100 answers had a wrong length, as 3 tokens instead of 5" in reason
+
+
+def test_too_few_requests_for_the_target() -> None:
+    few = [request(i) for i in range(10)]
+    verdict, reason, _ = judge(evidence(few, engines={}))
+    assert (verdict, "fewer than 20" in reason) == ("invalid", True)
+    assert judge(evidence([request(i, 1.0) for i in range(10)], engines={}))[0] == "missed"  # no doubt left
+    assert judge(evidence([], engines={}))[0] == "invalid"
+
+
+def test_too_few_requests_for_a_listed_percentile() -> None:
+    def listed(n: int, *limits: str, late: int = 0) -> tuple[str, str]:
+        records = [request(i, 1.0 if i < late else 0.1) for i in range(n)]
+        slo = Slo(limits=tuple(Limit.parse(limit) for limit in limits))
+        return judge(evidence(records, slo, engines={}))[:2]
+
+    assert listed(60, "ttft_ms p50 <= 500")[0] == "met"
+    verdict, reason = listed(60, "ttft_ms p99 <= 500", "tpot_ms mean <= 50")
+    assert (verdict, "99.0% cannot be told from fewer than 100" in reason) == ("invalid", True)
+    verdict, reason = listed(120, "ttft_ms p99 <= 500", "tpot_ms mean <= 50")
+    assert verdict == "met"
+    assert "TTFT P99 ≤ 500 ms: 108 of 108 requests (100.0%)" in reason
+    assert "TPOT mean ≤ 50 ms: " in reason
+    assert listed(60, "ttft_ms p99 <= 500", late=60)[0] == "missed"  # no doubt left
+
+
+def test_a_growing_queue_is_missed_though_every_request_is_in_time() -> None:
+    slow = Slo(ttft_ms=5000, attainment=0.95)
+    growing = [request(i, ttft_s=0.1 + i * 0.02) for i in range(N)]
+    found = evidence(growing, slow, engines={})
+    assert found.attained
+    verdict, reason, findings = judge(found)
+    assert verdict == "missed"
+    assert reason.startswith("the queue grows: by ")
+    assert {finding.gate: finding.level for finding in findings} == {
+        "growing_queue": "warning",
+        "too_short": "warning",
+    }
+
+
+def test_no_false_alarm_of_the_growing_queue_in_stable_queues() -> None:
+    alarms = 0
+    for seed in range(50):  # M/D/1 at 85 % load, 20 ms of service
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(0.02 / 0.85, 170))
+        free, records = 0.0, []
+        for i, at in enumerate(arrivals.tolist()):
+            free = max(free, at) + 0.02
+            records.append(
+                RequestRecord(
+                    str(i), at, 1, 1, sent_s=at, first_token_s=free, last_token_s=free, output_len=1
+                )
+            )
+        summary = summarise(records, SLO, 0.85 / 0.02, free)
+        alarms += "growing_queue" in fired(Evidence(records, summary, SLO))
+    assert alarms == 0
+
+
+def test_a_trial_stopped_early_keeps_its_live_verdict_and_its_counters_fit() -> None:
+    records = [request(i, 0.3) for i in range(40)]
+    records += [
+        RequestRecord(f"c{i}", i / 25, INPUT, 5, sent_s=i / 25, error="cancelled") for i in range(40, 50)
+    ]
+    stopped = evidence(records, stopped_as="missed", engines=engines())
+    partly = {
+        "prompt_tokens": 45 * INPUT,
+        "prefix_queries": 45 * INPUT,
+        "requests": 45,
+        "kv_bytes": 45 * KV_BYTES,
+    }
+    source = {"prompt_tokens_by_source": {"external_kv_transfer": 45 * INPUT}}
+    stopped = replace(stopped, engines=engines(partly, {**partly, **source}))
+    verdict, reason, findings = judge(stopped)
+    assert (verdict, findings) == ("missed", [])
+    assert reason.endswith("stopped early as missed")
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.booleans())
+def test_judge_is_total(good: int, bad: int, errors: int, with_engines: bool) -> None:
+    records = [request(i) for i in range(good)] + [request(good + i, 0.5) for i in range(bad)]
+    records += [failed(good + bad + i, "connect") for i in range(errors)]
+    verdict, reason, findings = judge(evidence(records, engines=engines() if with_engines else {}))
+    assert reason
+    assert (verdict == "invalid") == any(finding.level == "invalid" for finding in findings)
+    assert len(findings) <= len(GATES)

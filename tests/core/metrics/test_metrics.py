@@ -1,0 +1,210 @@
+"""Met and missed, windows, rates, distributions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core.metrics import metrics
+from kvbench.core.metrics.metrics import Distribution, Slo, Window, met, summarise
+from kvbench.core.records import RequestRecord
+
+SLO = Slo(ttft_ms=200, tpot_ms=20, attainment=0.95)
+
+
+def request(
+    at_s: float, ttft_s: float = 0.1, tpot_s: float = 0.01, tokens: int = 11, input_len: int = 100
+) -> RequestRecord:
+    first = at_s + ttft_s
+    return RequestRecord(
+        f"r{at_s}",
+        at_s,
+        input_len,
+        tokens,
+        sent_s=at_s + 0.001,
+        first_token_s=first,
+        last_token_s=first + tpot_s * (tokens - 1),
+        output_len=tokens,
+        itl_s=[tpot_s] * (tokens - 1),
+        status=200,
+    )
+
+
+def cancelled(at_s: float, first_token_s: float | None = None, tokens: int = 11) -> RequestRecord:
+    return RequestRecord(
+        f"c{at_s}", at_s, 100, tokens, sent_s=at_s, first_token_s=first_token_s, error="cancelled"
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "verdict"),
+    [
+        (request(0), True),
+        (request(0, ttft_s=0.3), False),
+        (request(0, tpot_s=0.03), False),
+        (request(0, tokens=1), True),  # TPOT undefined
+        (replace(request(0), error="wrong_length"), False),
+        (replace(request(0), error="http_error"), False),
+        (RequestRecord("x", 0, 1, 1, error="timeout"), False),
+        (RequestRecord("x", 0, 1, 1, sent_s=0.0, last_token_s=0.1), False),  # no first token was ever seen
+    ],
+)
+def test_met(record: RequestRecord, verdict: bool) -> None:
+    assert met(record, SLO) is verdict
+
+
+def test_latency_counts_from_the_scheduled_send() -> None:
+    late = replace(request(0, ttft_s=0.19), sent_s=0.15)
+    assert late.ttft_sent_s == pytest.approx(0.04)
+    assert met(replace(late, first_token_s=0.25), SLO) is False
+
+
+@pytest.mark.parametrize(
+    ("record", "ended_s", "verdict"),
+    [
+        (cancelled(1.0), 1.1, None),
+        (cancelled(1.0), 1.3, False),  # waited past its TTFT limit
+        (cancelled(1.0), None, None),
+        (cancelled(1.0, first_token_s=1.5), None, False),
+        (cancelled(1.0, first_token_s=1.1), 1.2, None),
+        (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
+        (cancelled(2.0), 1.0, None),  # not yet due
+    ],
+)
+def test_cancelled_requests(record: RequestRecord, ended_s: float | None, verdict: bool | None) -> None:
+    assert met(record, SLO, ended_s) is verdict
+
+
+def test_no_limits_ask_for_success_alone() -> None:
+    assert met(request(0, ttft_s=99), Slo()) is True
+    assert met(RequestRecord("x", 0, 1, 1, error="timeout"), Slo()) is False
+
+
+@pytest.mark.parametrize("values", [{"ttft_ms": 0}, {"tpot_ms": -1}, {"attainment": 0}, {"attainment": 1.1}])
+def test_impossible_slos_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        Slo(**values)
+
+
+def test_the_window_drops_the_warmup_by_count_or_by_latency() -> None:
+    arrivals = [i / 10 for i in range(100)]
+    assert metrics.steady_window([request(t) for t in arrivals]) == Window(1.0, 9.9)
+    slow = metrics.steady_window([request(t, ttft_s=2.0) for t in arrivals])
+    assert slow.start_s == pytest.approx(2.1)
+    slower = metrics.steady_window([request(t, ttft_s=50.0) for t in arrivals])
+    assert slower.start_s == pytest.approx(3.0)
+
+
+def test_small_trials_keep_every_request() -> None:
+    few = [request(t) for t in (0.5, 0.7, 0.9)]
+    summary = summarise(few, SLO, 5.0, 1.2)
+    assert (summary.judged_met, summary.judged_missed) == (3, 0)
+    assert summary.ttft_ms.p50 == pytest.approx(100)
+    assert summary.ttft_ms.p90 is None
+    one = summarise(few[:1], SLO, 5.0, 1.2)
+    assert (one.judged, one.slo_attainment, one.achieved_rate) == (1, 1.0, None)
+
+
+def test_nothing_at_all() -> None:
+    summary = summarise([], SLO, 5.0, 0.0)
+    assert summary.slo_attainment is None
+    assert (summary.attainment_lower, summary.attainment_upper) == (0.0, 1.0)
+    assert summary.run_request_rate is None
+    assert summary.ttft_ms == Distribution()
+    json.dumps(summary.to_json(), allow_nan=False)
+
+
+def test_counts_and_causes() -> None:
+    records = [request(i / 10) for i in range(15)]
+    records += [request(1.5, ttft_s=0.3, tpot_s=0.03), replace(request(1.6), error="wrong_length")]
+    records += [
+        RequestRecord("e", 1.7, 100, 11, sent_s=1.7, error="http_error"),
+        cancelled(1.8),
+        cancelled(9.0),
+    ]
+    summary = summarise(records, SLO, 10.0, 1.9, window=Window(0.0, 2.0))
+    assert (summary.planned, summary.sent, summary.completed, summary.cancelled) == (20, 20, 16, 2)
+    assert summary.failed == {"wrong_length": 1, "http_error": 1}
+    assert (summary.met, summary.missed, summary.undecided) == (15, 3, 2)
+    assert (summary.judged_met, summary.judged_missed, summary.judged_undecided) == (15, 3, 1)
+    assert summary.missed_by == {"ttft": 1, "tpot": 1, "wrong_length": 1, "http_error": 1}
+    assert summary.slo_attainment == pytest.approx(15 / 18)
+    assert summary.attainment_lower < 15 / 18 < summary.attainment_upper
+
+
+def test_the_drain_distorts_no_rate() -> None:
+    # 10 a second for 20 s, each taking 10 s: after the fill, 10 a second complete.
+    records = [request(i / 10, ttft_s=5.0, tpot_s=0.5) for i in range(200)]
+    summary = summarise(records, Slo(), 10.0, 30.0, window=Window(10.0, 19.9))
+    assert summary.achieved_rate == pytest.approx(10.0, rel=0.03)
+    assert summary.request_goodput == summary.achieved_rate
+    assert summary.output_tok_per_s == pytest.approx(110.0, rel=0.03)
+    assert summary.total_tok_per_s == pytest.approx(1110.0, rel=0.03)
+    assert summary.run_request_rate == pytest.approx(200 / 30)
+    assert summary.run_total_tok_per_s == pytest.approx(200 * 111 / 30)
+    assert summary.peak_waiting == 50
+    assert summary.peak_in_flight == 100
+
+
+def test_clustered_misses_widen_the_interval() -> None:
+    spread = [request(i / 10, ttft_s=0.3 if i % 20 == 10 else 0.1) for i in range(200)]
+    cluster = [request(i / 10, ttft_s=0.3 if 100 <= i < 110 else 0.1) for i in range(200)]
+    window = Window(0.0, 20.0)
+    one, other = (summarise(records, SLO, 10, 20, window=window) for records in (spread, cluster))
+    assert one.slo_attainment == other.slo_attainment == 0.95
+    assert one.effective_n == 200
+    assert other.effective_n < 60
+    assert other.attainment_lower < one.attainment_lower
+
+
+def test_percentiles_are_numpys_linear_ones() -> None:
+    found = astuple(Distribution.of([None, *range(1, 101)]))
+    assert found == pytest.approx((100, 50.5, 50.5, 90.1, 99.01, 100.0))
+    assert Distribution.of([0.001], 1e3) == Distribution(1, 1.0, None, None, None, 1.0)
+
+
+def test_waiting_counts_what_never_got_a_token() -> None:
+    records = [
+        request(0.0, ttft_s=1.0),
+        cancelled(0.5),
+        RequestRecord("t", 0.6, 1, 1, sent_s=0.6, error="timeout"),
+    ]
+    records.append(RequestRecord("h", 0.7, 1, 1, sent_s=0.7, error="http_error"))
+    series = metrics.waiting_series(records, 3.0)
+    assert [series.at(t) for t in (0.2, 0.55, 0.8, 1.5, 3.5)] == [1, 2, 3, 2, 0]
+    assert metrics.in_flight_series(records, 3.0).peak() == 3
+
+
+ERRORS = st.sampled_from(["", "", "", "cancelled", "timeout", "http_error", "wrong_length", "connect"])
+
+
+@st.composite
+def any_records(draw: st.DrawFn) -> list[RequestRecord]:
+    records = []
+    for at_s in draw(st.lists(st.floats(0, 10), max_size=60)):
+        record = request(at_s, draw(st.floats(0, 2)), draw(st.floats(0, 0.1)), draw(st.integers(1, 5)))
+        record = replace(record, error=draw(ERRORS))
+        if not record.ok and draw(st.booleans()):
+            record = replace(record, first_token_s=None, last_token_s=None, output_len=0, itl_s=[])
+            if draw(st.booleans()):
+                record = replace(record, sent_s=None)
+        records.append(record)
+    return records
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_records(), st.floats(0, 12))
+def test_a_summary_adds_up_for_any_records(records: list[RequestRecord], duration_s: float) -> None:
+    summary = summarise(records, SLO, 5.0, duration_s)
+    assert summary.met + summary.missed + summary.undecided == summary.planned == len(records)
+    assert summary.completed + summary.cancelled + sum(summary.failed.values()) == len(records)
+    assert summary.undecided <= summary.cancelled
+    assert summary.judged <= summary.met + summary.missed
+    if summary.slo_attainment is not None:
+        assert summary.attainment_lower <= summary.slo_attainment + 1e-9
+        assert summary.attainment_upper >= summary.slo_attainment - 1e-9
+    json.dumps(summary.to_json(), allow_nan=False)

@@ -1,0 +1,366 @@
+"""The search with what trials measured: shares, capacities, ceilings; and the posterior that it keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core.records import VerdictKind
+from kvbench.core.search.posterior import Point, fit, point_of
+from kvbench.core.search.search import Answer, Hint, Measured, Probe, RateSearch, SearchLimits, Told
+
+LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
+Outcome = tuple[VerdictKind, Measured | None]
+Trial = Callable[[Probe], Outcome]
+
+
+def run(search: RateSearch, trial: Trial) -> Answer:
+    """Drive a search to its end, and hold it to its promises on the way."""
+    limits = search.limits
+    while (probe := search.ask()) is not None:
+        assert limits.min_rate <= probe.rate <= limits.max_rate
+        assert search.ask() == probe
+        search.tell(probe.rate, *trial(probe))
+        assert len(search.history) <= limits.max_trials
+        told = search.answer()
+        assert told.trials == len(search.history)
+    answer = search.answer()
+    json.dumps(answer.to_json(), allow_nan=False)
+    assert len(answer.curve) == answer.trials
+    rate, lower, upper = answer.max_request_rate, answer.lower, answer.upper
+    if rate is not None:
+        assert limits.min_rate <= rate <= limits.max_rate
+        assert lower is not None
+        assert lower <= rate
+        assert upper is None or rate <= upper
+    if answer.status == "converged" and rate is not None:
+        assert answer.confirmed
+        top = rate * (1 + limits.precision) * (1 + 1e-9)
+        assert any(
+            told.verdict == "met" and rate <= told.rate <= top and not short_of_target(told.measured)
+            for told in search.history
+        )
+    again = RateSearch(limits, None, ceiling=search_ceiling(search))
+    for told_before in search.history:
+        question = again.ask()
+        assert question is not None
+        assert (question.rate, question.purpose) == (told_before.rate, told_before.purpose)
+        measured = told_before.measured
+        kept = None if measured is None else Measured.from_json(json.loads(json.dumps(measured.to_json())))
+        again.tell(told_before.rate, told_before.verdict, kept)
+    assert again.ask() is None
+    assert again.answer() == answer
+    return answer
+
+
+def short_of_target(measured: Measured | None) -> bool:
+    told = measured is not None and measured.target is not None and measured.attainment is not None
+    return told and measured.attainment < measured.target  # type: ignore[union-attr, operator]
+
+
+def search_ceiling(search: RateSearch) -> bool:
+    return bool(search.history) and search.history[0].purpose == "ceiling"
+
+
+def queue(
+    root: float,
+    seed: int,
+    *,
+    capacity: float = math.inf,
+    steepness: float = 30.0,
+    effective: int = 60,
+    refused: float = 0.0,
+) -> Trial:
+    """A system by the fit's own model: so many independent requests' worth a trial."""
+    random = np.random.default_rng(seed)
+
+    def trial(probe: Probe) -> Outcome:
+        if random.random() < refused:
+            return "invalid", None
+        if probe.purpose == "ceiling":
+            done = min(probe.rate, capacity)
+            return "undecided", Measured(completion_rate=done) if math.isfinite(done) else Measured()
+        over = probe.rate / root - 1
+        hazard = 0.0513 * math.exp(min(max(steepness * over, -30), 8))
+        share = 1 - random.binomial(effective, -math.expm1(-hazard)) / effective
+        score = 8.0 * -over if over < 0.1 else -0.8
+        verdict: VerdictKind = "undecided"
+        if share < 0.85:
+            verdict = "missed"
+        elif (share == 1.0 and over < -0.1) or (probe.purpose == "confirm" and share >= 0.95):
+            verdict = "met"
+        return verdict, Measured(
+            share, share - 0.05, min(1.0, share + 0.05), effective * 10, effective, 0.95, score, 0.2
+        )
+
+    return trial
+
+
+@pytest.mark.parametrize("ceiling", [False, True])
+def test_the_root_is_found_without_bias(ceiling: bool) -> None:
+    found, trials = [], []
+    for seed in range(40):
+        answer = run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33))
+        assert answer.status == "converged"
+        assert answer.max_request_rate is not None
+        found.append(answer.max_request_rate / 30)
+        trials.append(answer.trials)
+    assert np.median(found) == pytest.approx(1.0, abs=0.015)
+    assert np.mean(np.abs(np.array(found) - 1) <= 0.05) >= 0.9
+    assert np.median(trials) <= (7 if ceiling else 9)
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    inside = 0
+    for seed in range(60):
+        answer = run(RateSearch(LIMITS, ceiling=True), queue(30, seed, capacity=33))
+        assert answer.lower is not None
+        assert answer.upper is not None
+        inside += answer.lower <= 30 <= answer.upper
+    assert inside >= 48  # 54 expected
+
+
+def test_the_way_of_a_cold_start_with_a_ceiling() -> None:
+    search = RateSearch(LIMITS, ceiling=True)
+    assert search.ask() == Probe(512, "ceiling")
+    search.tell(512, "undecided", Measured(completion_rate=40.0))
+    assert search.ask() == Probe(36, "start", thorough=True)
+    answer = search.answer()
+    assert (answer.status, answer.max_request_rate, answer.censored) == ("undecided", None, "")
+
+
+def confirming(verdict: VerdictKind, attainment: float) -> RateSearch:
+    """A search whose every confirming trial comes out like that."""
+    truth = queue(30, 1, capacity=33)
+
+    def trial(probe: Probe) -> Outcome:
+        told, measured = truth(probe)
+        if probe.purpose != "confirm" or measured is None:
+            return ("undecided" if told == "met" and probe.rate > 25 else told), measured
+        return verdict, replace(measured, attainment=attainment)
+
+    search = RateSearch(replace(LIMITS, max_trials=9), ceiling=True)
+    run(search, trial)
+    return search
+
+
+def test_a_rate_that_no_trial_met_is_not_called_converged() -> None:
+    for verdict, attainment in (("undecided", 0.948), ("undecided", 0.96), ("met", 0.94)):
+        search = confirming(verdict, attainment)  # type: ignore[arg-type]
+        answer = search.answer()
+        assert answer.status in ("undecided", "exhausted")
+        assert not answer.confirmed
+        assert answer.trials == search.limits.max_trials
+        assert answer.max_request_rate == pytest.approx(30, rel=0.1)
+    assert confirming("met", 0.96).answer().status == "converged"
+
+
+def test_out_of_trials_the_answer_goes_down_to_the_highest_rate_that_was_met() -> None:
+    limits = replace(LIMITS, max_trials=5)
+    fallen = []
+    for seed in range(40):
+        answer = run(RateSearch(limits, ceiling=True), queue(30, seed, capacity=33))
+        if answer.reason.startswith("the highest rate met"):
+            fallen.append(answer)
+    assert fallen
+    for answer in fallen:
+        met = [point["rate"] for point in answer.curve if point["verdict"] == "met"]
+        assert (answer.status, answer.confirmed) == ("converged", True)
+        assert answer.max_request_rate in met
+        assert answer.max_request_rate == pytest.approx(30, rel=0.1)
+
+
+def test_a_step_down_is_no_leap_where_requests_were_in_time() -> None:
+    """Four misses at falling rates with a part of the requests in time: the fifth is not tried at 1/16."""
+    search = RateSearch(SearchLimits(40, 0.1, 400))
+    rates = []
+    for share in (0.3, 0.4, 0.5, 0.6):
+        probe = search.ask()
+        assert probe is not None
+        rates.append(probe.rate)
+        search.tell(probe.rate, "missed", Measured(share, share - 0.1, share + 0.1, 100, 50, 0.95, -0.3, 0.2))
+    probe = search.ask()
+    assert probe is not None
+    assert all(before / after <= 2.01 for before, after in pairwise([*rates, probe.rate]))
+
+
+def test_a_step_down_from_nothing_in_time_is_bounded_too() -> None:
+    for told in (None, Measured(0.0, 0.0, 0.1, 100, 50, 0.95, -1.0, 0.1)):
+        search, rates = RateSearch(SearchLimits(40, 0.01, 400)), []
+        for _ in range(5):
+            probe = search.ask()
+            assert probe is not None
+            rates.append(probe.rate)
+            search.tell(probe.rate, "missed", told)
+        assert all(before / after <= 4.01 for before, after in pairwise(rates))
+
+
+def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:
+    for verdict, measured in (
+        ("undecided", Measured()),
+        ("undecided", None),
+        ("invalid", Measured(completion_rate=9)),
+    ):
+        search = RateSearch(LIMITS, ceiling=True)
+        search.tell(512, verdict, measured)  # type: ignore[arg-type]
+        assert search.ask() == Probe(8, "start")
+    unburdened = RateSearch(LIMITS, ceiling=True)
+    unburdened.tell(512, "undecided", Measured(completion_rate=500))
+    assert unburdened.ask() == Probe(512, "start")
+    trusted = RateSearch(LIMITS, Hint(20), ceiling=True)
+    assert trusted.ask() == Probe(20, "start")
+
+
+def test_the_answer_tells_what_it_rests_on() -> None:
+    answer = run(RateSearch(LIMITS, ceiling=True), queue(30, 1, capacity=33))
+    assert answer.attainment is not None
+    assert answer.attainment_lower is not None
+    assert answer.attainment_upper is not None
+    assert answer.attainment_lower <= answer.attainment <= answer.attainment_upper
+    assert answer.n == 600
+    assert answer.curve[0]["purpose"] == "ceiling"
+    assert {"rate", "verdict", "purpose", "attainment", "n"} <= set(answer.curve[-1])
+
+
+def test_the_ends_of_the_range() -> None:
+    high = run(RateSearch(LIMITS), queue(1e4, 1))
+    assert (high.status, high.censored, high.max_request_rate) == ("censored", "above", 512)
+    low = run(RateSearch(LIMITS), queue(0.01, 1))
+    assert (low.status, low.censored, low.upper) == ("slo_unattainable", "below", 0.5)
+    assert low.trials <= 6
+
+
+def test_trials_that_cannot_tell_are_tried_once_more_and_then_left() -> None:
+    search = RateSearch(LIMITS)
+    search.tell(8, "met")
+    search.tell(16, "undecided")
+    assert search.ask() == Probe(16, "retry")
+    search.tell(16, "undecided")
+    probe = search.ask()
+    assert probe is not None
+    assert 8 < probe.rate < 16
+    answer = run_on(search, lambda probe: ("met" if probe.rate <= 12 else "undecided", None))
+    assert (answer.status, answer.upper) == ("undecided", None)
+    assert answer.lower is not None
+    assert 8 <= answer.lower <= 12
+
+
+def run_on(search: RateSearch, trial: Trial) -> Answer:
+    while (probe := search.ask()) is not None:
+        search.tell(probe.rate, *trial(probe))
+    return search.answer()
+
+
+def test_refused_trials_stay_out_of_the_answer() -> None:
+    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(15)]
+    found = [each.max_request_rate for each in answers if each.status == "converged"]
+    assert len(found) >= 10
+    assert all(rate is not None and 26 < rate < 34 for rate in found)
+
+
+def test_above_a_refused_rate_nothing_is_claimed() -> None:
+    truth = queue(30, 1)
+
+    def trial(probe: Probe) -> Outcome:
+        return ("invalid", None) if probe.rate > 20 else truth(probe)
+
+    answer = run_on(RateSearch(LIMITS), trial)
+    assert answer.status in ("undecided", "exhausted")
+    assert answer.max_request_rate is not None
+    assert answer.max_request_rate <= 512
+
+
+def test_a_contradiction_widens_the_interval() -> None:
+    def told(*misses: int) -> float:
+        return fit([Point(10, each, 400, 10) for each in misses], 0.5, 512).width
+
+    # Twice as many misses as allowed, and none at all, at one rate: less sure than twice as allowed.
+    assert told(60, 0) > told(20, 20)
+
+
+def test_a_point_is_no_more_than_its_trial() -> None:
+    measured = Measured(0.9, n=100, effective_n=20, target=0.9, score=-0.1, offered_rate=10.4)
+    point = point_of(Told(10, "undecided", "bisect", measured), 0.95)
+    assert point is not None
+    assert (point.n, point.clump, point.attainment) == (100, 5, 0.9)
+    assert point.misses == pytest.approx(10)
+    assert 10 < point.rate < 10.4
+    mean = point_of(Told(10, "met", "bisect", Measured(0.9, n=100, score=0.1, score_error=0.02)), 0.95)
+    assert mean is not None
+    assert (mean.n, mean.score_error) == (0, 0.02)
+    assert point_of(Told(10, "invalid", "bisect", measured), 0.95) is None
+    assert point_of(Told(10, "undecided", "bisect"), 0.95) is None
+    grows = point_of(Told(10, "missed", "expand", Measured(grows=True, capacity=9.0)), 0.95)
+    assert grows is not None
+    assert (grows.bound, grows.capacity) == ("above", 9.0)
+    with pytest.raises(ValueError, match="at least one"):
+        fit([], 1, 2)
+
+
+def test_a_mean_is_searched_by_its_score() -> None:
+    found = []
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+
+        def trial(probe: Probe, random: np.random.Generator = random) -> Outcome:
+            score = 5 * (1 - probe.rate / 30) + random.normal(0, 0.1)
+            least = 0.0 if probe.purpose == "confirm" else 0.3
+            verdict: VerdictKind = "met" if score > least else "missed" if score < -0.3 else "undecided"
+            return verdict, Measured(0.5, n=500, effective_n=500, score=max(score, -0.9), score_error=0.1)
+
+        answer = run(RateSearch(LIMITS), trial)
+        assert answer.status == "converged"
+        found.append((answer.max_request_rate or 0) / 30)
+    assert np.median(found) == pytest.approx(1, abs=0.015)
+    assert np.all(np.abs(np.array(found) - 1) < 0.06)
+
+
+measures: st.SearchStrategy[Any] = st.builds(
+    Measured,
+    attainment=st.none() | st.floats(0, 1),
+    n=st.integers(0, 10_000),
+    effective_n=st.floats(0, 1000),
+    target=st.none() | st.sampled_from([0.5, 0.95, 0.999, 1.0]),
+    score=st.none() | st.floats(-1, 20),
+    score_error=st.none() | st.floats(0, 100),
+    offered_rate=st.none() | st.floats(0.1, 1000),
+    capacity=st.none() | st.floats(0.1, 1000),
+    capacity_error=st.none() | st.floats(0, 100),
+    grows=st.booleans(),
+    completion_rate=st.none() | st.floats(0, 1000),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["met", "missed", "undecided", "invalid"]), st.none() | measures),
+        max_size=25,
+    ),
+    st.integers(1, 25),
+    st.booleans(),
+)
+def test_whatever_is_told_it_ends_inside_its_limits_and_can_be_resumed(
+    told: list[Outcome], max_trials: int, ceiling: bool
+) -> None:
+    limits = SearchLimits(8, 0.5, 512, 0.05, max_trials)
+    script = iter(told)
+    run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(1, 400), st.floats(10, 80), st.booleans(), st.integers(0, 2**31))
+def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: int) -> None:
+    trial = queue(root, seed, capacity=1.1 * root, steepness=steepness, effective=200)
+    answer = run(RateSearch(LIMITS, ceiling=ceiling), trial)
+    assert answer.max_request_rate is not None
+    assert answer.max_request_rate == pytest.approx(root, rel=0.15)

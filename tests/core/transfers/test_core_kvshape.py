@@ -1,0 +1,102 @@
+"""The descriptors of a KV cache, against numbers worked out by hand and published ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.transfers.kv_shape import MODEL_NAMES, check_memory, kv_work
+from kvbench.errors import InputError
+
+
+def test_qwen3_30b_a3b_at_32k_over_8_ranks() -> None:
+    work = kv_work("qwen3-30b-a3b", 32768, 8, 16)
+    # 48 layers × K and V; 32,768 / 16 tokens; 16 tokens × 1 head × 128 × 1 byte (fp8).
+    assert (work.regions, work.blocks, work.block_bytes) == (96, 2048, 2048)
+    assert work.descriptors == 196_608
+    assert work.rank_bytes == 402_653_184
+    # 4 KV heads on 8 ranks: each is kept twice.
+    assert work.wire_bytes == 32768 * 98_304 == 8 * work.rank_bytes
+    assert work.request_bytes == 32768 * 49_152 == work.wire_bytes // 2
+    assert work.logical_bytes == work.request_bytes // 8
+    assert work.shape() == "qwen3-30b-a3b 32768 tokens, rank 1 of 8"
+    assert any("each KV head is on 2 ranks" in word for word in work.words())
+    assert any("--all-ranks" in word for word in work.words())
+
+
+def test_a_logged_transfer_of_nixl() -> None:
+    """vllm#34054 logs 40,064 descriptors of 8 KiB: 64 layers, 8 KV heads on 4 ranks, 313 blocks."""
+    work = kv_work("qwen3-32b", 313 * 16, 4, 16)
+    assert work.descriptors == 40_064
+    assert work.block_bytes == 8192
+    assert work.rank_bytes / 2**20 == 313
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mib"),
+    [(128, 20.25), (256, 38.25), (512, 74.25), (1024, 146.25), (2048, 290.25), (4096, 578.25)],
+)
+def test_the_sizes_that_mooncake_publishes_for_qwen3_8b(tokens: int, mib: float) -> None:
+    # Its page counts the chat template's 9 tokens in.
+    assert kv_work("qwen3-8b", tokens + 9).wire_bytes / 2**20 == mib
+
+
+def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
+    work = kv_work("deepseek-v3", 1000, 8, 64)
+    assert (work.regions, work.blocks, work.block_bytes) == (61, 16, 64 * 576 * 2)
+    assert work.wire_bytes == 8 * work.rank_bytes
+    assert work.request_bytes == 1000 * 70_272
+    assert any("each rank keeps all of it" in word for word in work.words())
+
+
+@given(
+    st.sampled_from(MODEL_NAMES),
+    st.integers(1, 200_000),
+    st.sampled_from((1, 2, 4, 8, 16)),
+    st.sampled_from((1, 16, 64)),
+)
+def test_ranks_together_move_what_the_model_says(name: str, tokens: int, tp: int, block: int) -> None:
+    model = MODELS[name]
+    if not model.mla_dim and max(model.kv_heads, tp) % min(model.kv_heads, tp):
+        with pytest.raises(InputError, match="cannot share evenly"):
+            kv_work(name, tokens, tp, block)
+        return
+    work = kv_work(name, tokens, tp, block)
+    blocks = -(-tokens // block)
+    assert work.wire_bytes == model.wire_bytes_per_token(tp) * blocks * block
+    assert work.descriptors == model.descriptors(tokens, block)
+    assert work.logical_bytes <= work.rank_bytes
+
+
+def test_all_ranks_are_so_many_initiators() -> None:
+    work = kv_work("qwen3-30b-a3b", 1024, 8, all_ranks=True)
+    assert work.ranks == 8
+    assert work.memory_bytes == 16 * work.rank_bytes
+    assert "8 ranks of 8" in work.shape()
+
+
+def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
+    work = kv_work("llama-3.1-70b", 131_072, 8)
+    with pytest.raises(InputError, match="needs") as caught:
+        check_memory(work, 8 << 30)
+    longest = int(caught.value.hint.split(" is ")[1].split(";")[0])
+    assert longest % 16 == 0
+    check_memory(kv_work("llama-3.1-70b", longest, 8), 8 << 30)
+    with pytest.raises(InputError):
+        check_memory(kv_work("llama-3.1-70b", longest + 16, 8), 8 << 30)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("no-such-model", 10), "no model is called"),
+        (("qwen3-8b", 0), "--input-len must be at least 1"),
+        (("qwen3-8b", 10, 3), "cannot share evenly"),
+        (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),
+    ],
+)
+def test_bad_input(asked: tuple[str, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        kv_work(*asked)

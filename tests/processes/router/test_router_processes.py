@@ -1,0 +1,280 @@
+"""The router in several processes: one port, one sum, one end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from emulated import free_port
+from processes import still_living
+
+from kvbench.errors import PortInUseError
+from kvbench.hosts.telemetry import parse_metrics
+from kvbench.processes.http1 import Pool, Reply, Request, Response, fetch, serve
+from kvbench.processes.router.legs import Timing
+from kvbench.processes.router.metrics import RouterMetrics
+from kvbench.processes.router.processes import listening_sockets
+
+HOST = "127.0.0.1"
+DEADLINE_S = 20.0
+PROCESSES = 3
+
+
+@contextmanager
+def router(folder: Path, **spec: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    port = free_port()
+    path = folder / "spec.json"
+    path.write_text(json.dumps({"port": port, "processes": PROCESSES, **spec}))
+    command = [sys.executable, "-m", "kvbench.processes.router", str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process, port
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+
+
+async def one(port: int, method: str, path: str, body: bytes = b"") -> Reply:
+    """A request on a connection of its own, so that the kernel deals it to any of the processes."""
+    pool = Pool(f"http://{HOST}:{port}")
+    try:
+        return await fetch(pool, pool.request(method, path, {"connection": "close"}, body))
+    finally:
+        await pool.close()
+
+
+async def until_healthy(port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            if (await one(port, "GET", "/health")).status == 200:
+                return
+        await asyncio.sleep(0.05)
+
+
+def on_loop(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
+
+
+def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    count = 60
+
+    async def main() -> None:
+        def engine(request: Request, response: Response) -> None:
+            if request.method == "POST":
+                seen[request.headers["host"]] += 1
+            response.start_stream()
+            response.write(b"data: 1\n\n")
+            response.end()
+
+        engines = [await serve(engine, HOST, 0) for _ in range(2)]
+        decode = [{"url": f"http://{HOST}:{each.port}"} for each in engines]
+        with router(tmp_path, connector="aggregated", decode=decode) as (process, port):
+            await until_healthy(port)
+            workers = workers_of(process)
+            assert len(workers) == PROCESSES
+            await asyncio.gather(*(one(port, "POST", "/v1/completions", b"{}") for _ in range(count)))
+            for _ in range(2 * PROCESSES):  # whichever answers
+                page = parse_metrics((await one(port, "GET", "/metrics")).body.decode())
+                assert page.total("kvbench:router_requests_total") == count
+                assert page.total("kvbench:router_streams_total") == count
+                assert page.total("kvbench:router_request_seconds_count") == count
+                assert page.total("kvbench:router_requests_in_flight") == 0
+                assert page.total("kvbench:router_processes") == PROCESSES
+            used = [sum(worker.cpu_times()[:2]) for worker in workers]
+            assert sum(seen.values()) == count
+            assert max(seen.values()) - min(seen.values()) <= PROCESSES
+            told = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
+            assert 0 < sum(each or 0.0 for each in told) <= sum(used) + 0.1
+            assert page.total("kvbench:router_loop_lag_seconds_count")
+        for each in engines:
+            await each.close()
+
+    on_loop(main)
+
+
+def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
+    asked: set[int] = set()
+    told = False
+
+    async def main() -> None:
+        nonlocal told
+
+        def engine(request: Request, response: Response) -> None:
+            known = told and request.path == "/query"
+            response.send(200, b'{"0":{"engine_id":"a"}}' if known else b"{}")
+
+        server = await serve(engine, HOST, 0)
+        url = f"http://{HOST}:{server.port}"
+        spec = {
+            "connector": "mooncake",
+            "prefill": [{"url": url, "bootstrap_url": url}],
+            "decode": [{"url": url}],
+        }
+        with router(tmp_path, **spec) as (_, port):
+            while True:
+                with contextlib.suppress(OSError):
+                    asked.add((await one(port, "GET", "/health")).status)
+                    break
+                await asyncio.sleep(0.05)
+            assert asked == {503}
+            told = True
+            await until_healthy(port)
+            for _ in range(2 * PROCESSES):
+                assert (await one(port, "GET", "/health")).status == 200
+        await server.close()
+
+    on_loop(main)
+
+
+NOWHERE = [{"url": f"http://{HOST}:1"}]
+
+
+def until_listening(port: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_well_with_all_its_processes(tmp_path: Path, number: int) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
+        until_listening(port)
+        workers = workers_of(process)
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert not still_living(workers, DEADLINE_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+def test_a_signal_while_its_processes_start_ends_it_well(tmp_path: Path, number: int, after_s: float) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, _):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (workers := workers_of(process)):
+            assert time.monotonic() < deadline
+        time.sleep(after_s)
+        workers = workers_of(process) or workers
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert not still_living(workers, DEADLINE_S)
+
+
+def test_one_that_dies_ends_all_and_is_a_failure(tmp_path: Path) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
+        until_listening(port)
+        workers = workers_of(process)
+        os.kill(workers[1].pid, signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
+        assert not still_living(workers, DEADLINE_S)
+
+
+def test_its_processes_end_with_it(tmp_path: Path) -> None:
+    with router(tmp_path, connector="aggregated", decode=NOWHERE) as (process, port):
+        until_listening(port)
+        workers = workers_of(process)
+        process.kill()
+        process.wait(DEADLINE_S)
+        assert not still_living(workers, DEADLINE_S)
+
+
+def test_a_process_that_cannot_learn_the_engine_ids_ends_all_with_its_message(tmp_path: Path) -> None:
+    prefill = [{"url": f"http://{HOST}:1", "bootstrap_url": f"http://{HOST}:1"}]
+    spec = {"connector": "mooncake", "prefill": prefill, "decode": NOWHERE, "bootstrap_timeout_s": 0.3}
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps({"port": free_port(), "processes": 2, **spec}))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench.processes.router", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "told no engine id" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "words"),
+    [
+        ({"processes": 0, "decode": NOWHERE}, 2, "'processes' must be 1 or more"),
+        ({"processes": 2, "decode": []}, 2, "at least one decode"),
+        ({"processes": 2, "decode": NOWHERE, "host": "no.such.host.invalid"}, 2, "has no address"),
+        ({"processes": 2, "decode": NOWHERE, "trace_path": "/nowhere/at/all"}, 2, "trace_path"),
+    ],
+)
+def test_a_mistake_is_told_once(tmp_path: Path, spec: dict[str, Any], code: int, words: str) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps({"port": 0, "connector": "aggregated", **spec}))
+    command = [sys.executable, "-m", "kvbench.processes.router", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == code
+    assert done.stderr.count(words) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_is_not_shared_with_another_router() -> None:
+    first = listening_sockets(HOST, 0, 2)
+    port = first[0].getsockname()[1]
+    try:
+        assert first[1].getsockname()[1] == port
+        for each in first:
+            each.listen()
+        with pytest.raises(PortInUseError, match=f"{HOST}:{port} is in use"):
+            listening_sockets(HOST, port, 2)
+    finally:
+        for each in first:
+            each.close()
+
+
+def test_the_rows_of_all_processes_are_added_up() -> None:
+    metrics = RouterMetrics(processes=2)
+    for process, seconds in ((0, 0.003), (1, 0.5), (1, 100.0)):
+        metrics.write_as(process)
+        metrics.began()
+        if process:
+            timing = Timing(prefill_sent=1.0, prefill_answered=1.0 + seconds)
+            metrics.ended(timing, 0.0, 1.0, "timeout", sequential=True)
+        else:
+            metrics.observe("prefill_seconds", seconds)
+            metrics.error("timeout")
+        assert metrics.all_ready == (process == 1 and seconds == 100.0)
+        metrics.ready()
+    metrics.error("of a kind that nobody knows")
+    page = metrics.page().decode()
+    for line in (
+        "kvbench:router_requests_total 3.0",
+        "kvbench:router_requests_in_flight 1.0",
+        'kvbench:router_errors_total{error="timeout"} 3.0',
+        'kvbench:router_errors_total{error="internal"} 1.0',
+        'kvbench:router_prefill_seconds_bucket{le="0.005"} 1.0',
+        'kvbench:router_prefill_seconds_bucket{le="0.5"} 2.0',
+        'kvbench:router_prefill_seconds_bucket{le="60.0"} 2.0',
+        'kvbench:router_prefill_seconds_bucket{le="+Inf"} 3.0',
+        "kvbench:router_prefill_seconds_count 3.0",
+        "kvbench:router_prefill_seconds_sum 100.503",
+    ):
+        assert line in page.splitlines(), page
+    assert 'kvbench:router_cpu_seconds_total{process="1"}' in page

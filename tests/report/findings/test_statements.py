@@ -1,0 +1,138 @@
+"""The findings of runs of every kind, in one vocabulary: against the tables that they are made from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvbench
+from kvbench.core.findings.findings import KIND_WORDS, Statement
+from kvbench.core.transfers.records import TransferRecord
+from kvbench.errors import StoreError
+from kvbench.report.findings.ahead import compare
+from kvbench.report.findings.findings import as_notes, by_kind, statements
+from kvbench.report.findings.transfers import told
+from kvbench.report.tables.result import summary_table
+from kvbench.results.run import load_run
+
+REFERENCE = Path(__file__).parents[3] / "results/reference"
+RUNS = sorted(path.parent for path in REFERENCE.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_every_kind_of_run_says_who_is_ahead_or_that_it_cannot_be_told(path: Path) -> None:
+    found = statements(load_run(path))
+    assert {each.kind for each in found} & {"ahead", "untold"}
+    assert {each.kind for each in found} <= KIND_WORDS.keys()
+    headings = by_kind(found)
+    assert sum(map(len, headings.values())) == len(found)
+    text = (path / "report.md").read_text("utf-8")
+    places = [text.index("## Findings"), *(text.index(f"### {words}\n") for words in headings)]
+    assert places == sorted(places)
+    for note in as_notes(found):
+        assert " ".join(note.text.split()).replace("|", "\\|")[:80] in text.replace("\\\\|", "\\|")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "vllm-cpu-tiny"])
+def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
+    """Rates are compared where the numbers of engines are equal, else those per engine."""
+    run = load_run(REFERENCE / name)
+    rows = summary_table(run)
+    known = {(row.cell.connector, row.cell.input_len): row for row in rows}
+    checked = 0
+    for each in statements(run):
+        if each.rule not in ("rate_ahead", "unequal_size"):
+            continue
+        length = int(each.text.split(" in,")[0].replace(",", ""))
+        for one, ratio, other, low, high in re.findall(
+            r"(\w+) ([\d.]+)× (\w+) \[([\d.]+), ([\d.]+)\]", each.text
+        ):
+            ahead, behind = known[one, length], known[other, length]
+            fair = ahead.size == behind.size
+            assert fair == (each.kind == "ahead")
+            counts = (1, 1) if fair else (ahead.size.engines or 0, behind.size.engines or 0)
+            rates = [
+                (row.answer.max_request_rate or 0.0) / count
+                for row, count in zip((ahead, behind), counts, strict=True)
+            ]
+            assert float(ratio) == pytest.approx(rates[0] / rates[1], abs=0.006)
+            assert float(low) <= float(ratio) <= float(high)
+            assert (ahead.answer.lower or 0) / counts[0] > (behind.answer.upper or 0) / counts[1]
+            checked += 1
+    assert checked == sum(pair.ratio is not None for pair in compare(rows)) > 0
+
+
+def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
+    """One engine without P/D against P and D: 1.9 times by the rates, which nobody says any more."""
+    rows = summary_table(load_run(REFERENCE / "vllm-cpu-tiny"))
+    assert {row.cell.connector: row.size.engines for row in rows} == {
+        "aggregated": 1, "nixl": 2, "nixl_push": 2, "mooncake": 2,
+    }  # fmt: skip
+    assert {row.size.gpus for row in rows} == {None}
+    found = statements(load_run(REFERENCE / "vllm-cpu-tiny"))
+    ahead = " ".join(each.text for each in found if each.kind == "ahead")
+    assert "aggregated" not in ahead
+    unequal = [each for each in found if each.rule == "unequal_size"]
+    assert [each.kind for each in unequal] == ["untold"] * 3
+    for each in unequal:
+        assert "cannot be compared directly: 2 engines (" in each.text
+        assert " against 1 engine (aggregated); per engine: " in each.text
+        assert "deployment.aggregated" in each.advice
+
+
+def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:
+    found = statements(load_run(REFERENCE / "burst-or-sustained"))
+    (alone,) = (each for each in found if each.rule == "alone")
+    assert alone.text == "who is ahead: aggregated is alone in this run, so there is nobody to be ahead of"
+    (burst,) = (each for each in found if each.rule == "burst_and_sustained")
+    assert "10.1 req/s, 3.25 times the 3.11 that hold" in burst.text
+
+
+def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
+    ahead = Statement("ahead", "a", "one is ahead")
+    warned, void = (
+        Statement("suspicious", "w", "w", level="warning"),
+        Statement("suspicious", "v", "v", level="invalid"),
+    )
+    assert list(by_kind([warned, ahead])) == [KIND_WORDS["ahead"], KIND_WORDS["suspicious"]]
+    assert list(by_kind([ahead, void])) == [KIND_WORDS["suspicious"], KIND_WORDS["ahead"]]
+
+
+def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
+    found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
+    refused, late = found
+    assert refused.text.startswith("2 of 60 trials were refused and count neither way (client_limited 2)")
+    assert late.rule == "client_limited"
+    assert late.advice
+    assert set(late.places) <= {trial.trial_id for trial in load_run(REFERENCE / "vllm-cpu-tiny").trials}
+
+
+def test_wrong_data_in_a_transfer_is_told_first() -> None:
+    records = load_run(REFERENCE / "microbench").transfer_records()
+    assert not any(each.kind == "suspicious" for each in told(records))
+    last: TransferRecord = records[-1]
+    last.verified = False
+    headings = by_kind(told(records))
+    assert next(iter(headings)) == KIND_WORDS["suspicious"]
+    assert "WRONG DATA in 1 case(s)" in headings[KIND_WORDS["suspicious"]][0].text
+
+
+def test_the_api_has_the_same_findings() -> None:
+    table = kvbench.load(REFERENCE / "quickstart").findings
+    said = {each.text for each in statements(load_run(REFERENCE / "quickstart"))}
+    assert said <= set(table.message)
+    assert {"ahead", "untold", "suspicious"} <= set(table.kind)
+
+
+def test_a_folder_of_runs_is_no_run_and_the_hint_names_the_last_of_them(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run folder") as raised:
+        load_run(tmp_path)
+    assert raised.value.hint == "give one of the folders that lie in results/"
+    for name in ("20260101T000000Z-a-1", "20260102T000000Z-b-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    with pytest.raises(StoreError, match="is not a run folder") as raised:
+        load_run(tmp_path)
+    assert raised.value.hint == f"it holds 2 run folder(s), the last by name is {tmp_path / name}"

@@ -1,0 +1,310 @@
+"""report.html: a file that fetches nothing, says what the CSVs say, and makes no word of a run markup."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import sample_transfers
+from page import Page
+from sample_run import make_run
+
+from kvbench.core.transfers.cases import Axes
+from kvbench.report.html.page import write_html
+from kvbench.report.html.svg import colours, page_svg
+from kvbench.report.html.tables import csv_table
+from kvbench.report.plots.style import PALETTES
+from kvbench.report.report import write_report
+from kvbench.results.run import load_run
+
+REFERENCE = Path(__file__).parents[3] / "results" / "reference"
+RAW = ("manifest.json", "scenario.yaml", "plan.json", "environment.json", "trials.jsonl", "cells.jsonl")
+MAX_BYTES = 3_000_000
+
+
+def reported(path: Path) -> Page:
+    write_report(path, ("html", "csv", "svg"))
+    return Page.of((path / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's reference run, with its report made anew."""
+    path = tmp_path_factory.mktemp("run") / "quickstart"
+    path.mkdir()
+    for name in RAW:
+        shutil.copy(REFERENCE / "quickstart" / name, path)
+    shutil.copytree(REFERENCE / "quickstart" / "requests", path / "requests")
+    write_report(path, ("html", "csv", "svg"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(measured: Path) -> Page:
+    return Page.of((measured / "report.html").read_text())
+
+
+def sound(page: Page) -> None:
+    """What holds of every page."""
+    assert page.wrong == []
+    assert page.fetched == []
+    assert page.handlers == []
+    assert all(link.startswith("#") for link in page.links)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert "url(http" not in "".join(page.styles)
+    assert "@import" not in "".join(page.styles)
+    assert page.headings[0] == 1
+    assert page.headings.count(1) == 1
+    assert all(after - before <= 1 for before, after in zip(page.headings, page.headings[1:], strict=False))
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page.policy
+    assert page.policy.startswith("default-src 'none'")
+    for picture in page.pictures:
+        assert picture["role"] == "img"
+        assert len(picture["aria-label"]) > 30
+    for table in page.tables:
+        assert all(table.headings)
+        assert all(len(row) == len(table.headings) for row in table.rows)
+
+
+def test_the_quickstarts_page_is_sound_and_not_too_large(measured: Path, page: Page) -> None:
+    sound(page)
+    assert (measured / "report.html").stat().st_size < MAX_BYTES
+    assert "quickstart" in page.title
+    assert "emulated" in page.title
+    assert len(page.pictures) == 7
+    text = (measured / "report.html").read_text()
+    assert text.index("Who is ahead") < text.index('id="result"') < text.index("<svg")
+    assert "kvbench sweep quickstart --output results" in text
+    assert str(load_run(measured).environment["cpu"]["model"]) in text
+
+
+@pytest.mark.parametrize("name", ["summary", "trials"])
+def test_the_tables_equal_the_csvs(measured: Path, page: Page, name: str) -> None:
+    with open(measured / "tables" / f"{name}.csv", newline="") as file:
+        expected = list(csv.reader(file))
+    whole = page.table(f"{name}.csv")
+    assert whole.keys == expected[0]
+    assert [[value for _, value in row] for row in whole.rows] == expected[1:]
+    for table in page.tables:  # the short one that people read has the same values in its columns
+        if table.csv == f"{name}.csv":
+            places = [expected[0].index(key) for key in table.keys]
+            assert [[value for _, value in row] for row in table.rows] == [
+                [row[place] for place in places] for row in expected[1:]
+            ]
+
+
+def test_what_people_read_is_the_rounded_value(page: Page) -> None:
+    (table,) = [table for table in page.tables if table.csv == "summary.csv" and len(table.keys) < 20]
+    rate, share = table.keys.index("max_request_rate"), table.keys.index("ttft_ms_p50")
+    for row in table.rows:
+        assert float(row[rate][0].split("?")[0].split(" ")[0]) == pytest.approx(float(row[rate][1]), rel=0.01)
+        assert float(row[share][0]) == pytest.approx(float(row[share][1]), rel=0.01)
+
+
+PLANTED = "<script>alert('planted')</script> & \"quoted\" $x$ </style>"
+
+
+def test_no_word_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    path = make_run(tmp_path, ("aggregated", "mooncake"), (1024,), special=True)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest |= {"scenario": PLANTED, "argv": ["kvbench", PLANTED], "error": PLANTED, "hosts": [PLANTED]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    environment = json.loads((path / "environment.json").read_text())
+    environment["cpu"] = {"model": PLANTED, PLANTED: 1}
+    (path / "environment.json").write_text(json.dumps(environment))
+    lines = [json.loads(line) for line in (path / "trials.jsonl").read_text().splitlines()]
+    lines[0]["reason"] = PLANTED
+    lines[0]["findings"] = [{"gate": PLANTED, "level": "warning", "message": PLANTED, "advice": PLANTED}]
+    (path / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "scenario.yaml").write_text(f"# {PLANTED}\n" + (path / "scenario.yaml").read_text())
+    page = reported(path)
+    sound(page)
+    assert "planted" not in page.scripts[0]
+    assert page.title.startswith(PLANTED)
+    assert any(PLANTED in text for table in page.tables for row in table.rows for text, _ in row)
+
+
+def test_a_run_that_was_cut_off_before_its_first_trial_has_a_page(tmp_path: Path) -> None:
+    path = make_run(tmp_path, (), (), status="interrupted")
+    page = reported(path)
+    sound(page)
+    text = (path / "report.html").read_text()
+    assert "No cell was measured" in text
+    assert "interrupted" in text
+
+
+def test_a_burst_run_shows_its_own_table_and_picture(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(REFERENCE / "burst-or-sustained", path)
+    page = reported(path)
+    sound(page)
+    assert page.table("burst.csv").rows
+    assert any("burst" in picture["aria-label"] for picture in page.pictures)
+
+
+def test_a_microbenchmark_has_its_cases_and_pictures(tmp_path: Path) -> None:
+    path = sample_transfers.make_run(tmp_path, Axes(nics=(1, 2)), lab="2 × 1gbit")
+    page = reported(path)
+    sound(page)
+    with open(path / "tables" / "transfers.csv", newline="") as file:
+        expected = list(csv.reader(file))
+    whole = page.table("transfers.csv")
+    assert [[value for _, value in row] for row in whole.rows] == expected[1:]
+    assert any("network cards" in picture["aria-label"] for picture in page.pictures)
+    text = (path / "report.html").read_text()
+    assert "LAB" in text
+    assert "load average 3.1 on 2 cores" in text
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in REFERENCE.iterdir() if (path / RAW[0]).is_file())
+)
+def test_each_reference_run_has_a_sound_page(name: str, tmp_path: Path) -> None:
+    if name == "quickstart":
+        pytest.skip("has its own tests")
+    path = tmp_path / name
+    shutil.copytree(REFERENCE / name, path)
+    write_report(path, ("html",))
+    sound(Page.of((path / "report.html").read_text()))
+
+
+def test_the_page_is_the_same_with_pictures_drawn_or_read(tmp_path: Path) -> None:
+    path = make_run(tmp_path, ("tcp",), (1024,))
+    write_report(path, ("html", "svg"))
+    read = (path / "report.html").read_bytes()
+    write_report(path, ("html",))
+    assert (path / "report.html").read_bytes() == read
+    assert write_html(load_run(path), {}).name == "report.html"
+
+
+# --- pictures in the page --------------------------------------------------------------------------
+
+
+def test_every_colour_of_a_picture_has_one_for_the_dark(measured: Path) -> None:
+    for path in (measured / "figures").glob("*.svg"):
+        styles = " ".join(re.findall(r'style="([^"]*)"', path.read_text()))
+        assert set(re.findall(r"#[0-9a-f]{6}\b", styles)) <= set(colours()), path.name
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_words_stand_out_from_the_paper_in_both_themes(page: Page) -> None:
+    for palette in PALETTES.values():
+        assert contrast(palette.ink, palette.paper) > 7
+        assert contrast(palette.faint, palette.paper) > 4.5
+        assert contrast(palette.ink, palette.badge) > 4.5
+        assert all(contrast(colour, palette.paper) > 3 for colour in palette.series.values())
+    css = page.styles[0].split("* { box-sizing")[0]
+    for theme in (css.rpartition("@media")[0], css.rpartition("@media")[2]):
+        named = dict(re.findall(r"--(paper|ink|faint|link|bad|warn|good|soft): (#[0-9a-f]{6})", theme))
+        assert len(named) == 8
+        for name in ("ink", "faint", "link", "bad", "warn", "good"):
+            assert contrast(named[name], named["paper"]) > 4.5, name
+            assert contrast(named[name], named["soft"]) > 4.5, name
+
+
+def test_ids_that_nothing_uses_are_left_out_and_others_are_named_after_the_picture() -> None:
+    svg = (
+        '<svg width="1pt" height="1pt" viewBox="0 0 1 1"><g id="a"/>'
+        '<path id="b" d="M 0.12345 -7.5"/><use xlink:href="#b"/></svg>'
+    )
+    assert page_svg(svg, "x", "what it is") == (
+        '<svg viewBox="0 0 1 1" role="img" aria-label="what it is"><g />'
+        '<path id="x-b" d="M 0.12 -7.5"/><use xlink:href="#x-b"/></svg>'
+    )
+
+
+def test_missing_values_sort_as_missing() -> None:
+    table = csv_table("t", "A table", [{"a": 1.23456, "b": None}, {"a": None, "b": "x"}])
+    assert table is not None
+    assert [[(cell.text, cell.value) for cell in row] for row in table.rows] == [
+        [("1.23", "1.23456"), ("–", "")],
+        [("–", ""), ("x", "x")],
+    ]
+    assert csv_table("t", "A table", []) is None
+
+
+# --- in a browser ----------------------------------------------------------------------------------
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
+    reason="needs Chromium: `make test-html` runs it (the pictures lie in KVBENCH_SHOTS, if set)",
+)
+@pytest.mark.parametrize(("look", "width"), [("light", 1200), ("dark", 1200), ("narrow", 500)])
+def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, width: int) -> None:
+    import matplotlib.image
+
+    shot = Path(os.environ.get("KVBENCH_SHOTS") or tmp_path) / f"report-{look}.png"
+    subprocess.run(
+        [
+            str(CHROMIUM),
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},2400",
+            f"--blink-settings=preferredColorScheme={0 if look == 'dark' else 1}",
+            f"--screenshot={shot}",
+            (measured / "report.html").as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    pixels = matplotlib.image.imread(shot)[..., :3]
+    assert pixels.shape[:2] == (2400, width)
+    assert pixels.std() > 0.05
+    assert (pixels.mean() < 0.3) == (look == "dark")
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
+    reason="needs Chromium: `make test-html` runs it",
+)
+def test_a_click_sorts_a_table_and_a_second_one_turns_it_round(measured: Path, tmp_path: Path) -> None:
+    text = (measured / "report.html").read_text()
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    for clicks, down in ((1, False), (2, True)):
+        click = "document.querySelector('th[data-key=ttft_ms_p99] button').click();" * clicks
+        copy = tmp_path / f"{clicks}.html"
+        copy.write_text(text.replace("</body>", f"<script>{click}</script></body>"))
+        done = subprocess.run(
+            [
+                str(CHROMIUM),
+                *("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+                f"--user-data-dir={tmp_path / 'profile'}",
+                copy.as_uri(),
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        table = next(each for each in Page.of(done.stdout).tables if "ttft_ms_p99" in each.keys)
+        values = [row[table.keys.index("ttft_ms_p99")][1] for row in table.rows]
+        known = [float(value) for value in values if value]
+        assert len(known) > 3
+        assert known == sorted(known, reverse=down)
+        assert all(value == "" for value in values[len(known) :])  # missing values stay at the end

@@ -1,0 +1,475 @@
+"""Tables and reports: every number from the raw files, nothing invented, nothing left unsaid."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from sample_run import (
+    ENVIRONMENT,
+    OUTPUT_LEN,
+    PLAN,
+    SCENARIO,
+    capacity,
+    make_requests,
+    make_run,
+    make_trial,
+)
+
+from kvbench.core.records import Cell, Finding
+from kvbench.errors import InputError, NewerSchemaError
+from kvbench.report.findings.ahead import compare
+from kvbench.report.findings.notes import ahead, notes
+from kvbench.report.report import FORMATS, command, render_terminal, write_report
+from kvbench.report.tables.result import VALUE_COLUMNS, Answer, Row, number, percent, summary_table
+from kvbench.report.tables.router_cost import router_costs
+from kvbench.results.run import CellResult, Run, load_run
+from kvbench.results.store import RunInfo, RunStore
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load_run(make_run(tmp_path_factory.mktemp("full"), input_lens=(512, 2048)))
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load_run(make_run(tmp_path_factory.mktemp("special"), input_lens=(512, 2048), special=True))
+
+
+def printed(*runs: Run, width: int = 100, differing: list[str] | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    render_terminal(runs, console, differing or [])
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(name: str, lower: float | None, upper: float | None, outcome: str = "found") -> Row:
+    rate = None if outcome == "none" else lower
+    answer = Answer(outcome, rate, None if outcome == "none" else lower, upper)  # type: ignore[arg-type]
+    return Row("run", Cell(name, 1024, 16), answer, dict.fromkeys(VALUE_COLUMNS), name=name)
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: Run) -> None:
+    rows = summary_table(full)
+    assert [(r.cell.input_len, r.cell.connector) for r in rows] == [
+        (length, name) for length in (512, 2048) for name in ("aggregated", "mooncake", "nixl")
+    ]
+    for each, result in zip(rows, full.cells, strict=True):
+        assert result.answer is not None
+        trial = next(trial for trial in full.trials if trial.trial_id == result.confirmed_by)
+        assert each.trial_id == trial.trial_id
+        assert each.confirmed
+        assert trial.request_rate == each.answer.max_request_rate == result.answer["max_request_rate"]
+        assert each.answer.upper == result.answer["upper"]
+        assert each.values["ttft_ms_p99"] == trial.summary["ttft_ms"]["p99"]
+        assert each.values["achieved_request_rate"] == trial.summary["achieved_rate"]
+        assert each.values["kv_bytes_per_request"] == trial.engine["kv_bytes_per_request"]
+        assert each.trials == len(full.trials_of(each.cell))
+        assert each.findings == {"invalid": 1}
+        assert each.labels == ("emulated",)
+
+
+def test_every_column_is_filled_by_a_real_trial(full: Run) -> None:
+    filled = {
+        name for each in summary_table(full) for name, value in each.values.items() if value is not None
+    }
+    assert filled == set(VALUE_COLUMNS)
+
+
+def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: Run) -> None:
+    rows = {(r.cell.connector, r.cell.input_len): r for r in summary_table(special)}
+    refused, none, censored = rows["mooncake", 512], rows["aggregated", 2048], rows["mooncake", 2048]
+    assert refused.outcome == "refused"
+    assert refused.rate_text().startswith("refused: corrupt: 1 of 4")
+    assert set(refused.values.values()) == {None}
+    assert none.outcome == "none"
+    assert none.answer.text() == f"none (< {number(none.answer.upper)})"
+    assert none.trial_id is None
+    assert set(none.values.values()) == {None}
+    assert censored.outcome == "at_least"
+    assert censored.answer.text().startswith("≥ ")
+    assert censored.flat()["censored"] is True
+
+
+def test_without_a_confirming_trial_the_highest_met_one_supports_the_answer(full: Run) -> None:
+    cells = [replace(result, confirmed_by=None) for result in full.cells]
+    rows = summary_table(replace(full, cells=cells))
+    for each in rows:
+        met = [t for t in full.trials_of(each.cell) if t.verdict == "met"]
+        assert each.trial_id == max(met, key=lambda t: (t.request_rate, t.trial_id)).trial_id
+
+
+def test_a_cell_that_was_cut_off_shows_what_is_known(full: Run) -> None:
+    cell = full.cells[0].cell
+    for each in summary_table(replace(full, cells=full.cells[1:], trials=full.trials_of(cell)[:2])):
+        if each.cell == cell:
+            assert each.outcome == "unfinished"
+            assert each.answer.text() == f"{number(each.answer.lower)} [{number(each.answer.lower)}, …]"
+
+
+def test_one_rate_is_not_called_a_maximum(tmp_path: Path) -> None:
+    cell = Cell("tcp", 1024, 16)
+    with RunStore.create(tmp_path, "one", b"", {}, {}, RunInfo(kind="bench")) as store:
+        requests = make_requests(cell, capacity(cell) * 1.5, 1)
+        store.add_trial(make_trial(cell, capacity(cell) * 1.5, 1, requests), requests)
+        store.put_cell(CellResult(cell, "done"))
+    run = load_run(store.path)
+    (only,) = summary_table(run)
+    assert only.outcome == "one_rate"
+    assert only.answer.text() == f"at {number(capacity(cell) * 1.5)}"
+    assert only.values["ttft_ms_p50"] is not None
+    assert "missed" in printed(run)
+    names = {path.name for path in write_report(store.path)}
+    assert "latency.png" in names
+    assert "max_request_rate.png" not in names
+    assert "max_request_rate.png" not in (store.path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (1e-9, "1e-09"),
+        (0.01234, "0.0123"),
+        (1.2345, "1.23"),
+        (12.345, "12.3"),
+        (123.4, "123"),
+        (1234.5, "1234"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_as_text(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (1.0, "100"), (0.9999, "99.9"), (0.95, "95.0"), (0.0, "0.0")]
+)
+def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> None:
+    assert percent(value) == text
+
+
+# --- who is ahead --------------------------------------------------------------------------------
+
+
+def test_rates_are_ordered_only_where_their_intervals_are_apart() -> None:
+    rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.5, 13.0)]
+    told = {(each.ahead, each.behind): each for each in compare(rows)}
+    assert told["c", "b"].ratio is None
+    b_over_a = told["b", "a"]
+    assert (b_over_a.ratio, b_over_a.low, b_over_a.high) == (1.2, 12.0 / 10.5, 12.6 / 10.0)
+    assert ahead(rows) == [
+        "1,024 in: c 1.25× a [1.19, 1.30]; b 1.20× a [1.14, 1.26]; cannot be told apart: c and b"
+    ]
+
+
+def test_open_ended_and_missing_rates_are_compared_honestly() -> None:
+    assert compare([row("a", 10.0, None, "at_least"), row("b", 4.0, 5.0)])[0].text() == "a at least 2.00× b"
+    assert compare([row("a", 4.0, None, "at_least"), row("b", 10.0, 11.0)])[0].ratio is None
+    told = compare([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
+    assert told.text() == "a holds a rate, b none that was tested"
+    assert compare([row("a", 4.0, 4.2), row("b", None, 8.0, "none")])[0].ratio is None
+    assert compare([row("a", 4.0, 4.2), row("b", None, None, "refused")]) == []
+
+
+intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0], t[0] * t[1]))
+
+
+@given(one=intervals, other=intervals)
+def test_an_order_is_claimed_if_and_only_if_the_intervals_do_not_touch(
+    one: tuple[float, float], other: tuple[float, float]
+) -> None:
+    (told,) = compare([row("a", *one), row("b", *other)])
+    apart = one[0] > other[1] or other[0] > one[1]
+    assert (told.ratio is not None) == apart
+    if told.ratio is not None:
+        assert told.low is not None
+        assert told.high is not None
+        assert 1 < told.low <= told.ratio <= told.high
+
+
+# --- the terminal --------------------------------------------------------------------------------
+
+
+def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: Run) -> None:
+    text = printed(special)
+    table = text[text.index("connector") : text.index("who is ahead")]
+    assert max(len(line.rstrip()) for line in table.splitlines()) <= 100
+    assert "EMULATED" in text.splitlines()[1]
+    assert "[interval]" in text
+    assert "nccl was skipped: needs an NVIDIA driver" in text
+    assert "→ kvbench doctor" in text
+    assert "refused: corrupt" in text
+    assert "no tested rate met the SLO" in text
+    assert "trials were refused" in text
+    assert str(special.path) in text
+    for each in summary_table(special):
+        assert each.answer.text() in table
+
+
+def test_a_real_engine_is_not_called_emulated(full: Run) -> None:
+    trials = [replace(trial, labels=[]) for trial in full.trials]
+    run = replace(full, manifest=full.manifest | {"labels": []}, trials=trials)
+    assert "mulated" not in printed(run)
+
+
+def test_what_others_wrote_is_not_read_as_markup(full: Run) -> None:
+    run = replace(full, warnings=["a [bold]strange[/nothing] path"])
+    assert "a [bold]strange[/nothing] path" in printed(run)
+
+
+def test_warnings_of_supporting_trials_stand_beside_the_table(full: Run) -> None:
+    trials = [
+        replace(trial, findings=[Finding("send_lag", "warning", "the client was late", "use fewer streams")])
+        for trial in full.trials
+    ]
+    warned = replace(full, trials=trials)
+    text = [note for note in notes(warned, summary_table(warned)) if "send_lag" in note.text]
+    assert len(text) == 1
+    assert "nixl at 512, 2,048" in text[0].text
+    assert text[0].advice == "use fewer streams"
+
+
+def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:
+    path = make_run(tmp_path, connectors=(), status="interrupted")
+    files = {file.name for file in write_report(path)}
+    assert files == {"summary.csv", "trials.csv", "summary.json", "report.md", "report.html"}
+    assert "no cell was measured" in printed(load_run(path))
+    assert "interrupted" in (path / "report.md").read_text()
+    run = load_run(path)
+    run.plan["cells"] = [{}, {}]
+    assert "0 of 2 cells are finished" in [note.text for note in notes(run, [])]
+    assert (path / "tables" / "summary.csv").read_text() == ""
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_all_derived_files_come_back_the_same(tmp_path: Path) -> None:
+    path = make_run(tmp_path, input_lens=(512,))
+    written = write_report(path)
+    assert {file.suffix.lstrip(".") for file in written} == set(FORMATS)
+    before = {file: file.read_bytes() for file in written}
+    shutil.rmtree(path / "tables")
+    shutil.rmtree(path / "figures")
+    (path / "report.md").unlink()
+    assert write_report(path) == written
+    assert {file: file.read_bytes() for file in written} == before
+
+
+def test_csv_and_json_hold_the_rows(tmp_path: Path) -> None:
+    path = make_run(tmp_path, input_lens=(512, 2048), special=True)
+    write_report(path, ("csv", "json"))
+    run = load_run(path)
+    rows = summary_table(run)
+    with open(path / "tables" / "summary.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [line["connector"] for line in read] == [each.cell.connector for each in rows]
+    for line, each in zip(read, rows, strict=True):
+        for name, value in each.flat().items():
+            assert line[name] == ("" if value is None else str(value))
+    with open(path / "tables" / "trials.csv", newline="") as file:
+        assert [line["trial_id"] for line in csv.DictReader(file)] == [trial.trial_id for trial in run.trials]
+    data = json.loads((path / "tables" / "summary.json").read_text())
+    assert data["rows"] == [each.flat() for each in rows]
+    assert data["labels"] == ["emulated"]
+    assert data["slo"] == {"ttft_ms": 250, "tpot_ms": 15, "attainment": 0.95}
+    assert [c["text"] for c in data["comparisons"]] == [each.text() for each in compare(rows)]
+
+
+def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
+    path = make_run(tmp_path, input_lens=(512, 2048), special=True)
+    write_report(path)
+    text = (path / "report.md").read_text()
+    run = load_run(path)
+    for trial in run.trials:
+        assert f"| {trial.trial_id} |" in text
+    for each in (
+        "(emulated)",
+        "## Who is ahead",
+        "kvbench sweep quickstart",
+        "Example CPU 9000",
+        "use a quieter",
+    ):
+        assert each in text
+    for picture in ("max_request_rate", "latency"):
+        assert f"](figures/{picture}.png)" in text
+    widths = {}
+    for number_, line in enumerate(text.splitlines()):
+        if line.startswith("|"):
+            cells = line.replace("\\|", "").count("|")
+            assert widths.get(number_ - 1, cells) == cells
+            widths[number_] = cells
+
+
+def test_text_from_outside_does_not_break_a_markdown_table(full: Run) -> None:
+    from kvbench.report.tables.cells import table
+
+    assert table(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y z |"
+
+
+# --- several runs --------------------------------------------------------------------------------
+
+
+def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name, ("mooncake",), (512,)) for name in ("a", "b")]
+    console = Console(file=io.StringIO(), width=100)
+    command(paths, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "cannot be told apart: mooncake@A and mooncake@B" in text
+    assert "NOT COMPARABLE" not in text
+    assert all((path / "report.md").is_file() for path in paths)
+
+
+def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / str(seed), ("mooncake",), (512,), seed=seed) for seed in (1, 2)]
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(InputError, match=r"differ in seed: 1 / 2 .*--force"):
+        command(paths, console)
+    command(paths, console, force=True)
+    assert isinstance(console.file, io.StringIO)
+    assert "NOT COMPARABLE" in console.file.getvalue()
+    assert "seed: 1 / 2" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plan": {"model": "other"}}, "model: tiny / other"),
+        ({"environment": {"cpu": {"model": "Y", "cores": 4}}}, "hardware: "),
+        (
+            {"manifest": {"hosts": ["elsewhere"], "seed": 7, "labels": ["emulated"]}},
+            "host: node-a / elsewhere",
+        ),
+        ({"schema": 2}, "schema: 1 / 2"),
+        ({"plan": {**PLAN, "load": {"mode": "direct"}}}, "way of the requests: router / direct"),
+    ],
+)
+def test_each_difference_is_named(full: Run, change: dict[str, object], said: str) -> None:
+    from kvbench.results.provenance import differences
+
+    lines = differences([full, replace(full, **change)])  # type: ignore[arg-type]
+    assert any(line.startswith(said) for line in lines)
+
+
+def test_emulated_and_real_runs_do_not_share_a_table(full: Run) -> None:
+    from kvbench.results.provenance import differences
+
+    trials = [replace(trial, labels=[]) for trial in full.trials]
+    real = replace(full, manifest=full.manifest | {"labels": []}, trials=trials)
+    assert "engine: emulated / real" in differences([full, real])
+
+
+def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    path = make_run(tmp_path, (), ())
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    with pytest.raises(NewerSchemaError):
+        command([path], Console(file=io.StringIO()))
+
+
+# ---------------------------------------------------------------- what the router adds
+
+
+def both_ways(folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False) -> Run:
+    """A bench whose one cell was offered each of two loads through the router and directly."""
+    info = RunInfo(kind="bench", labels=["emulated"])
+    store = RunStore.create(folder, "quickstart", SCENARIO.encode(), PLAN, ENVIRONMENT, info)
+    cell, rate = Cell("nixl", 1024, OUTPUT_LEN), 12.0
+    for place, (way, seed) in enumerate((("router", 1), ("direct", 1), ("direct", 3), ("router", 3)), 1):
+        requests = make_requests(cell, rate, seed + (other_plan and way == "direct"))
+        for request in requests if way == "router" else ():
+            assert request.first_token_s is not None
+            request.first_token_s += shift_s
+        if place == 2:
+            requests[50].error = "timeout"
+        trial = make_trial(cell, rate, place, requests)
+        trial.seed, trial.engine["load_mode"] = seed, way
+        if place == 4:
+            trial.verdict, trial.reason = verdict, "the load generator was late"  # type: ignore[assignment]
+        store.add_trial(trial, requests)
+    store.put_cell(CellResult(cell, "done"))
+    store.finish("complete")
+    return load_run(store.path)
+
+
+def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
+    run = both_ways(tmp_path)
+    (cost,) = router_costs(run)
+    request = cost.of("request")
+    assert request is not None
+    assert request.added == pytest.approx(3.0, abs=1e-4)
+    p50 = cost.of("p50")
+    assert p50 is not None
+    assert p50.with_ is not None
+    assert p50.without is not None
+    assert p50.with_ - p50.without == pytest.approx(3.0, abs=1e-4)
+    assert cost.left_out == 1
+    assert cost.requests > 150
+    write_report(run.path, ("md", "csv", "json"))
+    text = (run.path / "report.md").read_text()
+    assert "## What the router adds" in text
+    assert "+3.00 ms [3.00, 3.00]" in text
+    assert "through it" in printed(run)
+    rows = (run.path / "tables" / "router_cost.csv").read_text().splitlines()
+    assert [row.split(",")[4] for row in rows] == ["figure", "mean", "p50", "p90", "p99", "request"]
+
+
+def test_a_refused_trial_gives_no_router_cost(tmp_path: Path) -> None:
+    (cost,) = router_costs(both_ways(tmp_path, verdict="invalid"))
+    assert cost.added == ()
+    assert "no valid measurement: the load generator was late" in cost.text()
+
+
+def test_trials_of_other_plans_are_not_compared(tmp_path: Path) -> None:
+    (cost,) = router_costs(both_ways(tmp_path, other_plan=True))
+    assert cost.added == ()
+    assert "not one plan" in cost.text()
+
+
+def test_one_way_alone_has_no_router_cost(full: Run) -> None:
+    assert router_costs(full) == []
+    text = printed(full)
+    assert "what the router adds" not in text
+    assert "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms; kernel stamps; 1 process" in text
+
+
+def test_the_report_shows_the_load_generator(full: Run) -> None:
+    write_report(full.path, ("md",))
+    text = (full.path / "report.md").read_text()
+    assert "## The load generator itself" in text
+    assert "| nixl | 512 |" in text.split("## The load generator itself")[1]
+    assert "0.0500 / 0.310" in text
+
+
+def test_no_table_has_a_formula_of_others(tmp_path: Path) -> None:
+    cell = Cell("nixl", 512, OUTPUT_LEN)
+    with RunStore.create(tmp_path, "quickstart", SCENARIO.encode(), PLAN, ENVIRONMENT, RunInfo()) as store:
+        requests = make_requests(cell, 10.0, 1)
+        reason = '=HYPERLINK("http://example.org";"open")\nsecond line'
+        trial = replace(make_trial(cell, 10.0, 1, requests), reason=reason, labels=["@SUM(1)"])
+        store.add_trial(trial, requests)
+    write_report(store.path, ["csv"])
+    with open(store.path / "tables/trials.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["reason"] == "'" + reason.replace("\n", " ")
+    assert row["labels"] == "'@SUM(1)"
+    assert float(row["request_rate"]) == 10.0
+    for path in store.path.glob("tables/*.csv"):
+        lines = csv.reader(io.StringIO(path.read_text("utf-8")))
+        assert not [cell for line in lines for cell in line if cell.startswith(("=", "@", "+"))]

@@ -1,0 +1,130 @@
+"""Run folders as a kill leaves them, and virtual sweeps in which no trial is simulated twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbench.core.records import TrialRecord
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.results.run import Run, load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep import resume
+from kvbench.sweep.cell import CellRunner, Fixed
+from kvbench.sweep.display import Silent
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.simulate import VirtualCells, VirtualSweep
+from kvbench.sweep.simulated_trial import VirtualTrials
+from kvbench.sweep.trial.trial import TrialPlan
+
+Tape = dict[TrialPlan, TrialRecord]
+WORDS = ("trials.jsonl", "cells.jsonl", "manifest.json", "plan.json", "environment.json", "scenario.yaml")
+
+
+class TapedTrials(VirtualTrials):
+    """A simulated trial is a function of its plan: one that was run before is looked up."""
+
+    def __init__(self, tape: Tape, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tape = tape
+
+    def run(self, plan: TrialPlan) -> TrialRecord:
+        if plan in self._tape:
+            self._store.add_trial(self._tape[plan])
+        else:
+            self._tape[plan] = super().run(plan)
+        return self._tape[plan]
+
+
+class TapedSweep(VirtualSweep):
+    """A virtual sweep that looks up trials on its tape."""
+
+    tape: Tape
+
+    def _cell_runner(self, deployment: Any, planned: Any) -> CellRunner:
+        trials = TapedTrials(self.tape, self._scenario, deployment, self._store, self._trace)
+        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
+
+
+class Taped:
+    """One virtual sweep, from beginning to end and from any cut on."""
+
+    def __init__(self, wish: Wish) -> None:
+        self.tape: Tape = {}
+        self.fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
+        self.scenario, self._source = resolve(wish)
+        self.plan = plan_of(self.scenario)
+
+    def unbroken(self, results: Path) -> Path:
+        """From beginning to end; returns the folder, and fills the tape."""
+        asked: dict[str, Any] = {"rate": self.fixed.rate} if self.fixed else {}
+        store = create_store(results, self.scenario, self._source, self.plan, "simulate", asked)
+        self._run(store)
+        return store.path
+
+    def gone_on(self, folder: Path) -> Run:
+        """From what a folder holds to the end."""
+        store = RunStore.reopen(folder)
+        resume.take_over(store, self.scenario, self.fixed)
+        self._run(store)
+        return load_run(folder)
+
+    def _run(self, store: RunStore) -> None:
+        with store:
+            sweep = TapedSweep(self.scenario, self.plan, store, Silent(), self.fixed)
+            sweep.tape = self.tape
+            sweep.run()
+
+
+def write_order(folder: Path) -> list[tuple[str, bytes]]:
+    """The lines of trials.jsonl and cells.jsonl in the order in which a sweep has written them.
+
+    A cell's lines come when its trials are over; the trials at one equal rate come after all cells.
+    """
+    trials = (folder / "trials.jsonl").read_bytes().splitlines(keepends=True)
+    cells = (folder / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    order: list[tuple[str, bytes]] = []
+    last: Mapping[str, Any] | None = None
+    for line in trials:
+        row = json.loads(line)
+        if last is not None and (row["cell"] != last or row["method"] == "equal_rate"):
+            cells = _flushed(cells, last, order)
+        order.append(("trials.jsonl", line))
+        last = row["cell"]
+    return order + [("cells.jsonl", line) for line in cells]
+
+
+def _flushed(cells: list[bytes], cell: Mapping[str, Any], order: list[tuple[str, bytes]]) -> list[bytes]:
+    mine = [line for line in cells if json.loads(line)["cell"] == cell]
+    order += [("cells.jsonl", line) for line in mine]
+    return cells[len(mine) :]
+
+
+def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:
+    """The folder as a kill left it after so many lines; ``torn``: within the next one."""
+    target.mkdir(parents=True)
+    for name in WORDS:
+        shutil.copy(folder / name, target / name)
+    order = write_order(folder)
+    kept = {"trials.jsonl": b"", "cells.jsonl": b""}
+    for name, line in order[:lines]:
+        kept[name] += line
+    if torn and lines < len(order):
+        name, line = order[lines]
+        kept[name] += line[: len(line) // 2]
+    for name, content in kept.items():
+        (target / name).write_bytes(content)
+    manifest = json.loads((target / "manifest.json").read_text())
+    (session,) = manifest["sessions"]
+    manifest.update(status="running", ended_at=None, sessions=[{**session, "ended_at": None, "why": ""}])
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return target
+
+
+def trials_of(run: Run) -> list[dict[str, Any]]:
+    """All trials in order, without the time of day."""
+    return [{**trial.to_json(), "started_at": ""} for trial in run.all_trials]

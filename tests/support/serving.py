@@ -1,0 +1,40 @@
+"""Servers side by side on virtual time, and the live rule fed with what comes of them, as by a generator."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from kvbench.core.search.sequential_trial import Decision, LiveTrial, Observation
+
+
+def first_tokens(offsets: np.ndarray, took: np.ndarray, servers: int | None) -> np.ndarray:
+    """When each request leaves one of so many servers (None: one for each), idle at first."""
+    free = [0.0] * (servers or len(offsets))
+    first = np.empty(len(offsets))
+    for index, (arrival, service_s) in enumerate(zip(offsets.tolist(), took.tolist(), strict=True)):
+        first[index] = max(arrival, heapq.heappop(free)) + service_s
+        heapq.heappush(free, first[index])
+    return first
+
+
+def decided(live: LiveTrial, first: np.ndarray, limit_s: float, decode_s: float, beat_s: float) -> Decision:
+    """What the live rule decides; of a late request no more is known than that, once its limit has passed."""
+    offsets = np.asarray(live.config.offsets_s)
+    ttft = first - offsets
+    late = ttft > limit_s
+    known = np.where(late, offsets + limit_s, first + decode_s)
+    order, done, now_s = np.argsort(known, kind="stable"), 0, 0.0
+    while True:
+        now_s += beat_s
+        upto = int(np.searchsorted(known[order], now_s, side="right"))
+        told: list[Observation] = [
+            (each, (float(not late[each]),), (ttft[each] / limit_s,), None if late[each] else ttft[each])
+            for each in order[done:upto].tolist()
+        ]
+        done = upto
+        sent = int(np.searchsorted(offsets, now_s, side="right"))
+        decision = live.feed(now_s, told, sent - int((first <= now_s).sum()), sent)
+        if decision is not None:
+            return decision

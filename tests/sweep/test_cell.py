@@ -1,0 +1,58 @@
+"""What one cell teaches the next."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.core.records import Cell
+from kvbench.sweep.cell import Knowledge, extrapolated
+
+PAIRS = frozenset({"mooncake", "nixl"})
+
+
+def knowledge(**rates: float) -> Knowledge:
+    cells = {}
+    for key, rate in rates.items():
+        connector, length = key.rsplit("_", 1)
+        cells[Cell(connector, int(length), 16)] = rate
+    return Knowledge({}, cells)
+
+
+def test_the_other_pair_at_the_same_length_is_trusted() -> None:
+    hint = knowledge(aggregated_256=30, mooncake_256=60).hint(Cell("nixl", 256, 16), PAIRS)
+    assert hint is not None
+    assert (hint.rate, hint.trusted) == (60, True)
+
+
+def test_an_aggregated_server_says_little_of_a_pair() -> None:
+    assert knowledge(aggregated_256=30).hint(Cell("nixl", 256, 16), PAIRS) is None
+
+
+def test_one_other_length_is_a_guess_and_two_are_a_line() -> None:
+    one = knowledge(aggregated_256=30).hint(Cell("aggregated", 1024, 16), PAIRS)
+    two = knowledge(aggregated_256=30, aggregated_1024=12.6).hint(Cell("aggregated", 2048, 16), PAIRS)
+    assert one is not None
+    assert two is not None
+    assert not one.trusted
+    assert 30 / 4 < one.rate < 30
+    assert two.trusted
+    assert two.rate == pytest.approx(7.1, abs=0.1)
+
+
+@given(st.floats(0.001, 1), st.floats(1e-6, 1e-2), st.permutations([128, 512, 2048]))
+def test_a_cost_that_is_linear_in_the_length_is_found_again(
+    fixed: float, per_token: float, lengths: list[int]
+) -> None:
+    known = [(length, 1 / (fixed + per_token * length)) for length in lengths[:2]]
+    true = 1 / (fixed + per_token * lengths[2])
+    assert extrapolated(known, lengths[2]) == pytest.approx(true, rel=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-3, 1e5)), min_size=1, max_size=5),
+    st.integers(1, 10**6),
+)
+def test_a_guess_is_always_a_rate(known: list[tuple[int, float]], input_len: int) -> None:
+    assert 0 < extrapolated(known, input_len) < float("inf")

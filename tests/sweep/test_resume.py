@@ -1,0 +1,281 @@
+"""A sweep that was cut off anywhere goes on to the same answer: every cut of a virtual one is tried."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import kvbench
+from resuming import Taped, cut_off, trials_of, write_order
+from rich.console import Console
+
+import kvbench as api
+from kvbench.errors import InputError, StoreError
+from kvbench.planning.overrides import Wish
+from kvbench.report.bundle import Asked, bundle
+from kvbench.report.export import prometheus
+from kvbench.report.findings.notes import notes
+from kvbench.report.report import render_terminal, write_report
+from kvbench.report.tables.result import summary_table
+from kvbench.report.watch import run as watching
+from kvbench.results.finished_cells import past_of
+from kvbench.results.run import load_run
+from kvbench.results.same_conditions import ELSEWHERE, host_differences
+from kvbench.results.store import RunStore
+from kvbench.sweep import resume
+
+pytestmark = pytest.mark.timeout(180)
+
+QUICK = (
+    "connectors=[aggregated,tcp]",
+    "search.precision=0.3",
+    "search.trial_s=0.5",
+    "search.max_trial_s=0.5",
+    "search.min_requests=20",
+    "search.max_trials=4",
+)
+SUSTAINED = (
+    *QUICK,
+    "workload.input_len=[128,256]",
+    "search.equal_rate=true",
+)
+BESIDE = (*QUICK, "workload.input_len=[128]", "search.equal_rate=false", "search.compare_burst=true")
+TIERS = (
+    *QUICK,
+    "workload.input_len=[128]",
+    "search.equal_rate=true",
+    "slo={tiers: {strict: {ttft_ms: 150, tpot_ms: 12}, loose: {ttft_ms: 400, tpot_ms: 25}}}",
+)
+BY_HAND = (*QUICK, "workload.input_len=[128]", "search.method=burst")
+LISTED = (*QUICK, "workload.input_len=[128]", "search.method=fixed", "search.rates=[5,10,20]")
+WISHES = {
+    "sustained": Wish("quickstart", SUSTAINED),
+    "burst beside": Wish("quickstart", BESIDE),
+    "tiers": Wish("quickstart", TIERS),
+    "burst": Wish("quickstart", BY_HAND),
+    "listed": Wish("quickstart", LISTED),
+    "bench": Wish("quickstart", (*QUICK, "workload.input_len=[128,256]"), fixed_rate=10.0),
+}
+
+
+@pytest.mark.parametrize("kind", WISHES)
+def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, kind: str) -> None:
+    sweep = Taped(WISHES[kind])
+    whole = sweep.unbroken(tmp_path / "whole")
+    expected, order, tried = load_run(whole), write_order(whole), len(sweep.tape)
+    assert tried == len(expected.all_trials)
+    for lines in range(len(order)):
+        broken = cut_off(whole, tmp_path / f"{lines}" / whole.name, lines, torn=lines % 3 > 0)
+        kept = len(load_run(broken).all_trials)
+        assert kept == sum(name == "trials.jsonl" for name, _ in order[:lines])
+        run = sweep.gone_on(broken)
+        assert run.warnings == []
+        assert run.manifest["status"] == "complete"
+        assert trials_of(run) == trials_of(expected), lines
+        assert run.cells == expected.cells, lines
+        key = lambda each: (each.cell.key, each.method, each.tier)  # noqa: E731
+        assert sorted(run.other_cells, key=key) == sorted(expected.other_cells, key=key), lines
+        assert [session["why"] for session in run.manifest["sessions"]] == ["cut off", "complete"]
+    assert len(sweep.tape) == tried, "a trial was asked for that the unbroken run had not"
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual run that was killed within its second cell."""
+    base = tmp_path_factory.mktemp("broken")
+    whole = Taped(WISHES["listed"]).unbroken(base / "whole")
+    return cut_off(whole, base / "cut" / whole.name, 5, torn=True)
+
+
+def copied(folder: Path, target: Path) -> Path:
+    return Path(shutil.copytree(folder, target / folder.name))
+
+
+def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
+    broken: Path, tmp_path: Path
+) -> None:
+    folder = copied(broken, tmp_path)
+    (folder / ".trials.jsonl.123.abc.tmp").write_bytes(b"half")
+    (folder / "requests").mkdir()
+    (folder / "requests" / ".x.parquet.123.abc.tmp").write_bytes(b"half")
+    console = Console(record=True, file=io.StringIO(), width=200)
+    assert resume.command(folder, Wish(), "sweep", console) == 0
+    assert "1 of 2 cells are finished; 4 trials are kept" in console.export_text()
+    assert not list(folder.rglob(".*"))
+    run = load_run(folder)
+    assert len(run.all_trials) == 6
+    stored = (folder / "trials.jsonl").read_bytes()
+    again = kvbench("sweep", "--resume", str(folder))
+    assert again.status == 0
+    assert "is complete: nothing is left to do" in again.out
+    assert (folder / "trials.jsonl").read_bytes() == stored
+    assert load_run(folder).manifest == run.manifest
+
+
+def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    with pytest.raises(InputError, match=r"slo\.ttft_ms: 250\.0 in the folder, 300\.0 asked"):
+        resume.command(folder, replace(WISHES["listed"], ttft_ms=300.0), "sweep", Console(quiet=True))
+    with pytest.raises(InputError, match="is a run of kind simulate"):
+        resume.command(folder, Wish(), "bench", Console(quiet=True))
+    resume.resume(folder)
+    assert resume.command(folder, WISHES["listed"], "sweep", Console(quiet=True)) == 0
+
+
+def test_a_second_process_is_refused_and_told_who_works_there(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    with RunStore.reopen(folder) as store:
+        who = f"being written by another process: pid {os.getpid()} .*{store.run_tag}"
+        with pytest.raises(StoreError, match=who):
+            resume.reopen(folder)
+    assert load_run(folder).manifest["status"] == "complete"
+
+
+def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    machine = json.loads((folder / "environment.json").read_text())
+    machine["hostname"], machine["libraries"]["numpy"] = "elsewhere", "0.0.1"
+    (folder / "environment.json").write_text(json.dumps(machine))
+    with pytest.raises(StoreError, match=r"hostname: elsewhere then, .*\n  numpy: 0\.0\.1 then") as refused:
+        resume.resume(folder)
+    assert "--force" in refused.value.hint
+    run = load_run(resume.resume(folder, force=True))
+    assert ELSEWHERE in run.labels
+    assert run.manifest["sessions"][-1]["differs"][0].startswith("hostname: elsewhere then")
+    assert ELSEWHERE in run.all_trials[-1].labels
+    (note,) = [each for each in notes(run, summary_table(run)) if ELSEWHERE in each.text]
+    assert note.text.startswith(
+        f"{ELSEWHERE}: session 2 of 2 went on under other conditions: hostname: elsewhere"
+    )
+    write_report(folder, ("md",))
+    assert note.text in (folder / "report.md").read_text()
+
+
+def test_hosts_are_compared_by_their_names_in_the_scenario() -> None:
+    a = {"hostname": "one", "cpu": {"model": "x"}, "nics": [{"name": "eth0", "pci_address": "0000:01:00.0"}]}
+    b = {"hostname": "two", "libraries": {"nixl-cu12": "0.7"}}
+    assert host_differences({}, {"a": a}) == []
+    assert host_differences({"a": a, "b": b}, {"b": b, "a": dict(a)}) == []
+    assert host_differences({"a": a, "b": b}, {"a": {**a, "hostname": "three", "nics": []}, "c": b}) == [
+        "host b: not used any more",
+        "host c: not used then",
+        "host a, hostname: one then, three now",
+        "host a, nics: eth0 then, none now",
+    ]
+    newer = {**b, "libraries": {"nixl-cu12": "0.8"}}
+    assert host_differences({"b": b}, {"b": newer}) == ["host b, nixl-cu12: 0.7 then, 0.8 now"]
+
+
+def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+
+    def told(*texts: str) -> list[str]:
+        rows = [
+            {"label": "aggregated", "input_len": 128, "texts": [text], "latency_s": 0.1} for text in texts
+        ]
+        (folder / "outputs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run = load_run(folder)
+        return [each.text for each in notes(run, summary_table(run)) if "greedy outputs" in each.text]
+
+    assert told("a b", "a b") == []
+    (said,) = told("a b", "a c")
+    assert said.startswith("aggregated at 128: its greedy outputs were others when they were asked for again")
+    assert "('a b' then, 'a c' now)" in said
+
+
+def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
+    changed = copied(broken, tmp_path / "plan")
+    plan = json.loads((changed / "plan.json").read_text())
+    plan["cells"].pop()
+    (changed / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(StoreError, match="would plan other cells"):
+        resume.resume(changed)
+    other = copied(broken, tmp_path / "trials")
+    lines = (other / "trials.jsonl").read_text().splitlines()
+    lines[3] = json.dumps({**json.loads(lines[3]), "request_rate": 7.5})
+    (other / "trials.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(StoreError, match=r"at 7\.5 req/s .* is not what the search asks for"):
+        resume.resume(other)
+    assert load_run(other).manifest["status"] == "failed"
+    older = copied(broken, tmp_path / "older")
+    manifest = json.loads((older / "manifest.json").read_text())
+    del manifest["asked"]
+    (older / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match="cannot be gone on with"):
+        resume.resume(older)
+
+
+def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    cell = load_run(folder).plan["cells"][1]
+    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    with RunStore.reopen(folder) as store:
+        store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
+    assert not resume.is_complete(load_run(folder))
+    run = load_run(resume.resume(folder))
+    assert [result.status for result in [*run.cells, *run.other_cells]] == ["done", "done"]
+    assert resume.is_complete(run)
+
+
+def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
+    broken: Path, tmp_path: Path
+) -> None:
+    """It failed, a later cell began without its rate, and it is measured before that one goes on."""
+    folder = copied(broken, tmp_path)
+    record = load_run(folder).all_trials[0]
+    asked = (record.trial_id, record.request_rate * 2, record.purpose)
+    with pytest.raises(StoreError, match="is not what the search asks for"):
+        past_of(load_run(folder), "fixed").check(record, *asked)
+    cell = load_run(folder).plan["cells"][1]
+    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    with RunStore.reopen(folder) as store:
+        store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
+        store.put_cell({"cell": lost, "status": "done"})
+    past_of(load_run(folder), "fixed").check(record, *asked)
+    with pytest.raises(StoreError, match="is not what the search asks for"):
+        past_of(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
+
+
+def test_a_reasons_lines_of_a_log_stay_lines_of_their_own(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    cell = load_run(folder).plan["cells"][1]
+    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    long = " ".join(f"word{number}" for number in range(40))
+    reason = (
+        f"decode-0 was killed by signal 9\nlast lines of the logs:\n  router: INFO up\n  prefill-0: {long}"
+    )
+    with RunStore.reopen(folder) as store:
+        store.put_cell({"cell": lost, "status": "failed", "reason": reason, "hint": "see dmesg"})
+    console = Console(width=100, record=True, quiet=False, file=io.StringIO())
+    render_terminal(load_run(folder), console)
+    printed = console.export_text().splitlines()
+    place = next(place for place, line in enumerate(printed) if line.endswith("killed by signal 9"))
+    assert printed[place + 1 : place + 3] == ["    last lines of the logs:", "      router: INFO up"]
+    assert printed[place + 3].startswith("      prefill-0: word0 word1")
+    assert printed[place + 4].startswith("        word")
+    assert "    → see dmesg" in printed
+    write_report(folder, ("md",))
+    lines = (folder / "report.md").read_text().splitlines()
+    assert any(line.startswith("- ") and line.endswith("killed by signal 9 → see dmesg") for line in lines)
+    assert "  - `router: INFO up`" in lines
+    assert f"  - `prefill-0: {long}`" in lines
+
+
+def test_readers_take_the_folder_of_a_killed_run(broken: Path, tmp_path: Path) -> None:
+    folder = copied(broken, tmp_path)
+    run = load_run(folder)
+    assert run.manifest["status"] == "interrupted"
+    assert any("the last line is cut off" in warning for warning in run.warnings)
+    assert any("cut off" in warning for warning in api.load(folder).warnings)
+    write_report(folder, ("md", "html", "csv", "json"))
+    assert "cut off" in (folder / "report.md").read_text()
+    assert "cut off" in (folder / "report.html").read_text()
+    assert prometheus(run)
+    assert watching.command(folder, Console(quiet=True)) != 0
+    bundled = bundle(folder, Asked(output=tmp_path / "b.tar.gz"))
+    assert "trials.jsonl" in bundled.files

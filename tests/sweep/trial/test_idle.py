@@ -1,0 +1,117 @@
+"""A trial begins on an idle system: what dropped requests have left is waited for, or the trial is void."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvbench.core.records import Cell, Finding
+from kvbench.deployment.deployment import Deployment
+from kvbench.launchers.local import LocalLauncher
+from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.results.run import load_run
+from kvbench.sweep.display import Silent
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
+from kvbench.sweep.trial.idle import BACKLOG, Idleness
+from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
+
+pytestmark = pytest.mark.timeout(90)
+CELL = Cell("aggregated", 16, 1)
+SERVICE_S = 0.05
+
+
+@contextmanager
+def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLauncher, Yardstick]]:
+    """An M/D/1 queue, which works on what clients have dropped."""
+    launcher = LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")
+    spec = {"queue": "md1", "service_s": SERVICE_S, "output_len": 1, "metrics": metrics}
+    with exact_server(launcher, spec) as server:
+        yield launcher, server
+
+
+@contextmanager
+def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, Deployment, Idleness]]:
+    with queue_server(tmp_path, metrics=metrics) as (launcher, server):
+        scenario, _ = resolve(Wish(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
+        (planned,) = plan_of(scenario).deployments
+        with Deployment(scenario, planned, launcher) as deployment:
+            yield server, deployment, Idleness(scenario, deployment, (0.2, 30.0))
+
+
+def drop(server: Yardstick, requests: int) -> float:
+    """Sends so many requests and closes their connections; returns when the queue will have done them."""
+    url = urlsplit(server.url)
+    body = b'{"model": "exact", "prompt": [1, 2, 3], "max_tokens": 1, "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    before = len(server.log()["requests"])
+    for _ in range(requests):
+        with socket.create_connection((url.hostname or "", url.port or 0), 5) as connection:
+            connection.sendall(head + body)
+            deadline = time.monotonic() + 10
+            while len(server.log("?tokens=0")["requests"]) == before:  # read before it is closed
+                assert time.monotonic() < deadline
+        before += 1
+    return float(max(row["first_due_s"] for row in server.log()["requests"]))
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_what_was_dropped_is_waited_for(tmp_path: Path, metrics: bool) -> None:
+    with deployed(tmp_path, metrics=metrics) as (server, deployment, idle):
+        assert (deployment.under_way() is None) is not metrics
+        assert idle.wait(CELL) is None
+        free_s = drop(server, 30)
+        idle.left_behind(30, 10.0)
+        assert idle.deadline_s == pytest.approx(6.0)
+        assert idle.wait(CELL) is None
+        assert time.monotonic() >= free_s - 1.5 * SERVICE_S
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_what_does_not_become_idle_is_said(tmp_path: Path, metrics: bool) -> None:
+    with deployed(tmp_path, metrics=metrics) as (server, _, idle):
+        assert idle.wait(CELL) is None
+        drop(server, 60)
+        found = idle.wait(CELL)
+        assert isinstance(found, Finding)
+        assert (found.gate, found.level) == (BACKLOG, "invalid")
+        assert "not idle again" in found.message
+        assert ("under_way" in found.evidence) is metrics
+
+
+def test_another_length_is_first_asked_of_an_idle_system(tmp_path: Path) -> None:
+    """Without gauges; else the backlog would be taken for what a request of that length takes."""
+    with deployed(tmp_path, metrics=False) as (server, _, idle):
+        assert idle.wait(CELL) is None
+        free_s = drop(server, 20)
+        idle.left_behind(20, 10.0)
+        assert idle.wait(Cell("aggregated", 32, 1)) is None
+        assert time.monotonic() >= free_s - 1.5 * SERVICE_S
+
+
+def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
+    """Somebody else keeps it busy for longer than a trial waits; nothing more is offered to it."""
+    with queue_server(tmp_path, metrics=True) as (launcher, server):
+        scenario, source = resolve(Wish(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
+        plan = plan_of(scenario)
+        with (
+            Deployment(scenario, plan.deployments[0], launcher) as deployment,
+            create_store(tmp_path / "results", scenario, source, plan, "bench") as store,
+        ):
+            idle = Idleness(scenario, deployment, (0.3, 0.3))
+            trials = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress, idle=idle)
+            drop(server, 60)
+            before = len(server.log("?tokens=0")["requests"])
+            record = trials.run(TrialPlan(CELL, 1, 2.0, "fixed"))
+            assert len(server.log("?tokens=0")["requests"]) == before
+            path = store.path
+    assert (record.verdict, [each.gate for each in record.findings]) == ("invalid", [BACKLOG])
+    assert "not idle again" in record.reason
+    assert [trial.verdict for trial in load_run(path).trials] == ["invalid"]

@@ -1,0 +1,145 @@
+"""What a trial offers, when it has been offered for long enough, and whose verdict stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.metrics.metrics import Window, summarise
+from kvbench.core.records import Cell, RequestRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.ceiling import Flood
+from kvbench.core.search.data import Measured
+from kvbench.core.search.methods import joined_verdict
+from kvbench.core.search.sequential_trial import Decision
+from kvbench.core.slo import Slo
+from kvbench.planning.scenario_files import load_scenario
+from kvbench.sweep.trial.load_plan import Offered, Wanted, Watch, ceiling_figures, planned
+from kvbench.sweep.trial.loadgen_driver import Progress, Settled
+
+SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
+CELL = Cell("aggregated", 256, 16)
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    return load_scenario("quickstart")[0]
+
+
+def settled(index: int, at_s: float, *, good: bool) -> Settled:
+    return Settled(index, 0.05 if good else 0.4, 0.01, 0.2)
+
+
+def offered_whole(watch: Watch, offered: Offered, share: float) -> float:
+    """So many requests are in time, at random; returns when the trial may end."""
+    told, t_s = 0, 0.0
+    good = np.random.default_rng(5).random(offered.n) < share
+    while t_s < 3 * offered.length_s:
+        t_s += 0.25
+        upto, sent = np.searchsorted(offered.offsets_s, [t_s - 0.2, t_s])
+        rows = tuple(settled(i, t_s, good=bool(good[i])) for i in range(told, int(upto)))
+        told = int(upto)
+        if watch.progressed(Progress(t_s=t_s, sent=int(sent), done=told, waiting_first=0, settled=rows)):
+            return t_s
+    raise AssertionError("the trial never ended")
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, thorough: bool) -> None:
+    """It is planned for longer than it takes: what comes after its time is up can change nothing."""
+    scenario = scenario.model_copy(
+        update={"search": scenario.search.model_copy(update={"max_trial_s": 120.0, "max_requests": 10**6})}
+    )
+    wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=thorough)
+    offered = planned(scenario, wanted)
+    watch = Watch(scenario, wanted, offered, {"": SLO})
+    ended_s = offered_whole(watch, offered, 0.9)
+    assert watch.decision is not None
+    assert watch.decision.verdict == "undecided"
+    assert ended_s == watch.decision.at_s
+    assert ended_s < 0.8 * offered.length_s
+
+
+def test_a_confirming_trial_says_yes_where_its_share_is_reached(scenario: Scenario) -> None:
+    verdicts = {}
+    for share in (0.92, 0.87):
+        for confirms in (False, True):
+            wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=True, confirms=confirms)
+            offered = planned(scenario, wanted)
+            watch = Watch(scenario, wanted, offered, {"": SLO})
+            offered_whole(watch, offered, share)
+            assert watch.decision is not None
+            verdicts[share, confirms] = watch.decision.verdict
+    assert (verdicts[0.92, False], verdicts[0.92, True]) == ("undecided", "met")
+    assert "met" not in (verdicts[0.87, False], verdicts[0.87, True])
+
+
+def record(i: int, *, late: bool = False) -> RequestRecord:
+    at = i / 40
+    first = at + (0.4 if late else 0.05)
+    return RequestRecord(
+        f"r{i}", at, 256, 3, sent_s=at, first_token_s=first, last_token_s=first + 0.02, output_len=3
+    )
+
+
+def evidence(late_every: int) -> Evidence:
+    records = [
+        replace(record(i, late=i % late_every == 0), itl_s=[0.01, 0.01], status=200) for i in range(400)
+    ]
+    summary = summarise(records, SLO, 40.0, 10.0, Window(1.0, 9.0))
+    return Evidence(records=records, summary=summary, slo=SLO)
+
+
+def decided(verdict: str, n: int = 100) -> Decision:
+    return Decision(verdict, f"it was {verdict}", 9.0, (1.0, 9.0), Measured(n=n))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [0, 100])
+@pytest.mark.parametrize("late_every", [3, 1000])
+def test_what_ended_after_the_load_does_not_overrule_undecided(n: int, late_every: int) -> None:
+    """The whole trial's interval would prove either verdict; it has the drain in it."""
+    found = joined_verdict("sustained", evidence(late_every), decided("undecided", n), searched=True)
+    assert found[:2] == ("undecided", "it was undecided")
+
+
+def test_the_trials_own_verdict_stands_but_a_yes_that_the_records_contradict_is_none() -> None:
+    assert joined_verdict("sustained", evidence(1000), decided("met"), searched=True)[0] == "met"
+    assert joined_verdict("sustained", evidence(1000), decided("missed"), searched=True)[0] == "missed"
+    assert joined_verdict("sustained", evidence(3), decided("missed"), searched=True)[0] == "missed"
+    assert joined_verdict("sustained", evidence(3), decided("met"), searched=True)[0] == "undecided"
+    assert joined_verdict("sustained", evidence(3), None, searched=True)[0] == "missed"
+
+
+def test_a_ceiling_is_told_in_one_way() -> None:
+    """Twice what comes out was offered for ten seconds, or a load that the system carried easily."""
+    flood = Flood(np.arange(400) / 40.0, 0.0, 10.0, 0.5, 40.0)
+    slow = [replace(record(i), last_token_s=i / 20 + 0.1) for i in range(400)]
+    told = ceiling_figures(slow, flood, 10.0)
+    assert told["completion_rate"] == pytest.approx(20, rel=0.05)
+    assert told["completion_steady"] is True
+    easy = [replace(record(i), last_token_s=i / 40 + 0.1) for i in range(400)]
+    assert ceiling_figures(easy, flood, 10.0)["completion_steady"] is False
+    assert ceiling_figures([], flood, 10.0) == {}
+
+
+@pytest.mark.parametrize("service_s", [0.02, 0.1, 2.0])
+def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario, service_s: float) -> None:
+    """One request at a time, and those that the client drops are worked on all the same."""
+    wanted = Wanted(CELL, 320 / service_s, 1, ceiling=True, latency_s=service_s)
+    offered = planned(scenario, wanted)
+    watch = Watch(scenario, wanted, offered, {"": SLO})
+    behind = service_s * np.arange(offered.n)
+    ends = np.maximum.accumulate(offered.offsets_s - behind) + behind + service_s
+    told, t_s, sent, done = 0, 0.0, 0, 0
+    over = False
+    while not over:
+        t_s += 0.2507
+        sent, done = (int(np.searchsorted(times, t_s)) for times in (offered.offsets_s, ends))
+        rows = tuple(Settled(i, e2el_s=float(ends[i] - offered.offsets_s[i])) for i in range(told, done))
+        told = done
+        over = watch.progressed(Progress(t_s=t_s, sent=sent, done=done, settled=rows))
+    assert watch.flooded_s == t_s
+    assert (sent - done) * service_s <= max(32.0, 24 * service_s), "and not 1,600 requests' work"

@@ -1,0 +1,113 @@
+"""`make perf-search` in small: its virtual systems, its truths, the search on them, and the other rules."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvbench.core.simulation.known_queues import md1_attainment
+from tools.perf_search import jobs, truth
+from tools.perf_search.pipeline import Step, System, offsets, run_closed, run_open
+from tools.perf_search.rivals import RULES, Bench, run_rule
+from tools.perf_search.systems import SYSTEMS
+from tools.perf_search.trials import search
+
+MD1 = SYSTEMS["md1"]
+
+
+def test_a_pipeline_of_one_queue_agrees_with_the_formula() -> None:
+    rate = 0.95 * 17.4
+    share, _ = truth.attainment(MD1, rate, 200_000, 1)
+    assert share == pytest.approx(md1_attainment(rate, 0.05, 0.6), abs=0.005)
+
+
+def test_decode_slots_are_never_exceeded_and_tokens_take_their_time() -> None:
+    system = System("", "", 0.01, 50, Step(0.01, 1e-3), 1.0, slots=4)
+    outcomes = run_open(system, np.linspace(0.1, 1.0, 40), np.random.default_rng(1))
+    begun = outcomes.first_s
+    for moment in np.linspace(0.2, 5.0, 60):
+        assert ((begun <= moment) & (outcomes.end_s > moment)).sum() <= 4
+    alone = run_open(system, np.array([1.0]), np.random.default_rng(1))
+    assert alone.e2el_s[0] == pytest.approx(0.01 + 50 * 0.011)
+    assert alone.ttft_s[0] == pytest.approx(0.01 + 0.011)
+    full = outcomes.end_s[-8:-4] - outcomes.first_s[-8:-4]
+    assert full == pytest.approx(50 * 0.014, rel=0.1)
+
+
+def test_a_closed_loop_obeys_littles_law() -> None:
+    outcomes = run_closed(SYSTEMS["slots"], 40, 200.0, np.random.default_rng(1))
+    inside = (outcomes.end_s > 50) & (outcomes.end_s < 200)
+    rate = inside.sum() / 150
+    assert rate * float(outcomes.e2el_s[inside].mean()) == pytest.approx(40, rel=0.05)
+
+
+@pytest.mark.parametrize("name", sorted(SYSTEMS))
+def test_the_kept_truths_are_those_of_the_systems(name: str) -> None:
+    system = SYSTEMS[name]
+    true = truth.known().get(truth.fingerprint(system))
+    assert true is not None, "a system was changed: run python -m tools.perf_search --truth"
+    if system.truth in ("above", "below"):
+        return
+    below, above = (
+        [truth.attainment(system, true.rate * off, 50_000, seed) for seed in (91, 92, 93)]
+        for off in (0.98, 1.02)
+    )
+    assert np.mean([share for share, _ in below]) > system.attainment
+    assert np.mean([share for share, _ in above]) < system.attainment
+    assert below[0][1] == pytest.approx(true.latency_s, rel=0.2)
+
+
+def test_the_search_is_true_and_fast() -> None:
+    names = ("md1", "prefill", "slots", "tpot", "cliff", "drift")
+    work = [
+        jobs.Job(jobs.OURS, SYSTEMS[name], jobs.truth_of(SYSTEMS[name]), seed)
+        for name in names
+        for seed in range(5)
+    ]
+    row = jobs.rows_of(work, [jobs.run_job(job) for job in work])[-1]
+    assert row.system == "all"
+    assert row.median == pytest.approx(1.0, abs=0.025)
+    assert row.within >= 0.85
+    assert row.trials <= 7
+    assert row.latencies <= 70
+
+
+def test_the_search_says_where_there_is_nothing_to_find() -> None:
+    for name in ("never", "always"):
+        system = SYSTEMS[name]
+        work = [jobs.Job(jobs.OURS, system, jobs.truth_of(system), seed) for seed in range(3)]
+        rows = jobs.rows_of(work, [jobs.run_job(job) for job in work])
+        assert rows[0].right == 1.0
+        assert math.isnan(rows[0].median)
+        assert rows[0].to_json()["median"] is None
+
+
+def test_a_search_repeats_itself() -> None:
+    ran: list[float] = []
+    first = search(MD1, 3, watch=lambda each: ran.append(each.probe.rate))
+    assert first == search(MD1, 3)
+    assert len(ran) == first.trials
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_the_other_rules_answer(rule: str) -> None:
+    system = SYSTEMS["prefill"]
+    found = run_rule(rule, system, 1)
+    assert found.rate is not None
+    assert found.trials > 3
+    ratio = found.rate / jobs.truth_of(system).rate
+    assert (1.5 < ratio < 10) if rule.startswith("seed") else 0.3 < ratio < 1.4
+    assert run_rule(rule, SYSTEMS["always"], 1).rate is None
+
+
+def test_a_bench_counts_what_it_offers() -> None:
+    bench = Bench(MD1, 1)
+    assert bench.kept(bench.seconds(5.0, 30.0))
+    outcomes = bench.requests(50.0, 100)
+    assert outcomes.arrived_s[-1] == pytest.approx(2.0)
+    assert bench.margin(outcomes) > 0
+    assert bench.trials == 2
+    assert bench.measured_s > 30
+    assert len(offsets(MD1, 10.0, 100.0, np.random.default_rng(1))) == pytest.approx(1000, rel=0.15)

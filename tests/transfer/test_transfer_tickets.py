@@ -1,0 +1,139 @@
+"""Tickets started again, merging, NICs and protocols, for every backend and protocol that runs here."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench import transfer
+from kvbench.errors import TransferError
+from kvbench.hosts import devices
+from kvbench.processes.transfer_worker.remote import TransferProcess
+from kvbench.transfer.base import Layout, Problem
+
+DRIVER = Path(__file__).parents[1] / "support" / "tickets.py"
+TRANSPORTS = {
+    ("tcp", "tcp"): "tcp",
+    ("mooncake", "tcp"): "tcp",
+    ("nixl", "tcp"): "ucx:tcp/lo",
+    ("nixl", "cma"): "ucx:cma/memory",
+    ("nixl", "shm"): "ucx:posix/memory",
+    ("nixl", "posix"): "posix (file)",
+    ("memcpy", "memcpy"): "memcpy",
+    ("shm", "shm"): "shm",
+}
+LOOPBACKS = [{"name": "lo", "address": "127.0.0.1"}, {"name": "lo", "address": "127.0.0.2"}]
+
+
+@functools.cache
+def _problem(name: str) -> Problem | None:
+    return transfer.check(name)
+
+
+def ways() -> Iterator[tuple[str, str]]:
+    """Every backend that moves bytes from memory to memory, with each protocol that needs no hardware."""
+    for name in transfer.names():
+        backend = transfer.get(name)
+        if backend.moves_bytes and (backend.loopback_only or not backend.staged) and not backend.optional:
+            yield from ((name, protocol) for protocol in backend.protocols if protocol not in backend.needs)
+
+
+@pytest.fixture(params=[pytest.param(way, id="-".join(way), marks=pytest.mark.native) for way in ways()])
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
+    name, protocol = request.param
+    if (problem := _problem(name)) is not None:
+        pytest.skip(f"{name}: {problem.reason} ({problem.fix})")
+    return name, protocol
+
+
+def drive(backend: str, op: str, pairs: list[tuple[list[int], list[int]]], **options: Any) -> dict[str, Any]:
+    """What ``tickets.py`` tells; nothing may have gone wrong."""
+    local, remote = [list(pair[0]) for pair in pairs], [list(pair[1]) for pair in pairs]
+    spec = {"backend": backend, "options": {**options, "op": op}, "op": op, "local": local, "remote": remote}
+    command = [sys.executable, str(DRIVER), json.dumps(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert told["wrong"] == []
+    assert told["prepared"]
+    return told
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_ticket_is_started_again_and_several_are_under_way(way: tuple[str, str], op: str) -> None:
+    backend, protocol = way
+    run, apart, one = ([4, 5, 6, 7], [0, 1, 2, 3]), ([20, 9, 13], [8, 30, 11]), ([31], [31])
+    told = drive(backend, op, [run, apart, one], protocol=protocol)
+    assert told["descriptors"] == [2, 6, 2]
+    assert told["nbytes"] == [8 * 4096, 6 * 4096, 2 * 4096]
+    assert told["transport"] == TRANSPORTS[way]
+
+
+def test_without_merging_every_block_is_a_descriptor(way: tuple[str, str]) -> None:
+    backend, protocol = way
+    order = list(range(8))
+    told = drive(backend, "write", [(order, order), ([20, 21], [21, 22])], protocol=protocol, merge=False)
+    assert told["descriptors"] == [16, 4]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("backend", ["tcp", "mooncake", "nixl"])
+def test_bytes_are_split_over_nics(backend: str, op: str) -> None:
+    if (problem := _problem(backend)) is not None:
+        pytest.skip(f"{backend}: {problem.reason}")
+    order = list(range(16))
+    # 128 KiB in two regions: half of them on each NIC.
+    told = drive(backend, op, [(order, order)], nics=LOOPBACKS)
+    if backend == "nixl":
+        assert told["transport"].startswith("ucx:tcp/lo")  # UCX takes a device, whatever its addresses
+    else:
+        assert told["addresses"] == ["127.0.0.1", "127.0.0.2"]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("backend", sorted({name for name, _ in ways()}))
+def test_an_unknown_protocol_is_refused(backend: str) -> None:
+    if (problem := _problem(backend)) is not None:
+        pytest.skip(f"{backend}: {problem.reason}")
+    known = transfer.get(backend).protocols[0]
+
+    async def start() -> None:
+        fd = os.memfd_create("kvbench-test")
+        try:
+            os.ftruncate(fd, 4096)
+            with pytest.raises(TransferError, match=f"no protocol 'pigeon'.*there are: {known}"):
+                await TransferProcess.start(backend, {"protocol": "pigeon"}, fd, Layout(1, 1, 4096))
+        finally:
+            os.close(fd)
+
+    asyncio.run(start())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+def test_rdma_without_a_device_fails_instead_of_running_over_something_else(backend: str) -> None:
+    if (problem := _problem(backend)) is not None:
+        pytest.skip(f"{backend}: {problem.reason}")
+    if devices.rdma():
+        pytest.skip("this machine has RDMA")
+
+    async def start() -> None:
+        fd = os.memfd_create("kvbench-test")
+        try:
+            os.ftruncate(fd, 4096)
+            with pytest.raises(TransferError, match="does not start"):
+                await TransferProcess.start(backend, {"protocol": "rdma"}, fd, Layout(1, 1, 4096))
+        finally:
+            os.close(fd)
+
+    asyncio.run(start())
