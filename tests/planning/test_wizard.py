@@ -43,9 +43,13 @@ def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
     )
     os.close(slave)
     shown, left, deadline = "", list(answers), time.monotonic() + DEADLINE_S
-    answered = 0
+    answered, again = 0, float("inf")
     try:
         while time.monotonic() < deadline:
+            # A signal between the prompt and the read behind it interrupts nothing: one presses the keys again.
+            if time.monotonic() > again:
+                process.send_signal(signal.SIGINT)
+                again += 5
             if not select.select([master], [], [], 0.1)[0]:
                 if process.poll() is not None:
                     break
@@ -62,6 +66,7 @@ def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
                 answer = left.pop(0)
                 if answer == CTRL_C:
                     process.send_signal(signal.SIGINT)
+                    again = time.monotonic() + 5
                 else:
                     os.write(master, answer.encode() + b"\n")
         return process.wait(DEADLINE_S), shown

@@ -219,7 +219,8 @@ def test_connections_refused_from_some_stream_on_do_not_spoil_the_others() -> No
         return records
 
     errors = [record.error for record in on_loop(main)]
-    assert set(errors) == {"no_answer", "connect"}
+    # What the closed listener had not accepted yet is reset, on a busy machine.
+    assert {"no_answer", "connect"} <= set(errors) <= {"no_answer", "connect", "reset"}
     assert len(errors) == 60
 
 
