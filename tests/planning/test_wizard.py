@@ -46,7 +46,7 @@ def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
     answered, again = 0, float("inf")
     try:
         while time.monotonic() < deadline:
-            # A signal between the prompt and the read behind it interrupts nothing: one presses the keys again.
+            # A signal between the prompt and the read behind it interrupts nothing: one presses again.
             if time.monotonic() > again:
                 process.send_signal(signal.SIGINT)
                 again += 5
