@@ -1,6 +1,6 @@
 """``python -m tools.house``: is every part of the package small enough to be taken in at a look?
 
-Part of ``make lint``; limits and exceptions are below. Import-linter holds layers, ruff the functions' complexity.
+Part of ``make lint``; limits and exceptions are below. Import-linter holds layers, ruff complexity.
 """
 
 from __future__ import annotations
