@@ -1,7 +1,7 @@
-"""Log lines → causes: the patterns are data (log_patterns.py), and this matches them, once or live.
+"""Log lines → causes: the patterns are data (log_patterns.yaml), and this matches them, once or live.
 
 ``diagnose(lines)`` explains lines that are there. ``LogWatch`` follows the logs of a deployment's processes
-while it starts and while trials run: what is fatal ends the wait at once, with the cause and its mend; the
+while it starts and while trials run: what is fatal ends the wait at once, with the cause and a hint; the
 rest becomes a finding of the trial in which it was written.
 """
 
@@ -54,12 +54,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log says is wrong: the first matching line, how often, the cause and how to mend it."""
+    """What a log says is wrong: the first matching line, how often, the cause and a hint."""
 
     key: str
     level: Level
     cause: str
-    mend: str
+    hint: str
     line: str
     process: str = ""
     count: int = 1
@@ -83,7 +83,7 @@ class Diagnosis:
             f"log_{self.key}",
             weight[self.level],
             self.text(),
-            self.mend,
+            self.hint,
             {"process": self.process, "count": self.count, "line": self.line},
         )
 
@@ -92,7 +92,7 @@ _ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
 
 
 def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnosis]:
-    """The causes that these lines tell, the most telling first; the same cause is told once.
+    """The causes in these lines, the nearest to the root first; the same cause is reported once.
 
     A line is taken for one cause only, the first in the table that it matches.
     """
@@ -111,8 +111,8 @@ def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnos
             found[pattern.key] = replace(known, count=count, level=level)
         else:
             quote = line.strip()[:MAX_QUOTE_CHARS]
-            told = Diagnosis(pattern.key, level, pattern.cause, pattern.mend, quote, source.process)
-            found[pattern.key] = replace(told, of_cancelled=pattern.of_cancelled)
+            new = Diagnosis(pattern.key, level, pattern.cause, pattern.hint, quote, source.process)
+            found[pattern.key] = replace(new, of_cancelled=pattern.of_cancelled)
     return sorted(found.values(), key=_rank)
 
 

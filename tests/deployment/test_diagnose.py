@@ -43,7 +43,7 @@ def test_each_line_is_told_its_cause(key: str) -> None:
     (found,) = diagnose([LINES[key]], Source(transport_asked="rdma"))
     assert found.key == key
     assert found.cause
-    assert found.mend
+    assert found.hint
     assert found.line in LINES[key]
     assert found.cause in found.text()
 
@@ -319,4 +319,4 @@ KNOWN_WORDS = {
 def test_what_is_known_to_go_wrong_has_a_cause_and_a_mend(words: str) -> None:
     (found,) = diagnose([words], Source(transport_asked="rdma"))
     assert found.key == KNOWN_WORDS[words]
-    assert found.mend
+    assert found.hint
