@@ -250,8 +250,8 @@ def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, conso
             with ExitStack() as stack, CaseProgress(console, count, asked.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
-                for place, members in places.legs(cases, stack):
-                    _leg(asked, place, members, store, progress)
+                for place, members in places.by_place(cases, stack):
+                    _measure_at(asked, place, members, store, progress)
                 if places.in_lab:
                     store.update(lab=places.record())
         except KeyboardInterrupt:
@@ -260,7 +260,7 @@ def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, conso
             console.print(f"interrupted: the rows of {kept} of {count} cases are kept", style="yellow")
 
 
-def _leg(
+def _measure_at(
     asked: Asked, place: Place, members: Sequence[Case], store: RunStore, progress: CaseProgress
 ) -> None:
     settings = place.settings(asked.seconds, members)
@@ -271,7 +271,7 @@ def _leg(
             store.add_transfer(record)
             progress.finished(record)
         return
-    rows = run_cases(members, place.initiator, place.target, settings, progress.told, store.logs)
+    rows = run_cases(members, place.initiator, place.target, settings, progress.on_stage, store.logs)
     # Closed at once when interrupted: the workers end with it.
     with closing(cast("Generator[TransferRecord, None, None]", rows)):
         for record in rows:

@@ -19,8 +19,8 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.lab.layout import LabPlan
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
-from kvbench.microbench.measuring import Settings
 from kvbench.microbench.options import MicrobenchOptions
+from kvbench.microbench.settings import Settings
 from kvbench.microbench.sides import Side
 from kvbench.transfer.parts.usable import movers
 
@@ -108,13 +108,13 @@ class Places:
     source = b""
     """The scenario that the place is from."""
     log_dir: Path
-    """Where the workers' logs go; to be set before ``legs``."""
+    """Where the workers' logs go; to be set before ``by_place``."""
 
     def __enter__(self) -> Places:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is made for the cases ends with ``legs``."""
+        """What is made for the cases ends with ``by_place``."""
 
     def movers(self) -> list[Mover]:
         """Every backend, with what this machine lacks for it."""
@@ -183,7 +183,7 @@ class Places:
                 others = nics.choose(most, there(prefix, self._python, which))
             self._chosen[kind] = (own, others)
 
-    def legs(self, cases: Sequence[Case], stack: ExitStack) -> Iterator[tuple[Place, list[Case]]]:
+    def by_place(self, cases: Sequence[Case], stack: ExitStack) -> Iterator[tuple[Place, list[Case]]]:
         """Cases in a row that are measured at one place; ``stack`` ends what is made for them."""
         for kind, group in groupby(cases, key=self._kind):
             members = list(group)

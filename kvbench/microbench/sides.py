@@ -21,6 +21,8 @@ from kvbench.errors import KvbenchError, TransferError
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher
 
+ANSWER_S: Final = 2.0
+"""Beyond a command's own time, a worker has so long to answer."""
 QUIT_S: Final = 2.0
 """A library has so long to close in order; it may own shared memory that only it can remove."""
 LOG_LINES: Final = 8
