@@ -16,8 +16,6 @@ from kvbench.core.records import Finding
 from kvbench.deployment.log_patterns import PATTERNS, Level, Pattern
 from kvbench.hosts.log_tail import LogReader
 
-__all__ = ["Diagnosis", "LogWatch", "Source", "diagnose", "worst"]
-
 MAX_QUOTE_CHARS: Final = 240
 
 FindingLevel = Literal["invalid", "warning", "note"]
@@ -26,7 +24,7 @@ _LIGHTER: Final[Mapping[str, FindingLevel]] = {"fatal": "invalid", "refuse": "wa
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Whose log it is. Empty means unknown, and then every pattern is tried."""
 
     process: str = ""
@@ -91,12 +89,12 @@ class Diagnosis:
 _ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
 
 
-def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnosis]:
+def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
     """The causes in these lines, the nearest to the root first; the same cause is reported once.
 
     A line is taken for one cause only, the first in the table that it matches.
     """
-    source = source or Source()
+    source = source or LogSource()
     patterns = [pattern for pattern in PATTERNS if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
     for line in lines:
@@ -128,7 +126,7 @@ def _rank(diagnosis: Diagnosis) -> tuple[bool, int]:
 
 @dataclass
 class _Followed:
-    source: Source
+    source: LogSource
     reader: LogReader
 
 
@@ -139,7 +137,7 @@ class LogWatch:
     _logs: list[_Followed] = field(default_factory=list)
     _found: dict[tuple[str, str], Diagnosis] = field(default_factory=dict)
 
-    def follow(self, path: Path, source: Source) -> None:
+    def follow(self, path: Path, source: LogSource) -> None:
         """Follow a log from its present end on; it need not be there yet."""
         self._logs.append(_Followed(source, LogReader(path)))
 

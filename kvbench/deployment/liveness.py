@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 
 from kvbench.connectors.base import Connector
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.deployment.diagnose import Diagnosis, LogWatch, Source
+from kvbench.deployment.diagnose import Diagnosis, LogSource, LogWatch
 from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError
 from kvbench.launchers.base import Process
 from kvbench.launchers.parts.liveness import Liveness
@@ -45,7 +45,7 @@ class ProcessWatch:
         """Follow a process's log; to be called before it is started."""
         role = spec.name.split("-")[0]
         self._paths[spec.name] = path
-        source = Source(
+        source = LogSource(
             process=spec.name,
             engine=ROUTER if role == ROUTER else self._engine,
             kv_connector="" if role == ROUTER else self._connector.kv_connector,

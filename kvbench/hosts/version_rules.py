@@ -61,7 +61,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class EngineEnvironment:
     """What an engine finds around it: versions by distribution, the CUDA release, whether there is a GPU."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Rule:
     cuda: int | None = None
     gpu: bool | None = None
 
-    def applies(self, found: Surroundings) -> bool:
+    def applies(self, found: EngineEnvironment) -> bool:
         if self.cuda is not None and self.cuda != found.cuda:
             return False
         if self.gpu is not None and self.gpu != found.gpu:
@@ -227,7 +227,7 @@ RULES: Final = (
 )
 
 
-def clashes(found: Surroundings) -> Iterator[Check]:
+def clashes(found: EngineEnvironment) -> Iterator[Check]:
     """A check for each rule that applies; of several rules with one name the first."""
     seen = set()
     for rule in RULES:

@@ -16,7 +16,7 @@ from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts import devices
 from kvbench.launchers.local import LocalLauncher
-from kvbench.microbench.measuring import CaseRun, Window, carried
+from kvbench.microbench.measuring import CaseRun, CounterWindow, carried
 from kvbench.microbench.settings import Settings
 from kvbench.microbench.sides import Side, WorkerError, Workers
 from kvbench.microbench.teams import Key, Team, Teams
@@ -166,7 +166,7 @@ class Microbench:
 
     # --- judging
 
-    def _judge(self, record: TransferRecord, team: Team, window: Window) -> None:
+    def _judge(self, record: TransferRecord, team: Team, window: CounterWindow) -> None:
         case, sides = record.case, self._sides
         before, after = window.before[0], window.after[0]
         record.load_average = before["load"]
@@ -199,7 +199,7 @@ class Microbench:
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
         record.warnings = warnings.warnings(record, seen)
 
-    def _line_rate(self, case: Case, window: Window) -> float | None:
+    def _line_rate(self, case: Case, window: CounterWindow) -> float | None:
         """What the asked NICs of the slower side can carry together, in GB/s."""
         if not case.nics:
             return None

@@ -20,7 +20,7 @@ from kvbench.hosts.nics import choice as nics
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_with
 from kvbench.launchers.parts.remote import RemoteLauncher
-from kvbench.microbench.hosts import Place, kind_of
+from kvbench.microbench.hosts import MicrobenchPlace, kind_of
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.sides import Side
 from kvbench.planning.overrides import Wish, resolve
@@ -156,16 +156,18 @@ class BetweenHosts:
 
     # -- measuring ----------------------------------------------------------------------------------
 
-    def by_place(self, cases: Sequence[Case], stack: ExitStack) -> Iterator[tuple[Place, list[Case]]]:
+    def by_place(
+        self, cases: Sequence[Case], stack: ExitStack
+    ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
         """All cases for each pair, one pair after the other; a pair out of reach says so in ``trouble``."""
         for one, other in self.pairs:
             trouble = self._lost(one) or self._lost(other)
             if trouble:
-                yield Place(Side(name=one), Side(name=other), trouble=trouble), list(cases)
+                yield MicrobenchPlace(Side(name=one), Side(name=other), trouble=trouble), list(cases)
                 continue
             for kind, group in groupby(cases, key=kind_of):
                 pair = (one, other)
-                yield Place(self._side(one, kind, pair), self._side(other, kind, pair)), list(group)
+                yield MicrobenchPlace(self._side(one, kind, pair), self._side(other, kind, pair)), list(group)
 
     def _side(self, name: str, kind: str, pair: tuple[str, str]) -> Side:
         folder = self.log_dir / "-".join(pair)

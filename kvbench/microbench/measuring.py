@@ -12,7 +12,7 @@ from kvbench.core.transfers import blocks as transferplan
 from kvbench.core.transfers.blocks import Pairing
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.microbench.settings import Settings
-from kvbench.microbench.sides import ANSWER_S, Asked, Worker, WorkerError, Workers
+from kvbench.microbench.sides import ANSWER_S, Asked, WorkerError, WorkerHandle, Workers
 from kvbench.microbench.teams import Team, side_number
 from kvbench.processes.transfer_worker.measure import Limits, unpack_times
 from kvbench.transfer.parts.blocks import pack_ids
@@ -31,7 +31,7 @@ BYTES_PER_S: Final = 50e6
 
 
 @dataclass
-class Window:
+class CounterWindow:
     """Counters of all workers, initiators first, right before and right after what was timed."""
 
     before: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class CaseRun:
         self._offered = False
         self._bytes_s = ANSWER_S + size / BYTES_PER_S
 
-    def run(self, new_content: Callable[[], int], on_stage: Callable[[str], None]) -> Window:
+    def run(self, new_content: Callable[[], int], on_stage: Callable[[str], None]) -> CounterWindow:
         """All steps. ``new_content`` numbers what the buffers hold, so that no two fills are alike."""
         on_stage("preparing")
         generation = new_content()
@@ -153,7 +153,7 @@ class CaseRun:
         done = self._run(Limits(seconds, calls, MAX_CALLS, WARMUP_MAX_S, self._call_s))
         self._record.warmup_calls = done.calls
 
-    def _measure(self) -> Window:
+    def _measure(self) -> CounterWindow:
         settings, record = self._settings, self._record
         least = max(settings.min_calls, self._tickets)
         before = self._counters()
@@ -168,7 +168,7 @@ class CaseRun:
         )
         if self._moves and record.window_s:
             record.gb_per_s = record.calls * record.nbytes / record.window_s / 1e9
-        return Window(before, after)
+        return CounterWindow(before, after)
 
     def _run(self, limits: Limits) -> _Timed:
         """Keep all transfers going until the limits, in rounds where the target must offer anew."""
@@ -224,7 +224,7 @@ class CaseRun:
         return worker, "verify", {"blocks": pack_ids(blocks), "source": origin}
 
 
-def carried(workers: Sequence[Worker], window: Window) -> dict[str, dict[str, int]]:
+def carried(workers: Sequence[WorkerHandle], window: CounterWindow) -> dict[str, dict[str, int]]:
     """Side → NIC → bytes in the window: of both directions the larger one."""
     found: dict[str, dict[str, int]] = {}
     for worker, before, after in zip(workers, window.before, window.after, strict=True):

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvbench.core.transfers import blocks
 from kvbench.core.transfers.records import Case, Layout, TransferRecord
 from kvbench.microbench.settings import Settings
-from kvbench.microbench.sides import ANSWER_S, Asked, Side, Worker, Workers
+from kvbench.microbench.sides import ANSWER_S, Asked, Side, WorkerHandle, Workers
 
 TOUCH_BYTES_PER_S: Final = 200e6
 """Memory that is touched and registered slower than this is taken for a stuck worker's."""
@@ -52,8 +52,8 @@ class Team:
     key: Key
     layouts: tuple[Layout, Layout]
     """Of the initiators' and the targets' buffers."""
-    initiators: list[Worker] = field(default_factory=list)
-    targets: list[Worker] = field(default_factory=list)
+    initiators: list[WorkerHandle] = field(default_factory=list)
+    targets: list[WorkerHandle] = field(default_factory=list)
     agents: list[dict[str, Any]] = field(default_factory=list)
     open_s: float = 0.0
     register_s: float = 0.0
@@ -61,7 +61,7 @@ class Team:
     """None while it is not connected."""
 
     @property
-    def everyone(self) -> list[Worker]:
+    def everyone(self) -> list[WorkerHandle]:
         return [*self.initiators, *self.targets]
 
 

@@ -27,7 +27,7 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.settings import Settings
-from kvbench.microbench.sides import Side, Worker, WorkerError
+from kvbench.microbench.sides import Side, WorkerError, WorkerHandle
 
 QUICK = Settings(seconds=0.05, min_calls=5, max_seconds=0.5, call_s=0.5, connect_s=2.0, open_s=20.0)
 WRITE = Case("tcp", "tcp", "write", 16384, 4)
@@ -287,7 +287,7 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
     try:
         wait_until(lambda: process.has_exited)  # before anything is written to it
         with pytest.raises(WorkerError, match="the target sent something unreadable: hello"):
-            Worker("target", process, launcher).introduce({"backend": "tcp"})
+            WorkerHandle("target", process, launcher).introduce({"backend": "tcp"})
     finally:
         launcher.stop([process])
 

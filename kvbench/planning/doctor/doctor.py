@@ -24,7 +24,14 @@ from kvbench.hosts.devices import gpus
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
 from kvbench.hosts.nics.checks import Machine, nic_checks
 from kvbench.hosts.nics.variable_rules import settings_checks
-from kvbench.hosts.version_rules import Check, Surroundings, clashes, cuda_major_of, installed, interpreter_of
+from kvbench.hosts.version_rules import (
+    Check,
+    EngineEnvironment,
+    clashes,
+    cuda_major_of,
+    installed,
+    interpreter_of,
+)
 from kvbench.transfer.base import Problem
 
 ROOT: Final = Path("/")
@@ -233,7 +240,7 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
         checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
     places = [("", theirs)] + ([(", beside kvbench", here)] if other else [])
     for where, versions in places:
-        around = Surroundings(versions, cuda_major_of(versions), gpu)
+        around = EngineEnvironment(versions, cuda_major_of(versions), gpu)
         checks += [
             Check(f"{each.name}{where}", each.status, each.detail, each.fix) for each in clashes(around)
         ]

@@ -11,8 +11,8 @@ from kvbench.errors import InputError
 from kvbench.hosts.devices import rdma
 from kvbench.hosts.nics.choice import (
     Found,
+    MemoryPlace,
     Nic,
-    Place,
     choose,
     distance,
     find,
@@ -74,7 +74,7 @@ def test_readings_of_a_device(root: Path) -> None:
 @pytest.mark.parametrize("gpu", range(8))
 def test_the_nic_behind_the_gpus_own_switch_comes_first(root: Path, gpu: int) -> None:
     place = place_of(f"gpu:{gpu}", root, hgx.CARDS)
-    assert place == Place(gpu // 4, hgx.gpu_address(gpu))
+    assert place == MemoryPlace(gpu // 4, hgx.gpu_address(gpu))
     ordered = names(choose(8, rdma_nics(root), place, root))
     assert ordered[0] == hgx.NAMES[gpu]
     own, other = hgx.NAMES[:4], hgx.NAMES[4:]
@@ -92,8 +92,8 @@ def test_distances_are_those_of_nvidia_smi_topo(root: Path) -> None:
 def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
     found = rdma_nics(root).usable
     assert names(in_order(found, place_of("numa:1", root), root))[:4] == list(hgx.NAMES[4:])
-    assert place_of(hgx.gpu_address(6).upper(), root) == Place(1, hgx.gpu_address(6))
-    assert names(in_order(found, Place(None), root)) == list(hgx.NAMES)
+    assert place_of(hgx.gpu_address(6).upper(), root) == MemoryPlace(1, hgx.gpu_address(6))
+    assert names(in_order(found, MemoryPlace(None), root)) == list(hgx.NAMES)
     for text, said in (("gpu:9", "no GPU 9"), ("left", "is no place")):
         with pytest.raises(InputError, match=said):
             place_of(text, root, hgx.CARDS)
