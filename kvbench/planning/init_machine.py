@@ -46,7 +46,7 @@ class Able:
 
     name: str
     reason: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
 def look_around(root: Path = Path("/")) -> FoundMachine:

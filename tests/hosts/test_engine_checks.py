@@ -9,13 +9,13 @@ import pytest
 
 from kvbench.hosts.version_rules import (
     DISTRIBUTIONS,
-    RULES,
     EngineEnvironment,
     clashes,
     cuda_major_of,
     holds,
     installed,
     interpreter_of,
+    rules,
 )
 
 CPU_LAB = {
@@ -96,7 +96,7 @@ def test_what_is_not_known_trips_no_rule() -> None:
 
 
 def test_every_rule_names_only_what_is_looked_up() -> None:
-    for rule in RULES:
+    for rule in rules():
         assert set(rule.when) <= set(DISTRIBUTIONS), rule.name
 
 
