@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from kvbench.planning.overrides import Wish
 
 Result = TypeVar("Result")
+
+_load = partial(typer.Option, rich_help_panel="Load")
+_slo = partial(typer.Option, rich_help_panel="SLO")
+_method = partial(typer.Option, rich_help_panel="Method")
 
 ScenarioArg = Annotated[
     str, typer.Argument(help="A scenario file, or the name of a bundled one.", show_default="quickstart")
@@ -99,94 +104,63 @@ class LoadOptions(ScenarioOptions):
         ),
     ] = None
     input_len: Annotated[
-        str | None,
-        typer.Option(
-            "--input-len", metavar="N[,N…]", help="Input lengths in tokens.", rich_help_panel="Load"
-        ),
+        str | None, _load("--input-len", metavar="N[,N…]", help="Input lengths in tokens.")
     ] = None
     output_len: Annotated[
-        int | None,
-        typer.Option("--output-len", metavar="N", help="Output tokens per request.", rich_help_panel="Load"),
+        int | None, _load("--output-len", metavar="N", help="Output tokens per request.")
     ] = None
-    ttft_ms: Annotated[
-        float | None,
-        typer.Option("--ttft-ms", metavar="MS", help="SLO: time to first token.", rich_help_panel="SLO"),
-    ] = None
+    ttft_ms: Annotated[float | None, _slo("--ttft-ms", metavar="MS", help="SLO: time to first token.")] = None
     tpot_ms: Annotated[
         float | None,
-        typer.Option("--tpot-ms", metavar="MS", help="SLO: time per output token.", rich_help_panel="SLO"),
+        _slo("--tpot-ms", metavar="MS", help="SLO: time per output token."),
     ] = None
     attainment: Annotated[
         float | None,
-        typer.Option(
-            "--attainment",
-            metavar="SHARE",
-            help="Share of requests that must meet every limit, e.g. 0.95.",
-            rich_help_panel="SLO",
+        _slo(
+            "--attainment", metavar="SHARE", help="Share of requests that must meet every limit, e.g. 0.95."
         ),
     ] = None
     slo: Annotated[
         list[str] | None,
-        typer.Option(
+        _slo(
             "--slo",
             metavar="LIMIT",
             help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. "
             "Repeatable.",
-            rich_help_panel="SLO",
         ),
     ] = None
     method: Annotated[
         str | None,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="sustained (default), burst, sustained,burst, fixed or trace.",
-            rich_help_panel="Method",
+        _method(
+            "--method", metavar="NAME", help="sustained (default), burst, sustained,burst, fixed or trace."
         ),
     ] = None
     rates: Annotated[
         str | None,
-        typer.Option(
-            "--rates",
-            metavar="R[,R…]",
-            help="Measure these rates, without an SLO (method fixed).",
-            rich_help_panel="Method",
-        ),
+        _method("--rates", metavar="R[,R…]", help="Measure these rates, without an SLO (method fixed)."),
     ] = None
     trace: Annotated[
         str | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Replay recorded requests: a Mooncake trace, JSON lines or CSV.",
-            rich_help_panel="Method",
+        _method(
+            "--trace", metavar="FILE", help="Replay recorded requests: a Mooncake trace, JSON lines or CSV."
         ),
     ] = None
     time_scale: Annotated[
         float | None,
-        typer.Option(
+        _method(
             "--time-scale",
             metavar="X",
             help="Multiply the time between traced requests: 0.5 is twice as fast.",
-            rich_help_panel="Method",
         ),
     ] = None
     workers: Annotated[
         int | None,
-        typer.Option(
-            "--workers",
-            metavar="N",
-            help="Load generator processes; by default as many as the load needs.",
-            rich_help_panel="Load",
+        _load(
+            "--workers", metavar="N", help="Load generator processes; by default as many as the load needs."
         ),
     ] = None
     direct: Annotated[
-        bool,
-        typer.Option(
-            "--direct",
-            help="The load generator asks P and D itself, with no router in the path.",
-            rich_help_panel="Load",
-        ),
+        bool, _load("--direct", help="The load generator asks P and D itself, with no router in the path.")
     ] = False
 
     def wish(self) -> Wish:

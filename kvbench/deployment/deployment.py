@@ -60,11 +60,7 @@ class Endpoints:
     api_key_env: str = ""
     """The environment variable with the API key that the server wants."""
     direct: Mapping[str, Any] | None = None
-    """How to ask P and D without the router (``roster.dispatch_spec``); None where there is none."""
-
-    def of_role(self, *roles: str) -> list[str]:
-        """The metrics URLs of the instances of these roles."""
-        return [url for name, url in self.metrics_urls.items() if name.split("-")[0] in roles]
+    """How to ask P and D without the router (``process_specs.dispatch_spec``); None where there is none."""
 
 
 class Deployment:
@@ -167,12 +163,12 @@ class Deployment:
                 raise ServerError(f"POST {url} failed: {error}") from error
 
     def under_way(self) -> float | None:
-        """Requests that the instances say are running or waiting there; None if not all of them tell."""
-        told = [self._told_under_way(url) for url in self.endpoints.metrics_urls.values()]
-        known = sum(each for each in told if each is not None)
-        return known if known or (told and None not in told) else None
+        """Requests that the instances say are running or waiting there; None if not all of them do."""
+        reported = [self._reported_under_way(url) for url in self.endpoints.metrics_urls.values()]
+        known = sum(each for each in reported if each is not None)
+        return known if known or (reported and None not in reported) else None
 
-    def _told_under_way(self, url: str) -> float | None:
+    def _reported_under_way(self, url: str) -> float | None:
         """Requests that an instance says it has; None if it does not tell. Nothing else of the page is read.
 
         One that is too busy to tell, or hangs, is taken to have one; ``check_alive`` knows more of it.
@@ -213,8 +209,8 @@ class Deployment:
 
     def _failed(self, what: str) -> ServerError:
         """The error for a request that failed, with what the logs say of it."""
-        words, mend = self._watch.explained(self.processes)
-        return ServerError(what + words, hint=mend)
+        words, hint = self._watch.explained(self.processes)
+        return ServerError(what + words, hint=hint)
 
     def _said(self, response: httpx.Response) -> str:
         """The beginning of an answer, for a message; some servers repeat the key that they refuse."""
@@ -262,7 +258,7 @@ class Deployment:
             message += "\nlast lines of the logs:\n" + "\n".join(lines)
         if found:
             message += "\n" + "\n".join(each.text() for each in found)
-        advice = [each.mend for each in found[:1]] or ["look into the logs"]
+        advice = [each.hint for each in found[:1]] or ["look into the logs"]
         raise LaunchError(message, hint=f"{advice[0]}, or raise deployment.ready_timeout_s")
 
     def _endpoints(self) -> Endpoints:

@@ -1,7 +1,7 @@
-"""Log lines → causes: the patterns are data (log_patterns.py), and this matches them, once or live.
+"""Log lines → causes: the patterns are data (log_patterns.yaml), and this matches them, once or live.
 
 ``diagnose(lines)`` explains lines that are there. ``LogWatch`` follows the logs of a deployment's processes
-while it starts and while trials run: what is fatal ends the wait at once, with the cause and its mend; the
+while it starts and while trials run: what is fatal ends the wait at once, with the cause and a hint; the
 rest becomes a finding of the trial in which it was written.
 """
 
@@ -16,8 +16,6 @@ from kvbench.core.records import Finding
 from kvbench.deployment.log_patterns import PATTERNS, Level, Pattern
 from kvbench.hosts.log_tail import LogReader
 
-__all__ = ["Diagnosis", "LogWatch", "Source", "diagnose", "worst"]
-
 MAX_QUOTE_CHARS: Final = 240
 
 FindingLevel = Literal["invalid", "warning", "note"]
@@ -26,7 +24,7 @@ _LIGHTER: Final[Mapping[str, FindingLevel]] = {"fatal": "invalid", "refuse": "wa
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Whose log it is. Empty means unknown, and then every pattern is tried."""
 
     process: str = ""
@@ -54,12 +52,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log says is wrong: the first matching line, how often, the cause and how to mend it."""
+    """What a log says is wrong: the first matching line, how often, the cause and a hint."""
 
     key: str
     level: Level
     cause: str
-    mend: str
+    hint: str
     line: str
     process: str = ""
     count: int = 1
@@ -83,7 +81,7 @@ class Diagnosis:
             f"log_{self.key}",
             weight[self.level],
             self.text(),
-            self.mend,
+            self.hint,
             {"process": self.process, "count": self.count, "line": self.line},
         )
 
@@ -91,12 +89,12 @@ class Diagnosis:
 _ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
 
 
-def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnosis]:
-    """The causes that these lines tell, the most telling first; the same cause is told once.
+def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
+    """The causes in these lines, the nearest to the root first; the same cause is reported once.
 
     A line is taken for one cause only, the first in the table that it matches.
     """
-    source = source or Source()
+    source = source or LogSource()
     patterns = [pattern for pattern in PATTERNS if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
     for line in lines:
@@ -111,8 +109,8 @@ def diagnose(lines: Iterable[str], source: Source | None = None) -> list[Diagnos
             found[pattern.key] = replace(known, count=count, level=level)
         else:
             quote = line.strip()[:MAX_QUOTE_CHARS]
-            told = Diagnosis(pattern.key, level, pattern.cause, pattern.mend, quote, source.process)
-            found[pattern.key] = replace(told, of_cancelled=pattern.of_cancelled)
+            new = Diagnosis(pattern.key, level, pattern.cause, pattern.hint, quote, source.process)
+            found[pattern.key] = replace(new, of_cancelled=pattern.of_cancelled)
     return sorted(found.values(), key=_rank)
 
 
@@ -128,7 +126,7 @@ def _rank(diagnosis: Diagnosis) -> tuple[bool, int]:
 
 @dataclass
 class _Followed:
-    source: Source
+    source: LogSource
     reader: LogReader
 
 
@@ -139,7 +137,7 @@ class LogWatch:
     _logs: list[_Followed] = field(default_factory=list)
     _found: dict[tuple[str, str], Diagnosis] = field(default_factory=dict)
 
-    def follow(self, path: Path, source: Source) -> None:
+    def follow(self, path: Path, source: LogSource) -> None:
         """Follow a log from its present end on; it need not be there yet."""
         self._logs.append(_Followed(source, LogReader(path)))
 

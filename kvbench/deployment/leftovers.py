@@ -80,9 +80,9 @@ def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"host": HERE, **each.to_json()}
     for name, agent in fleet.items():
         # An agent that sees this process is on this machine, and so are all that it lists.
-        told = agent.ask("tagged", but=sorted(own))
-        for row in told["found"]:
-            if told["boot_id"] != boot_id() or row["pid"] not in seen:
+        answer = agent.ask("tagged", but=sorted(own))
+        for row in answer["found"]:
+            if answer["boot_id"] != boot_id() or row["pid"] not in seen:
                 yield {"host": name, **row}
 
 

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 
 from kvbench.connectors.base import Connector
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.deployment.diagnose import Diagnosis, LogWatch, Source
+from kvbench.deployment.diagnose import Diagnosis, LogSource, LogWatch
 from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError
 from kvbench.launchers.base import Process
 from kvbench.launchers.parts.liveness import Liveness
@@ -45,7 +45,7 @@ class ProcessWatch:
         """Follow a process's log; to be called before it is started."""
         role = spec.name.split("-")[0]
         self._paths[spec.name] = path
-        source = Source(
+        source = LogSource(
             process=spec.name,
             engine=ROUTER if role == ROUTER else self._engine,
             kv_connector="" if role == ROUTER else self._connector.kv_connector,
@@ -70,21 +70,21 @@ class ProcessWatch:
         deadline = time.monotonic() + ROOT_GRACE_S
         while (cause := self._logs.drain()) is None or time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        raise LaunchError(cause.text(), hint=self._mend(cause))
+        raise LaunchError(cause.text(), hint=self._hint(cause))
 
     def _check_liveness(self, processes: Sequence[Process]) -> None:
         found = None if self._liveness is None else self._liveness.problem(processes)
         if found is None:
             return
-        process, what, mend = found
+        process, what, hint = found
         self._logs.drain()
-        told = [each.text() for each in self._logs.take()]
-        words = "; ".join([what, *told]) if told else what + last_words(processes)
-        raise ProcessHungError(words, hint=f"{mend}; the whole log is {process.log_path}")
+        reported = [each.text() for each in self._logs.take()]
+        words = "; ".join([what, *reported]) if reported else what + last_words(processes)
+        raise ProcessHungError(words, hint=f"{hint}; the whole log is {process.log_path}")
 
-    def _mend(self, diagnosis: Diagnosis) -> str:
+    def _hint(self, diagnosis: Diagnosis) -> str:
         path = self._paths.get(diagnosis.process)
-        return f"{diagnosis.mend}; the whole log is {path}" if path else diagnosis.mend
+        return f"{diagnosis.hint}; the whole log is {path}" if path else diagnosis.hint
 
     def started(self, processes: Sequence[Process]) -> None:
         """All are ready: what was found until now holds for every trial; from now on all are to answer."""
@@ -99,10 +99,10 @@ class ProcessWatch:
             self._liveness.close()
 
     def explained(self, processes: Sequence[Process]) -> tuple[str, str]:
-        """What the logs say, to stand behind a message, and the mend; without a cause their last lines."""
+        """What the logs say, to stand behind a message, and the hint; without a cause their last lines."""
         found = self.take()
         if found:
-            return "\n".join(["", *(each.text() for each in found)]), self._mend(found[0])
+            return "\n".join(["", *(each.text() for each in found)]), self._hint(found[0])
         words = last_words(processes)
         return words, "no log names a cause: look into the whole logs" if words else ""
 
@@ -165,7 +165,7 @@ def died(
         hint = f"if nobody killed it the kernel did, for want of memory: see `dmesg`; {hint}"
     if diagnosis is not None:
         message += f": {diagnosis.cause}"
-        hint = f"{diagnosis.mend}; {hint}"
+        hint = f"{diagnosis.hint}; {hint}"
     elif status == PORT_IN_USE_EXIT:
         message += " since its port is in use"
     if lines:

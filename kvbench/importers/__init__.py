@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvbench.errors import InputError
-from kvbench.importers.base import Reading
+from kvbench.importers.base import Imported
 
 
 class Importer(Protocol):
@@ -23,7 +23,7 @@ class Importer(Protocol):
         Raises nothing: what cannot be read is not its.
         """
 
-    def read(self, path: Path) -> Reading:
+    def read(self, path: Path) -> Imported:
         """Everything the file says. Raises InputError where that is nothing, with the line."""
 
 

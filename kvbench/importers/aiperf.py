@@ -16,9 +16,8 @@ from typing import Any, Final
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.importers.base import (
+    Imported,
     Origin,
-    Problem,
-    Reading,
     ServingRow,
     listed,
     mapping,
@@ -31,7 +30,7 @@ from kvbench.importers.base import (
     read_text,
     whole,
 )
-from kvbench.importers.parts.requests import Seen, records_of
+from kvbench.importers.parts.requests import LoggedRequest, records_of
 
 FORMAT: Final = "aiperf's profile export (JSON, CSV, or its folder)"
 RANK: Final = 20
@@ -93,12 +92,12 @@ def recognise(path: Path) -> bool:
     return text.startswith("Metric,") and "time to first token" in text.lower()
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """One row. Raises InputError for a file that is not whole."""
     file = _inside(path) if path.is_dir() else path
     if file is None:
         raise InputError(f"{path} has no export of aiperf in it", hint=f"one of {', '.join(_FILES)}")
-    reading = Reading(definitions=dict(DEFINITIONS), files=[file])
+    reading = Imported(definitions=dict(DEFINITIONS), files=[file])
     lines = read_lines(file)
     origin = Origin(file.name, 1, len(lines), TOOL)
     row = (
@@ -117,7 +116,7 @@ def read(path: Path) -> Reading:
     return reading
 
 
-def _requests(file: Path, reading: Reading) -> list[RequestRecord]:
+def _requests(file: Path, reading: Imported) -> list[RequestRecord]:
     """The single requests of ``profile_export.jsonl``, without those of the warm-up."""
     seen = []
     for line, text in enumerate(read_lines(file), start=1):
@@ -125,7 +124,7 @@ def _requests(file: Path, reading: Reading) -> list[RequestRecord]:
             row = mapping(json.loads(text)) if text.strip() else {}
         except json.JSONDecodeError as error:
             problem = f"is not whole JSON ({error.msg}); left out"
-            reading.problems.append(Problem(line, problem, file.name))
+            reading.leave_out(line, problem, file.name)
             continue
         about, metrics = mapping(row.get("metadata")), mapping(row.get("metrics"))
         planned, sent = (number(about.get(key)) for key in ("credit_issued_ns", "request_start_ns"))
@@ -137,7 +136,7 @@ def _requests(file: Path, reading: Reading) -> list[RequestRecord]:
 
         ttft_ms, latency_ms = number(value("time_to_first_token")), number(value("request_latency"))
         seen.append(
-            Seen(
+            LoggedRequest(
                 str(about.get("x_request_id") or line),
                 planned / 1e9,
                 sent / 1e9,
@@ -156,7 +155,7 @@ def _inside(folder: Path) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), None)
 
 
-def _from_json(file: Path, origin: Origin, reading: Reading) -> ServingRow:
+def _from_json(file: Path, origin: Origin, reading: Imported) -> ServingRow:
     data = mapping(parse_json(file))
     version = str(data.get("aiperf_version") or "")
     row = ServingRow(Origin(origin.file, origin.line, origin.last_line, TOOL, version), {})
@@ -169,7 +168,7 @@ def _from_json(file: Path, origin: Origin, reading: Reading) -> ServingRow:
     ):
         if data.get(sign):
             row.incomplete = f"{what}: {data[sign]}" if sign == "incomplete_reason" else what
-            reading.problems.append(Problem(1, row.incomplete, origin.file))
+            reading.leave_out(1, row.incomplete, origin.file)
     row.date = str(data.get("start_time") or "")
     run_info = data.get("run_info")
     row.command = str(run_info.get("cli_command") or "") if isinstance(run_info, Mapping) else ""
@@ -202,9 +201,7 @@ def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
     for name, key in (("input_len", "input_sequence_length"), ("output_len", "output_sequence_length")):
         mean = number(mapping(metrics.get(key)).get("avg"))
         if mean is not None:
-            setattr(row, name, round(mean))
-            if mean != round(mean):
-                row.derived[name] = f"mean of {key}, rounded"
+            row.take_mean_length(name, mean, key)
 
 
 def _asked(row: ServingRow, config: Any) -> None:
@@ -233,7 +230,7 @@ def _asked(row: ServingRow, config: Any) -> None:
                 row.settings[name] = length
 
 
-def _from_csv(file: Path, lines: Sequence[str], origin: Origin, reading: Reading) -> ServingRow:
+def _from_csv(file: Path, lines: Sequence[str], origin: Origin, reading: Imported) -> ServingRow:
     """The metrics whose line is whole; a file without its totals was cut off."""
     row = ServingRow(origin, {})
     metrics: dict[str, dict[str, Any]] = {}
@@ -246,11 +243,11 @@ def _from_csv(file: Path, lines: Sequence[str], origin: Origin, reading: Reading
         elif cells[0] == "Metric":
             headers[-1] = ["avg" if cell == "Value" else cell for cell in cells]
         elif headers[-1] and (len(cells) != len(headers[-1]) or (line == len(lines) and not ended)):
-            reading.problems.append(Problem(line, "is cut off; left out", origin.file))
+            reading.leave_out(line, "is cut off; left out", origin.file)
         elif headers[-1]:
             _metric(cells, headers[-1], metrics, row)
     if sum(bool(header) for header in headers) < 2:
-        reading.problems.append(Problem(len(lines), "the file ends before its totals", origin.file))
+        reading.leave_out(len(lines), "the file ends before its totals", origin.file)
     row.figures = _figures(metrics)
     _lengths(row, metrics)
     return row

@@ -1,7 +1,7 @@
 """What every importer gives back, and the few things that all of them need: lines of a file, numbers, names.
 
 An importer is a file of this folder with ``FORMAT`` (what it reads, in words), ``RANK`` (where two recognise
-one file the lower rank reads it), ``recognise(path) -> bool`` and ``read(path) -> Reading``. It copies what
+one file the lower rank reads it), ``recognise(path) -> bool`` and ``read(path) -> Imported``. It copies what
 is written: what the file does not say stays None, and what an importer works out is named in ``derived``.
 """
 
@@ -41,8 +41,8 @@ them."""
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row stands: file name, first and last line (from 1), and which tool wrote it, if that is
-    told."""
+    """Where a row stands: file name, first and last line (from 1), and which tool wrote it, if that
+    is reported."""
 
     file: str
     line: int
@@ -61,8 +61,8 @@ class ServingRow:
 
     ``figures`` are named as by ``vllm bench serve`` (``mean_ttft_ms``, ``request_throughput``, …), durations
     with their unit (``duration_s``); rates are per second. ``request_rate`` is in requests per second,
-    infinite where all were sent at once, None where it is not told. ``settings`` say how it was run (``tp``,
-    ``nics``, ``protocol``, …).
+    infinite where all were sent at once, None where it is not reported. ``settings`` say how it was run
+    (``tp``, ``nics``, ``protocol``, …).
     """
 
     origin: Origin
@@ -85,6 +85,19 @@ class ServingRow:
     incomplete: str = ""
     """Why the row is not whole, such as a log that ends inside it; empty for a whole one."""
 
+    def take_mean_length(self, name: str, mean: float, key: str) -> None:
+        """The mean length in tokens, which the tool reports as ``key``, rounded."""
+        setattr(self, name, round(mean))
+        if mean != round(mean):
+            self.derived[name] = f"mean of {key}, rounded"
+
+    def derive_length(self, name: str, total: str) -> None:
+        """The mean length from the tokens of all completed requests; none where these are not reported."""
+        tokens, completed = self.figures.get(total), self.figures.get("completed")
+        if tokens is not None and completed:
+            setattr(self, name, round(tokens / completed))
+            self.derived[name] = f"{total} / completed, rounded"
+
     @property
     def missing(self) -> list[str]:
         """What the file does not say of this row."""
@@ -103,11 +116,10 @@ class ServingRow:
 
 @dataclass
 class TransferRow:
-    """One measurement of raw transfers. ``told``: what else is written, by name; ``missing``: what is not."""
+    """One measurement of raw transfers. ``missing``: what is not reported."""
 
     origin: Origin
     record: TransferRecord
-    told: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
@@ -115,7 +127,7 @@ ImportedRow: TypeAlias = ServingRow | TransferRow
 
 
 @dataclass(frozen=True)
-class Problem:
+class LeftOut:
     """Something in a file that was not taken as a row, and why. Line 0: the file as a whole."""
 
     line: int
@@ -128,19 +140,23 @@ class Problem:
 
 
 @dataclass
-class Reading:
+class Imported:
     """What one file, or folder, gave.
 
     ``about`` says what holds for all rows (model, hardware, SLO, claims, …).
     """
 
     rows: list[ImportedRow] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[LeftOut] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     definitions: dict[str, str] = field(default_factory=dict)
     """How the tool defines a figure, where that differs from kvbench's definition."""
     files: list[Path] = field(default_factory=list)
     """The files that were read, if it was a folder."""
+
+    def leave_out(self, line: int, text: str, file: str) -> None:
+        """Note what was not taken as a row, and why."""
+        self.problems.append(LeftOut(line, text, file))
 
     @property
     def serving(self) -> list[ServingRow]:
@@ -267,11 +283,6 @@ def mapping(value: Any) -> Mapping[str, Any]:
 def listed(value: Any) -> Sequence[Any]:
     """The value if it is a JSON list, else an empty one."""
     return value if isinstance(value, list) else []
-
-
-def mean_length(total: float | None, count: float | None) -> int | None:
-    """The mean length in tokens, rounded; None where it cannot be told."""
-    return round(total / count) if total is not None and count else None
 
 
 def excerpt(lines: Sequence[str], line: int, width: int = 100) -> str:

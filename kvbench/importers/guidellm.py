@@ -14,9 +14,8 @@ from typing import Any, Final
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.importers.base import (
+    Imported,
     Origin,
-    Problem,
-    Reading,
     ServingRow,
     listed,
     mapping,
@@ -28,7 +27,7 @@ from kvbench.importers.base import (
     read_lines,
     whole,
 )
-from kvbench.importers.parts.requests import Seen, records_of
+from kvbench.importers.parts.requests import LoggedRequest, records_of
 
 FORMAT: Final = "guidellm's JSON report"
 RANK: Final = 20
@@ -61,7 +60,7 @@ def recognise(path: Path) -> bool:
     return text.lstrip().startswith("{") and '"benchmarks"' in text and '"time_to_first_token_ms"' in text
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each benchmark of the report. Raises InputError for a file that is not whole."""
     data = parse_json(path)
     benchmarks = data.get("benchmarks") if isinstance(data, Mapping) else None
@@ -69,11 +68,11 @@ def read(path: Path) -> Reading:
         raise InputError(f"{path.name}:1: has no list of benchmarks, so it is no report of guidellm")
     version = str(mapping(data.get("metadata")).get("guidellm_version") or "")
     origin = Origin(path.name, 1, len(read_lines(path)), TOOL, version)
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     for place, benchmark in enumerate(benchmarks, start=1):
         metrics = benchmark.get("metrics") if isinstance(benchmark, Mapping) else None
         if not isinstance(metrics, Mapping):
-            reading.problems.append(Problem(1, f"benchmark {place} has no metrics; left out", path.name))
+            reading.leave_out(1, f"benchmark {place} has no metrics; left out", path.name)
             continue
         reading.rows.append(_row(benchmark, metrics, origin, place))
     return reading
@@ -131,16 +130,14 @@ def _counts(row: ServingRow, benchmark: Mapping[str, Any], metrics: Mapping[str,
         values = _successful(metrics.get(key))
         mean, summed = number(values.get("mean")), whole(values.get("total_sum"))
         if values.get("count") and mean is not None:
-            setattr(row, name, round(mean))
-            if mean != round(mean):
-                row.derived[name] = f"mean of {key}, rounded"
+            row.take_mean_length(name, mean, key)
         if values.get("count") and summed is not None:
             row.figures[total] = summed
 
 
 def _requests(groups: Mapping[str, Any]) -> list[RequestRecord]:
     """The single requests, if the report has them: with their planned times, without gaps between tokens."""
-    seen: list[Seen] = []
+    seen: list[LoggedRequest] = []
     for group in ("successful", "errored", "incomplete"):
         for request in map(mapping, listed(groups.get(group))):
             times = mapping(mapping(request.get("info")).get("timings"))
@@ -149,7 +146,7 @@ def _requests(groups: Mapping[str, Any]) -> list[RequestRecord]:
                 return []
             error = mapping(request.get("info")).get("error")
             seen.append(
-                Seen(
+                LoggedRequest(
                     str(request.get("request_id") or len(seen)),
                     planned,
                     number(times.get("request_start")),

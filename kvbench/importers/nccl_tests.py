@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case
-from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import Told, transfer_row
+from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
+from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
 
 FORMAT: Final = "tables of nccl-tests"
 RANK: Final = 30
@@ -39,9 +39,9 @@ def recognise(path: Path) -> bool:
     return any(_HEADER.match(line) for line in peek(path).splitlines())
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """Two rows a line, out of place and in place; sizes of 0 bytes are left out, they move nothing."""
-    reading = Reading()
+    reading = Imported()
     about: dict[str, Any] = {"gpus": [], "hosts": set()}
     columns: list[str] = []
     for line, text in enumerate(read_lines(path), start=1):
@@ -75,17 +75,15 @@ def _program(text: str, about: dict[str, Any]) -> None:
             about["nccl"] = found["nccl"] or found["library"]
 
 
-def _take(text: str, columns: list[str], about: dict[str, Any], origin: Origin, reading: Reading) -> None:
+def _take(text: str, columns: list[str], about: dict[str, Any], origin: Origin, reading: Imported) -> None:
     cells = text.split()
     if len(cells) != len(columns):
         what = f"has {len(cells)} cells under {len(columns)} columns; left out"
-        reading.problems.append(Problem(origin.line, what, origin.file))
+        reading.leave_out(origin.line, what, origin.file)
         return
     size = whole(cells[0])
     if not size:
-        reading.problems.append(
-            Problem(origin.line, "a call of 0 bytes moves nothing; left out", origin.file)
-        )
+        reading.leave_out(origin.line, "a call of 0 bytes moves nothing; left out", origin.file)
         return
     first = columns.index("time")
     width = (len(columns) - first) // 2 if columns.count("time") == 2 else len(columns) - first
@@ -115,6 +113,8 @@ def _take(text: str, columns: list[str], about: dict[str, Any], origin: Origin, 
         )
         verified = None if number(wrong) is None else number(wrong) == 0
         library = f"nccl {about['nccl']}" if about.get("nccl") else ""
-        told = Told(case, speed, about.get("iters"), library=library, verified=verified, also=also)
+        reported = ReportedTransfer(
+            case, speed, about.get("iters"), library=library, verified=verified, also=also
+        )
         missing = ["op", "nics", *(["collective"] if not about.get("program") else [])]
-        reading.rows.append(transfer_row(origin, told, missing))
+        reading.rows.append(transfer_row(origin, reported, missing))

@@ -2,8 +2,8 @@
 
 The columns changed: up to 0.2 ``Avg Lat. (us)`` came before three bandwidths (MiB/s, GiB/s, GB/s); later
 there is one bandwidth, and the times of preparing, posting and transferring with their P99. ``B/W (GB/Sec)``
-is 10⁹ bytes a second in all of them. The latency is that of one block, so it is kept as told and no call's
-time is made of it.
+is 10⁹ bytes a second in all of them. The latency is that of one block, so it is kept as reported and no
+call's time is made of it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case, Memory, TransferOp
-from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import Told, transfer_row
+from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
+from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
 
 FORMAT: Final = "nixlbench's table (NIXL)"
 RANK: Final = 30
@@ -42,9 +42,9 @@ def recognise(path: Path) -> bool:
     return any(_HEADER.match(line) for line in peek(path).splitlines())
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each line of a table. Where the header or a bandwidth is absent, the line is a problem."""
-    reading = Reading()
+    reading = Imported()
     settings: dict[str, str] = {}
     columns: list[str] = []
     for line, text in enumerate(read_lines(path), start=1):
@@ -61,19 +61,17 @@ def read(path: Path) -> Reading:
 
 
 def _take(
-    text: str, columns: Sequence[str], settings: dict[str, str], origin: Origin, reading: Reading
+    text: str, columns: Sequence[str], settings: dict[str, str], origin: Origin, reading: Imported
 ) -> None:
     cells = text.split()
     if len(cells) != len(columns):
         what = f"has {len(cells)} cells under {len(columns)} columns; left out"
-        reading.problems.append(Problem(origin.line, what, origin.file))
+        reading.leave_out(origin.line, what, origin.file)
         return
     row = dict(zip(columns, cells, strict=True))
     block, batch, speed = whole(cells[0]), whole(cells[1]), number(row.get("B/W (GB/Sec)"))
     if not block or not batch or speed is None:
-        reading.problems.append(
-            Problem(origin.line, "has no block size, batch or bandwidth; left out", origin.file)
-        )
+        reading.leave_out(origin.line, "has no block size, batch or bandwidth; left out", origin.file)
         return
     backend = settings.get("backend", "")
     case = Case(
@@ -97,14 +95,14 @@ def _take(
     }
     missing = [name for name, flag in wanted.items() if flag not in settings]
     prepared = also.get("avg_prep_us")
-    told = Told(
+    reported = ReportedTransfer(
         case,
         speed,
         calls=whole(settings.get("num_iter")),
         prepare_s=prepared / 1e6 if prepared is not None else None,
         also=also,
     )
-    reading.rows.append(transfer_row(origin, told, [*missing, "nics", "library version"]))
+    reading.rows.append(transfer_row(origin, reported, [*missing, "nics", "library version"]))
 
 
 def _op(settings: dict[str, str]) -> TransferOp:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers.base import Origin, Problem, Reading, ServingRow, excerpt, peek, read_lines
+from kvbench.importers.base import Imported, LeftOut, Origin, ServingRow, excerpt, peek, read_lines
 from kvbench.importers.parts import blocks, claims
 from kvbench.importers.parts.vllm_result import DEFINITIONS
 
@@ -67,11 +67,11 @@ def recognise(path: Path) -> bool:
     )
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each block, with its heading, the section's connector, and how that connector was
     launched."""
     lines = read_lines(path)
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     launches, launch_lines = _launches(lines)
     sections = _sections(lines)
     version = _about(lines, reading)
@@ -79,16 +79,14 @@ def read(path: Path) -> Reading:
     for block in blocks.blocks(lines):
         connector = next((name for line, name in reversed(sections) if line < block.line), "")
         if block.cut:
-            reading.problems.append(
-                Problem(block.line, f"a result block is left out: {block.cut}", path.name)
-            )
+            reading.leave_out(block.line, f"a result block is left out: {block.cut}", path.name)
         else:
             row = _row(block, lines, before, Origin(path.name, block.line, block.last_line, TOOL, version))
             row.connector = connector
             row.settings |= launches.get(connector, {})
             reading.rows.append(row)
             reading.problems += [
-                Problem(at, f"not read: {text[:100]}", path.name) for at, text in block.unreadable
+                LeftOut(at, f"not read: {text[:100]}", path.name) for at, text in block.unreadable
             ]
         before = block.last_line
     _scripts(lines, sections, reading.serving)
@@ -101,7 +99,7 @@ def read(path: Path) -> Reading:
     return reading
 
 
-def _row(block: blocks.Block, lines: Sequence[str], before: int, origin: Origin) -> ServingRow:
+def _row(block: blocks.ResultBlock, lines: Sequence[str], before: int, origin: Origin) -> ServingRow:
     row = ServingRow(
         origin, dict(block.figures), request_rate=block.request_rate, unknown=dict(block.unknown)
     )
@@ -168,7 +166,7 @@ def _float(text: str) -> float | str:
         return text
 
 
-def _about(lines: Sequence[str], reading: Reading) -> str:
+def _about(lines: Sequence[str], reading: Imported) -> str:
     """Hardware, SLO and model of the notes; returns vLLM's version."""
     version = ""
     for line, text in enumerate(lines, start=1):
@@ -197,14 +195,16 @@ def _scripts(lines: Sequence[str], sections: Sequence[tuple[int, str]], rows: Se
 
 
 def _empty_sections(
-    lines: Sequence[str], sections: Sequence[tuple[int, str]], reading: Reading, file: str
+    lines: Sequence[str], sections: Sequence[tuple[int, str]], reading: Imported, file: str
 ) -> None:
     measured = {row.connector for row in reading.serving}
     for line, name in sections:
         if name not in measured:
-            told = excerpt(lines, line + 1, 60)
-            text = f"the section of {name} has no result block" + (f"; it says {told!r}" if told else "")
-            reading.problems.append(Problem(line, text, file))
+            reported = excerpt(lines, line + 1, 60)
+            text = f"the section of {name} has no result block" + (
+                f"; it says {reported!r}" if reported else ""
+            )
+            reading.leave_out(line, text, file)
             reading.about.setdefault("without_results", []).append(
-                {"connector": name, "line": line, "says": told}
+                {"connector": name, "line": line, "says": reported}
             )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case, TransferOp
-from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import Told, transfer_row
+from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
+from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
 
 FORMAT: Final = "output of perftest's ib_write_bw, ib_read_bw and ib_send_bw"
 RANK: Final = 30
@@ -33,9 +33,9 @@ def recognise(path: Path) -> bool:
     return any(_HEADER.match(line) for line in peek(path).splitlines())
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each message size of each test."""
-    reading = Reading()
+    reading = Imported()
     settings: dict[str, str] = {}
     test, unit, both = "", "", False
     for line, text in enumerate(read_lines(path), start=1):
@@ -51,15 +51,13 @@ def read(path: Path) -> Reading:
     return reading
 
 
-def _take(cells: list[str], about: dict[str, Any], origin: Origin, reading: Reading) -> None:
+def _take(cells: list[str], about: dict[str, Any], origin: Origin, reading: Imported) -> None:
     size, average = whole(cells[0]), number(cells[3])
     if not size or average is None or len(cells) < 5:
-        reading.problems.append(
-            Problem(
-                origin.line,
-                "is not whole: size, iterations, peak, average and rate are wanted; left out",
-                origin.file,
-            )
+        reading.leave_out(
+            origin.line,
+            "is not whole: size, iterations, peak, average and rate are wanted; left out",
+            origin.file,
         )
         return
     settings, test = about["settings"], about["test"]
@@ -78,5 +76,7 @@ def _take(cells: list[str], about: dict[str, Any], origin: Origin, reading: Read
         "message_rate_mpps": number(cells[4]), "link_type": link,
         "both_directions": about["both_directions"], "settings": settings,
     }  # fmt: skip
-    told = Told(case, average * _GB[about["unit"]], whole(cells[1]), transport="rdma", also=also)
-    reading.rows.append(transfer_row(origin, told, ["library version", *([] if test else ["op"])]))
+    reported = ReportedTransfer(
+        case, average * _GB[about["unit"]], whole(cells[1]), transport="rdma", also=also
+    )
+    reading.rows.append(transfer_row(origin, reported, ["library version", *([] if test else ["op"])]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers.base import Origin, Problem, Reading, ServingRow, number, peek, read_lines
+from kvbench.importers.base import Imported, LeftOut, Origin, ServingRow, number, peek, read_lines
 from kvbench.importers.parts.vllm_result import DEFINITIONS
 
 FORMAT: Final = "the page of vLLM PR 10884 (three tables)"
@@ -73,10 +73,10 @@ def recognise(path: Path) -> bool:
     return "num_rdma_nic" in text and any(_TITLE.match(line) for line in text.splitlines())
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each row of the three tables; see the module's words for the repeated ones."""
     lines = read_lines(path)
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     tables = _tables(lines)
     firsts: list[_Table] = []
     for place, table in enumerate(tables):
@@ -84,7 +84,7 @@ def read(path: Path) -> Reading:
             continue
         if table.header != HEADER:
             text = f"the columns of the table {table.title!r} are not those of the page: {table.header[:120]}"
-            reading.problems.append(Problem(table.header_line, f"{text}; left out", path.name))
+            reading.leave_out(table.header_line, f"{text}; left out", path.name)
             continue
         firsts.append(table)
         end = tables[place + 1].line if place + 1 < len(tables) else len(lines) + 1
@@ -123,20 +123,20 @@ def _next_line(table: _Table) -> int:
     return (table.rows[-1].line if table.rows else table.header_line) + 1
 
 
-def _torn(lines: Sequence[str], table: _Table, end: int, file: str) -> list[Problem]:
+def _torn(lines: Sequence[str], table: _Table, end: int, file: str) -> list[LeftOut]:
     """The line after a table's last row, if it was to be a row."""
     line = _next_line(table)
     text = lines[line - 1].strip() if line <= len(lines) and line < end else ""
     if re.match(r"^(?:tp = |qps = )?\d+ (?:\d+|TCP)\b", text):
         what = f"a row of the table {table.title!r} does not have {len(COLUMNS)} figures; the table ends here"
-        return [Problem(line, what, file)]
+        return [LeftOut(line, what, file)]
     if not table.rows:
-        return [Problem(table.header_line, f"the table {table.title!r} has no rows", file)]
+        return [LeftOut(table.header_line, f"the table {table.title!r} has no rows", file)]
     return []
 
 
 def _row(table: _Table, row: _Row, file: str) -> ServingRow:
-    told: dict[str, int | None] = {**table.kept, table.axis: row.setting}
+    reported: dict[str, int | None] = {**table.kept, table.axis: row.setting}
     figures: dict[str, float] = {}
     for name, text in zip(COLUMNS.values(), row.figures, strict=True):
         value = number(text)
@@ -145,28 +145,28 @@ def _row(table: _Table, row: _Row, file: str) -> ServingRow:
     settings: dict[str, Any] = {"protocol": "tcp" if row.nics == "TCP" else "rdma", "table": table.title}
     if row.nics != "TCP":
         settings["nics"] = int(row.nics)
-    if told.get("tp") is not None:
-        settings["tp"] = told["tp"]
-    rate = told.get("qps")
+    if reported.get("tp") is not None:
+        settings["tp"] = reported["tp"]
+    rate = reported.get("qps")
     return ServingRow(
         Origin(file, row.line, row.line, TOOL),
         figures,
         connector=CONNECTOR,
-        input_len=told.get("input length", told.get("length")),
-        output_len=told.get("output length"),
+        input_len=reported.get("input length", reported.get("length")),
+        output_len=reported.get("output length"),
         request_rate=None if rate is None else float(rate),
         settings=settings,
     )
 
 
-def _compare(firsts: Sequence[_Table], repeats: Sequence[_Table], reading: Reading, file: str) -> None:
+def _compare(firsts: Sequence[_Table], repeats: Sequence[_Table], reading: Imported, file: str) -> None:
     """What the repeated tables have that the first ones have not; where they are equal, that is noted."""
     equal: list[dict[str, Any]] = []
     for place, repeat in enumerate(repeats):
         first = firsts[place % len(firsts)] if firsts else None
         if first is None or len(first.rows) != len(repeat.rows):
             text = "a repeated table has other rows than its first appearance; the first one counts"
-            reading.problems.append(Problem(repeat.header_line, text, file))
+            reading.leave_out(repeat.header_line, text, file)
             continue
         differing = [
             (row, other)
@@ -175,15 +175,15 @@ def _compare(firsts: Sequence[_Table], repeats: Sequence[_Table], reading: Readi
         ]
         for row, other in differing:
             text = f"differs from its first appearance at line {row.line}, which counts"
-            reading.problems.append(Problem(other.line, text, file))
+            reading.leave_out(other.line, text, file)
         if not differing:
             equal.append({"line": repeat.line, "last_line": repeat.rows[-1].line, "repeats_line": first.line})
     if equal:
         reading.about["repeated_tables"] = equal
 
 
-def _same_figures(reading: Reading, file: str) -> None:
-    """Rows of different tables with the same figures in every column are one measurement told twice."""
+def _same_figures(reading: Imported, file: str) -> None:
+    """Rows of different tables with the same figures in every column are one measurement reported twice."""
     seen: dict[tuple[float, ...], ServingRow] = {}
     for row in reading.serving:
         key = tuple(row.figures.values())
@@ -191,5 +191,5 @@ def _same_figures(reading: Reading, file: str) -> None:
             first = seen[key].origin.line
             row.settings["same_as_line"] = first
             text = f"has the figures of line {first} in every column: one measurement, told twice"
-            reading.problems.append(Problem(row.origin.line, text, file))
+            reading.leave_out(row.origin.line, text, file)
         seen.setdefault(key, row)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.core.transfers.records import Case, TransferOp
-from kvbench.importers.base import Origin, Problem, Reading, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import Told, transfer_row
+from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
+from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
 
 FORMAT: Final = "log of Mooncake's transfer_engine_bench"
 RANK: Final = 30
@@ -38,9 +38,9 @@ def recognise(path: Path) -> bool:
     return _DONE.search(text) is not None or "transfer_engine_bench.cpp:" in text
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """A row for each completed test."""
-    reading = Reading()
+    reading = Imported()
     flags: dict[str, str] = {}
     workers, transport = 0, ""
     lines = read_lines(path)
@@ -54,15 +54,17 @@ def read(path: Path) -> Reading:
             transport = (named["name"] or named["type"]).lower()
         elif done := _DONE.search(text):
             origin = Origin(path.name, line, line, TOOL)
-            reading.rows.append(transfer_row(origin, *_told(done, flags, workers, transport)))
+            reading.rows.append(transfer_row(origin, *_reported(done, flags, workers, transport)))
             workers = 0
     if not reading.rows:
         what = 'the log of transfer_engine_bench has no line "Test completed": a target\'s log, or cut off'
-        reading.problems.append(Problem(len(lines), what, path.name))
+        reading.leave_out(len(lines), what, path.name)
     return reading
 
 
-def _told(done: re.Match[str], flags: dict[str, str], workers: int, transport: str) -> tuple[Told, list[str]]:
+def _reported(
+    done: re.Match[str], flags: dict[str, str], workers: int, transport: str
+) -> tuple[ReportedTransfer, list[str]]:
     block, batch = whole(flags.get("block_size")), whole(flags.get("batch_size"))
     speed = number(done["speed"]) or 0.0
     gb_per_s = speed if done["unit"] in (None, "GB") else speed * _BYTES[done["unit"]] / 1e9
@@ -94,5 +96,7 @@ def _told(done: re.Match[str], flags: dict[str, str], workers: int, transport: s
     duration = number(done["duration"])
     window_s = duration / 1e6 if duration is not None and done["us"] else duration
     also = {"throughput": speed, "unit": f"{done['unit']}/s" if done["unit"] else "", "flags": dict(flags)}
-    told = Told(case, gb_per_s, whole(done["count"]), window_s, transport=transport, also=also)
-    return told, [*missing, "library version"]
+    reported = ReportedTransfer(
+        case, gb_per_s, whole(done["count"]), window_s, transport=transport, also=also
+    )
+    return reported, [*missing, "library version"]

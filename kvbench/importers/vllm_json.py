@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.errors import InputError
-from kvbench.importers.base import Origin, Problem, Reading, peek, read_lines, read_text
+from kvbench.importers.base import Imported, Origin, peek, read_lines, read_text
 from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 
 FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
@@ -21,9 +21,9 @@ def recognise(path: Path) -> bool:
     return text[:1] in ("{", "[") and '"request_throughput"' in text and '"total_input_tokens"' in text
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """Every result in the file. Raises InputError if not even the first one is whole."""
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     try:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -40,20 +40,20 @@ def read(path: Path) -> Reading:
     return reading
 
 
-def _lines(path: Path, reading: Reading) -> int:
+def _lines(path: Path, reading: Imported) -> int:
     for line, text in enumerate(read_lines(path), start=1):
         if not text.strip():
             continue
         try:
             _take(json.loads(text), Origin(path.name, line, line, TOOL), reading)
         except json.JSONDecodeError as error:
-            reading.problems.append(Problem(line, f"is not whole JSON ({error.msg}); left out", path.name))
+            reading.leave_out(line, f"is not whole JSON ({error.msg}); left out", path.name)
     return len(reading.rows)
 
 
-def _take(result: Any, origin: Origin, reading: Reading) -> None:
+def _take(result: Any, origin: Origin, reading: Imported) -> None:
     if is_result(result):
         reading.rows.append(row_of(result, origin))
     else:
         what = "is no result of a serving benchmark"
-        reading.problems.append(Problem(origin.line, f"{what}; left out", origin.file))
+        reading.leave_out(origin.line, f"{what}; left out", origin.file)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.importers.base import (
+    Imported,
+    LeftOut,
     Origin,
-    Problem,
-    Reading,
     ServingRow,
-    mean_length,
     peek,
     rate,
     read_lines,
@@ -61,16 +60,14 @@ def recognise(path: Path) -> bool:
     return blocks.TITLE.search(peek(path)) is not None
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """Every block of a log; one that is cut off is a problem and no row."""
     lines = read_lines(path)
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     before = 0
     for block in blocks.blocks(lines):
         if block.cut:
-            reading.problems.append(
-                Problem(block.line, f"a result block is left out: {block.cut}", path.name)
-            )
+            reading.leave_out(block.line, f"a result block is left out: {block.cut}", path.name)
         else:
             reading.rows.append(row_of(block, lines, before, path.name))
             reading.problems += unread(block, path.name)
@@ -78,20 +75,20 @@ def read(path: Path) -> Reading:
     return reading
 
 
-def unread(block: blocks.Block, file: str) -> list[Problem]:
+def unread(block: blocks.ResultBlock, file: str) -> list[LeftOut]:
     """What stood in a whole block and is no figure that is known."""
-    problems = [Problem(line, f"not read: {text[:100]}", file) for line, text in block.unreadable]
+    problems = [LeftOut(line, f"not read: {text[:100]}", file) for line, text in block.unreadable]
     if block.unknown:
         names = ", ".join(block.unknown)
         problems.append(
-            Problem(block.line, f"no figure is known by the name of: {names} (kept as text)", file)
+            LeftOut(block.line, f"no figure is known by the name of: {names} (kept as text)", file)
         )
     return problems
 
 
-def row_of(block: blocks.Block, lines: Sequence[str], before: int, file: str) -> ServingRow:
+def row_of(block: blocks.ResultBlock, lines: Sequence[str], before: int, file: str) -> ServingRow:
     """The row of a block, with what was asked for from the lines between ``before`` and the block."""
-    asked = Asked.before(lines, before, block.line - 1)
+    asked = RequestedLoad.before(lines, before, block.line - 1)
     row = ServingRow(
         Origin(file, block.line, block.last_line, asked.tool),
         dict(block.figures),
@@ -108,21 +105,13 @@ def row_of(block: blocks.Block, lines: Sequence[str], before: int, file: str) ->
     max_concurrency = row.figures.pop("max_concurrency", None)
     if max_concurrency is not None:
         row.settings["max_concurrency"] = int(max_concurrency)
-    derive_lengths(row)
+    for name, total in (("input_len", "total_input_tokens"), ("output_len", "total_output_tokens")):
+        if getattr(row, name) is None:
+            row.derive_length(name, total)
     return row
 
 
-def derive_lengths(row: ServingRow) -> None:
-    """Mean lengths stand in for lengths that are not told, and are named as derived."""
-    for name, total in (("input_len", "total_input_tokens"), ("output_len", "total_output_tokens")):
-        if getattr(row, name) is None:
-            mean = mean_length(row.figures.get(total), row.figures.get("completed"))
-            if mean is not None:
-                setattr(row, name, mean)
-                row.derived[name] = f"{total} / completed, rounded"
-
-
-class Asked:
+class RequestedLoad:
     """What the lines before a block say was asked for."""
 
     def __init__(self) -> None:
@@ -134,7 +123,7 @@ class Asked:
         return self._values.get(key)
 
     @classmethod
-    def before(cls, lines: Sequence[str], first: int, last: int) -> Asked:
+    def before(cls, lines: Sequence[str], first: int, last: int) -> RequestedLoad:
         """Lines ``first`` to ``last``, counted from 0, ``last`` not included; later words count more."""
         asked = cls()
         place = first
@@ -158,7 +147,7 @@ class Asked:
         self._take({key: value for key, value in pairs.items() if value != "None"})
 
     def _command(self, text: str) -> None:
-        """Only flags with a value that is told: ``$rps`` of a script's text is none."""
+        """Only flags with a value that is reported: ``$rps`` of a script's text is none."""
         found = _COMMAND.search(text)
         self.tool = " ".join(found[0].split()) if found else ""
         self.command = text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.errors import InputError
-from kvbench.importers.base import Origin, Problem, Reading, parse_json, read_lines
+from kvbench.importers.base import Imported, LeftOut, Origin, parse_json, read_lines
 from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 
 FORMAT: Final = "folders of `vllm bench sweep`"
@@ -24,9 +24,9 @@ def recognise(path: Path) -> bool:
     return path.is_dir() and bool(_runs(path) or _summaries(path))
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Imported:
     """Every run of every combination, in the order of their names."""
-    reading = Reading(definitions=dict(DEFINITIONS))
+    reading = Imported(definitions=dict(DEFINITIONS))
     runs = _runs(path)
     folders = {run.parent for run in runs}
     for file in [*runs, *(summary for summary in _summaries(path) if summary.parent not in folders)]:
@@ -34,7 +34,7 @@ def read(path: Path) -> Reading:
         try:
             value = parse_json(file)
         except InputError as error:
-            reading.problems.append(Problem(0, f"{error.message}; left out", name))
+            reading.leave_out(0, f"{error.message}; left out", name)
             continue
         reading.files.append(file)
         last = len(read_lines(file))
@@ -44,7 +44,7 @@ def read(path: Path) -> Reading:
                 row.settings["combination"] = file.parent.relative_to(path).as_posix()
                 reading.rows.append(row)
             else:
-                reading.problems.append(Problem(1, "is no result of a serving benchmark; left out", name))
+                reading.leave_out(1, "is no result of a serving benchmark; left out", name)
     reading.problems += [_failure(path, file) for file in sorted(path.rglob("*failure.json"))[:MAX_FILES]]
     return reading
 
@@ -72,11 +72,11 @@ def _has_runs(file: Path) -> bool:
     return isinstance(value, list) and any(is_result(result) for result in value)
 
 
-def _failure(path: Path, file: Path) -> Problem:
+def _failure(path: Path, file: Path) -> LeftOut:
     try:
-        told: Any = parse_json(file)
+        reported: Any = parse_json(file)
     except InputError:
-        told = {}
-    why = told.get("error") if isinstance(told, dict) else ""
+        reported = {}
+    why = reported.get("error") if isinstance(reported, dict) else ""
     text = f"a run failed and has no figures: {str(why)[:200]}" if why else "a run failed and has no figures"
-    return Problem(0, text, file.relative_to(path).as_posix())
+    return LeftOut(0, text, file.relative_to(path).as_posix())

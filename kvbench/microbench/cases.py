@@ -8,24 +8,24 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvbench import transfer
 from kvbench.core.transfers import blocks, warnings
-from kvbench.core.transfers.records import Case, Layout, TransferRecord
+from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts import devices
 from kvbench.launchers.local import LocalLauncher
-from kvbench.microbench.measuring import ANSWER_S, CaseRun, Key, Settings, Team, Window, carried, side_number
-from kvbench.microbench.sides import Asked, Side, WorkerError, Workers
+from kvbench.microbench.measuring import CaseRun, CounterWindow, carried
+from kvbench.microbench.settings import Settings
+from kvbench.microbench.sides import Side, WorkerError, Workers
+from kvbench.microbench.teams import Key, Team, Teams
 from kvbench.processes.transfer_worker.memory import MEMORY_SHARE, available_bytes
 
 MAX_FAILURES: Final = 2
 """Workers of one kind that did not start, or connect, so often in a row are not waited for again."""
-TOUCH_BYTES_PER_S: Final = 200e6
-"""Memory that is touched and registered slower than this is taken for a stuck worker's."""
 
-Told = Callable[[int, Case, str], None]
+Progress = Callable[[int, Case, str], None]
 """Progress: the case's place in the list, the case, and what happens to it now."""
 
 
@@ -34,7 +34,7 @@ def run_cases(
     initiator: Side | None = None,
     target: Side | None = None,
     settings: Settings | None = None,
-    told: Told = lambda index, case, stage: None,
+    on_stage: Progress = lambda index, case, stage: None,
     log_dir: Path | None = None,
 ) -> Iterator[TransferRecord]:
     """Measure cases one after the other; a row for each, in their order, as soon as it is known.
@@ -51,7 +51,7 @@ def run_cases(
             log_dir or scratch / "logs",
             scratch,
         )
-        yield from bench.run(cases, told)
+        yield from bench.run(cases, on_stage)
 
 
 def skipped_because(case: Case) -> str:
@@ -76,8 +76,7 @@ def skipped_because(case: Case) -> str:
 
 
 class Microbench:
-    """Runs cases one after the other, and keeps workers from one case to the next where they can serve
-    both."""
+    """Runs cases one after the other, and judges what was measured."""
 
     def __init__(
         self, initiator: Side, target: Side, settings: Settings, log_dir: Path, scratch: Path
@@ -85,35 +84,33 @@ class Microbench:
         self._sides = {"initiator": initiator, "target": target}
         self._settings = settings
         self._workers = Workers(LocalLauncher(f"microbench-{os.getpid()}", log_dir, scratch))
-        self._team: Team | None = None
-        self._largest: dict[Key, tuple[Layout, Layout]] = {}
-        self._rigid: set[str] = set()
+        self._teams = Teams(self._sides, settings, self._workers)
         self._failures: dict[Key, int] = {}
         self._generation = 0
         self._memcpy: float | None = None
         self._load = None if initiator.launcher else os.getloadavg()[0]
 
-    def run(self, cases: Sequence[Case], told: Told) -> Iterator[TransferRecord]:
+    def run(self, cases: Sequence[Case], on_stage: Progress) -> Iterator[TransferRecord]:
         """A row for each case, in order. Leaves no process, also when it is closed or interrupted."""
         room = self._room()
         for case in cases:
             if not self._too_large(case, room):
-                self._remember_size(case)
+                self._teams.expect(case)
         try:
             for index, case in enumerate(cases):
-                told(index, case, "starting")
-                yield self._row(case, room, functools.partial(told, index, case))
+                on_stage(index, case, "starting")
+                yield self._row(case, room, functools.partial(on_stage, index, case))
         finally:
-            self._disband(orderly=True)
+            self._teams.disband(orderly=True)
 
-    def _row(self, case: Case, room: int | None, told: Callable[[str], None]) -> TransferRecord:
+    def _row(self, case: Case, room: int | None, on_stage: Callable[[str], None]) -> TransferRecord:
         now = datetime.datetime.now(datetime.timezone.utc)
         record = TransferRecord(case, started_at=now.isoformat(timespec="seconds"), lab=self._settings.lab)
         record.nbytes = case.nbytes
         record.initiator_host, record.target_host = (side.name for side in self._sides.values())
         far = all(side.launcher for side in self._sides.values())
         try:
-            # What other hosts lack they have told before.
+            # What other hosts lack they have reported before.
             if reason := "" if far else skipped_because(case):
                 record.status, record.error = "skipped", reason
                 return record
@@ -123,16 +120,16 @@ class Microbench:
             if self._failures.get(key, 0) >= MAX_FAILURES:
                 raise WorkerError(f"not tried any more, since {MAX_FAILURES} such cases before did not start")
             self._failures[key] = self._failures.get(key, 0) + 1
-            team = self._fitting_team(case, record, told)
+            team = self._teams.fitting(case, record, on_stage)
             self._failures[key] = 0
             steps = CaseRun(case, record, team, self._workers, self._settings)
-            self._judge(record, team, steps.run(self._new_content, told))
+            self._judge(record, team, steps.run(self._new_content, on_stage))
         except (KvbenchError, OSError, ValueError, KeyError) as error:
             record.status = "error"
             record.error = self._cause(error)
             record.log = error.log if isinstance(error, WorkerError) else []
             record.gb_per_s = None
-            self._disband(orderly=False)
+            self._teams.disband(orderly=False)
         return record
 
     def _cause(self, error: Exception) -> str:
@@ -167,107 +164,9 @@ class Microbench:
                 return f"{case.nics} NICs are asked for, and the {name} has {len(side.nics)}: {there}"
         return ""
 
-    # --- workers
-
-    def _remember_size(self, case: Case) -> None:
-        layouts = (blocks.initiator_layout(case), blocks.target_layout(case))
-        known = self._largest.get(Key.of(case))
-        if known is None or layouts[0].nbytes > known[0].nbytes:
-            self._largest[Key.of(case)] = layouts
-
-    def _fitting_team(self, case: Case, record: TransferRecord, told: Callable[[str], None]) -> Team:
-        """The team of the case before if it can serve this one, or a new one; connected."""
-        wanted = (blocks.initiator_layout(case), blocks.target_layout(case))
-        key = Key.of(case)
-        if self._team is None or self._team.key != key or self._workers.casualties():
-            self._disband(orderly=True)
-            rigid = case.backend in self._rigid
-            self._team = self._assemble(case, wanted if rigid else self._largest[key])
-        if self._team.layouts != wanted and not self._reshape(self._team, wanted):
-            self._rigid.add(case.backend)
-            self._disband(orderly=True)
-            self._team = self._assemble(case, wanted)
-        team = self._team
-        if team.connect_s is None:
-            told("connecting")
-            team.connect_s = self._connect(team)
-        record.open_s, record.register_s, record.connect_s = team.open_s, team.register_s, team.connect_s
-        library = team.initiators[0].hello["library"]
-        record.library = f"{library['name']} {library['version']}"
-        record.nics_asked = [str(nic["name"]) for nic in self._sides["initiator"].nics[: case.nics]]
-        return team
-
-    def _assemble(self, case: Case, layouts: tuple[Layout, Layout]) -> Team:
-        key, settings = Key.of(case), self._settings
-        team = Team(key, layouts)
-        for role, count, layout in (
-            ("target", case.targets, layouts[1]),
-            ("initiator", case.initiators, layouts[0]),
-        ):
-            for number in range(count):
-                spec = {
-                    "role": role,
-                    "backend": case.backend,
-                    "options": {"role": role, **self._options(key, self._sides[role])},
-                    "layout": layout.to_json(),
-                    "memory": case.memory,
-                    "seed": settings.seed,
-                    "side": side_number(role, number),
-                }
-                name = role if count == 1 else f"{role}-{number}"
-                worker = self._workers.start(name, self._sides[role], spec)
-                (team.targets if role == "target" else team.initiators).append(worker)
-        size = max(layout.nbytes for layout in layouts)
-        self._workers.hello(team.everyone, settings.open_s + size / TOUCH_BYTES_PER_S)
-        team.agents = [worker.hello["agent"] for worker in team.targets]
-        team.open_s = max(worker.hello["open_s"] for worker in team.everyone)
-        team.register_s = max(worker.hello["register_s"] for worker in team.everyone)
-        return team
-
-    def _options(self, key: Key, side: Side) -> dict[str, Any]:
-        nics = [dict(nic) for nic in side.nics[: key.nics]]
-        return {
-            "host": next((nic["address"] for nic in nics if nic.get("address")), side.host),
-            "protocol": key.protocol,
-            "merge": key.merged,
-            "streams": key.streams,
-            **({"nics": nics} if nics else {}),
-            **({"op": key.op} if key.op else {}),
-            **dict(self._settings.options.get(key.backend, {})),
-        }
-
-    def _reshape(self, team: Team, layouts: tuple[Layout, Layout]) -> bool:
-        asked: list[Asked] = [
-            (worker, "reshape", {"layout": layout.to_json()})
-            for workers, layout in ((team.initiators, layouts[0]), (team.targets, layouts[1]))
-            for worker in workers
-        ]
-        answers = self._workers.ask(asked, self._settings.connect_s)
-        if any(answer["agent"] is None for answer in answers):
-            return False
-        team.agents = [answer["agent"] for answer in answers[len(team.initiators) :]]
-        team.layouts, team.connect_s = layouts, None
-        return True
-
-    def _connect(self, team: Team) -> float:
-        """Each initiator to each target; the longest time."""
-        limit = self._settings.connect_s
-        longest = 0.0
-        for agent in team.agents:
-            asked: list[Asked] = [
-                (worker, "connect", {"peer": agent, "deadline_s": limit}) for worker in team.initiators
-            ]
-            answers = self._workers.ask(asked, limit + ANSWER_S)
-            longest = max(longest, *(answer["connect_s"] for answer in answers))
-        return longest
-
-    def _disband(self, *, orderly: bool) -> None:
-        self._team = None
-        self._workers.stop(orderly=orderly)
-
     # --- judging
 
-    def _judge(self, record: TransferRecord, team: Team, window: Window) -> None:
+    def _judge(self, record: TransferRecord, team: Team, window: CounterWindow) -> None:
         case, sides = record.case, self._sides
         before, after = window.before[0], window.after[0]
         record.load_average = before["load"]
@@ -300,7 +199,7 @@ class Microbench:
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
         record.warnings = warnings.warnings(record, seen)
 
-    def _line_rate(self, case: Case, window: Window) -> float | None:
+    def _line_rate(self, case: Case, window: CounterWindow) -> float | None:
         """What the asked NICs of the slower side can carry together, in GB/s."""
         if not case.nics:
             return None

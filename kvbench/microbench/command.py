@@ -23,7 +23,7 @@ from kvbench.hosts import environment
 from kvbench.hosts.devices import gpus
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.host_pairs import BetweenHosts
-from kvbench.microbench.hosts import Place, Places
+from kvbench.microbench.hosts import MicrobenchPlace, MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.progress import CaseProgress
 from kvbench.processes.transfer_worker.memory import available_bytes
@@ -34,7 +34,7 @@ from kvbench.results.store import RunInfo, RunStore
 
 
 @dataclass(frozen=True)
-class Asked:
+class MicrobenchPlan:
     """Everything that a run is made of, before anything is started."""
 
     axes: Axes
@@ -62,9 +62,9 @@ def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
     return exit_code(run)
 
 
-def _places(options: MicrobenchOptions, console: Console) -> Places | BetweenHosts:
+def _places(options: MicrobenchOptions, console: Console) -> MicrobenchPlaces | BetweenHosts:
     if options.scenario is None:
-        return Places.of(options)
+        return MicrobenchPlaces.of(options)
     return BetweenHosts(options, partial(console.print, markup=False))
 
 
@@ -89,8 +89,8 @@ def _earlier(path: Path | None) -> Run | None:
 
 
 def ask(
-    options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: Places | BetweenHosts
-) -> Asked:
+    options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: MicrobenchPlaces | BetweenHosts
+) -> MicrobenchPlan:
     """The matrix of the options; mistakes in them are said before ``known`` looks for libraries.
 
     Raises InputError for what cannot be.
@@ -108,7 +108,7 @@ def ask(
     seconds = options.seconds or (matrices.LAB_SECONDS if places.in_lab else usual)
     estimate_s = matrix.estimate_s(seconds, places.nic_gb_per_s) * places.repeats
     words = (*(work.words() if work is not None else ()), *places.words())
-    return Asked(axes, matrix, seconds, estimate_s, words, work)
+    return MicrobenchPlan(axes, matrix, seconds, estimate_s, words, work)
 
 
 def _work(options: MicrobenchOptions) -> KvWork | None:
@@ -122,7 +122,7 @@ def _work(options: MicrobenchOptions) -> KvWork | None:
     )
 
 
-def _axes(options: MicrobenchOptions, work: KvWork | None, places: Places | BetweenHosts) -> Axes:
+def _axes(options: MicrobenchOptions, work: KvWork | None, places: MicrobenchPlaces | BetweenHosts) -> Axes:
     given: dict[str, Any] = {
         "backends": _names(options.backend),
         "protocols": _names(options.protocol),
@@ -184,7 +184,7 @@ def _memory(text: str) -> Memory:
 # --- telling ---------------------------------------------------------------------------------------
 
 
-def _announce(asked: Asked, places: Places | BetweenHosts, console: Console) -> None:
+def _announce(asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, console: Console) -> None:
     matrix = asked.matrix
     each = f" for each of {places.repeats} pairs of hosts" if places.repeats > 1 else ""
     console.print(
@@ -215,7 +215,7 @@ def _print_matrix(matrix: Matrix, console: Console) -> None:
 
 
 def _create(
-    output: Path, asked: Asked, places: Places | BetweenHosts, options: MicrobenchOptions
+    output: Path, asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, options: MicrobenchOptions
 ) -> RunStore:
     machine = environment.describe()
     hosts = places.environments()
@@ -237,7 +237,9 @@ def _create(
     return RunStore.create(output, "microbench", places.source, plan, machine, info)
 
 
-def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, console: Console) -> None:
+def _measure(
+    asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, store: RunStore, console: Console
+) -> None:
     """Stores a row for each case; Ctrl-C ends it, keeps the rows, and says so."""
     cases = asked.matrix.cases
     count = len(cases) * places.repeats
@@ -250,8 +252,8 @@ def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, conso
             with ExitStack() as stack, CaseProgress(console, count, asked.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
-                for place, members in places.legs(cases, stack):
-                    _leg(asked, place, members, store, progress)
+                for place, members in places.by_place(cases, stack):
+                    _measure_at(asked, place, members, store, progress)
                 if places.in_lab:
                     store.update(lab=places.record())
         except KeyboardInterrupt:
@@ -260,8 +262,12 @@ def _measure(asked: Asked, places: Places | BetweenHosts, store: RunStore, conso
             console.print(f"interrupted: the rows of {kept} of {count} cases are kept", style="yellow")
 
 
-def _leg(
-    asked: Asked, place: Place, members: Sequence[Case], store: RunStore, progress: CaseProgress
+def _measure_at(
+    asked: MicrobenchPlan,
+    place: MicrobenchPlace,
+    members: Sequence[Case],
+    store: RunStore,
+    progress: CaseProgress,
 ) -> None:
     settings = place.settings(asked.seconds, members)
     if place.trouble:
@@ -271,7 +277,7 @@ def _leg(
             store.add_transfer(record)
             progress.finished(record)
         return
-    rows = run_cases(members, place.initiator, place.target, settings, progress.told, store.logs)
+    rows = run_cases(members, place.initiator, place.target, settings, progress.on_stage, store.logs)
     # Closed at once when interrupted: the workers end with it.
     with closing(cast("Generator[TransferRecord, None, None]", rows)):
         for record in rows:

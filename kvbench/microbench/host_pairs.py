@@ -20,7 +20,7 @@ from kvbench.hosts.nics import choice as nics
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_with
 from kvbench.launchers.parts.remote import RemoteLauncher
-from kvbench.microbench.hosts import Place, kind_of
+from kvbench.microbench.hosts import MicrobenchPlace, kind_of
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.sides import Side
 from kvbench.planning.overrides import Wish, resolve
@@ -42,7 +42,7 @@ class BetweenHosts:
     remote: Final = True
     nic_gb_per_s: Final = None
     log_dir: Path
-    """Where the workers' logs go; to be set before ``legs``."""
+    """Where the workers' logs go; to be set before ``by_place``."""
 
     def __init__(self, options: MicrobenchOptions, tell: Callable[[str], None] = lambda words: None) -> None:
         for name, given in (("--lab", options.lab), ("--lab-name", options.lab_name)):
@@ -110,8 +110,8 @@ class BetweenHosts:
         """Every backend, with what the hosts lack for it."""
         names = [name for name in self.hosts if name not in self._gone]
         with ThreadPoolExecutor(len(names)) as pool:
-            told = list(pool.map(lambda name: self._agents[name].ask("lacking", CHECK_S), names))
-        return movers_on(dict(zip(names, told, strict=True)))
+            lacking = list(pool.map(lambda name: self._agents[name].ask("lacking", CHECK_S), names))
+        return movers_on(dict(zip(names, lacking, strict=True)))
 
     def environments(self) -> dict[str, Any]:
         """What each host is, by name."""
@@ -146,8 +146,8 @@ class BetweenHosts:
 
     def _chosen(self, name: str, kind: str, count: int) -> list[nics.Nic]:
         wanted = list(self._hosts[name].nics)
-        told = self._agents[name].ask("nics", kind=kind, names=wanted)
-        found = nics.Found(tuple(nics.Nic(**each) for each in told["usable"]), told["left_out"])
+        answer = self._agents[name].ask("nics", kind=kind, names=wanted)
+        found = nics.Found(tuple(nics.Nic(**each) for each in answer["usable"]), answer["left_out"])
         try:
             chosen = nics.choose(count, found)
         except InputError as error:
@@ -156,16 +156,18 @@ class BetweenHosts:
 
     # -- measuring ----------------------------------------------------------------------------------
 
-    def legs(self, cases: Sequence[Case], stack: ExitStack) -> Iterator[tuple[Place, list[Case]]]:
+    def by_place(
+        self, cases: Sequence[Case], stack: ExitStack
+    ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
         """All cases for each pair, one pair after the other; a pair out of reach says so in ``trouble``."""
         for one, other in self.pairs:
             trouble = self._lost(one) or self._lost(other)
             if trouble:
-                yield Place(Side(name=one), Side(name=other), trouble=trouble), list(cases)
+                yield MicrobenchPlace(Side(name=one), Side(name=other), trouble=trouble), list(cases)
                 continue
             for kind, group in groupby(cases, key=kind_of):
                 pair = (one, other)
-                yield Place(self._side(one, kind, pair), self._side(other, kind, pair)), list(group)
+                yield MicrobenchPlace(self._side(one, kind, pair), self._side(other, kind, pair)), list(group)
 
     def _side(self, name: str, kind: str, pair: tuple[str, str]) -> Side:
         folder = self.log_dir / "-".join(pair)

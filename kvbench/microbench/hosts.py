@@ -19,8 +19,8 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.lab.layout import LabPlan
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
-from kvbench.microbench.measuring import Settings
 from kvbench.microbench.options import MicrobenchOptions
+from kvbench.microbench.settings import Settings
 from kvbench.microbench.sides import Side
 from kvbench.transfer.parts.usable import movers
 
@@ -31,7 +31,7 @@ SLOWEST_BYTES_PER_S: Final = 40e6
 
 
 @dataclass(frozen=True)
-class Place:
+class MicrobenchPlace:
     """Two sides, and what is known of the way between them."""
 
     initiator: Side = field(default_factory=Side)
@@ -56,7 +56,7 @@ class Place:
         )
 
 
-class Places:
+class MicrobenchPlaces:
     """Where the cases of a run are measured, from its options."""
 
     def __init__(self, options: MicrobenchOptions) -> None:
@@ -82,7 +82,7 @@ class Places:
                 )
 
     @classmethod
-    def of(cls, options: MicrobenchOptions) -> Places:
+    def of(cls, options: MicrobenchOptions) -> MicrobenchPlaces:
         """Raises InputError for options that contradict each other."""
         if options.pairs or options.from_host or options.to_host:
             raise InputError("--from, --to and --pairs speak of a scenario's hosts", hint="add --scenario")
@@ -108,13 +108,13 @@ class Places:
     source = b""
     """The scenario that the place is from."""
     log_dir: Path
-    """Where the workers' logs go; to be set before ``legs``."""
+    """Where the workers' logs go; to be set before ``by_place``."""
 
-    def __enter__(self) -> Places:
+    def __enter__(self) -> MicrobenchPlaces:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is made for the cases ends with ``legs``."""
+        """What is made for the cases ends with ``by_place``."""
 
     def movers(self) -> list[Mover]:
         """Every backend, with what this machine lacks for it."""
@@ -183,7 +183,9 @@ class Places:
                 others = nics.choose(most, there(prefix, self._python, which))
             self._chosen[kind] = (own, others)
 
-    def legs(self, cases: Sequence[Case], stack: ExitStack) -> Iterator[tuple[Place, list[Case]]]:
+    def by_place(
+        self, cases: Sequence[Case], stack: ExitStack
+    ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
         """Cases in a row that are measured at one place; ``stack`` ends what is made for them."""
         for kind, group in groupby(cases, key=self._kind):
             members = list(group)
@@ -192,7 +194,7 @@ class Places:
     def _kind(self, case: Case) -> str:
         return "lab" if case.nics and self.in_lab else kind_of(case)
 
-    def _place(self, kind: str, cases: list[Case], stack: ExitStack) -> Place:
+    def _place(self, kind: str, cases: list[Case], stack: ExitStack) -> MicrobenchPlace:
         if kind == "lab":
             return self._lab_place(stack)
         most = max(case.nics for case in cases)
@@ -200,22 +202,24 @@ class Places:
         own, others = own[:most], others[:most]
         here = Side(host=self._options.host or "127.0.0.1", nics=_plain(own))
         if not self.remote:
-            return Place(here, Side(host=here.host, nics=_plain(others)))
+            return MicrobenchPlace(here, Side(host=here.host, nics=_plain(others)))
         prefix = shlex.split(self._options.peer_prefix or "")
         peer = Side(self.peer, tuple(prefix), _plain(others), self._python, elsewhere=True)
-        return Place(here, peer)
+        return MicrobenchPlace(here, peer)
 
     @property
     def _python(self) -> str:
         return self._options.peer_python or sys.executable
 
-    def _lab_place(self, stack: ExitStack) -> Place:
+    def _lab_place(self, stack: ExitStack) -> MicrobenchPlace:
         if self._lab is None:
             most = max(self.counts)
             self._lab = stack.enter_context(Lab.up(most, self._options.rate))
         lab = self._lab
         nic_rate = lab.line_rate_gb_per_s
-        return Place(_lab_side(lab, "A"), _lab_side(lab, "B"), lab.describe(), lab.burst_bytes, nic_rate)
+        return MicrobenchPlace(
+            _lab_side(lab, "A"), _lab_side(lab, "B"), lab.describe(), lab.burst_bytes, nic_rate
+        )
 
 
 def kind_of(case: Case) -> str:

@@ -10,8 +10,10 @@ from typing import Any, Final
 from kvbench import transfer
 from kvbench.core.transfers import blocks as transferplan
 from kvbench.core.transfers.blocks import Pairing
-from kvbench.core.transfers.records import Case, Layout, TransferRecord
-from kvbench.microbench.sides import Asked, Worker, WorkerError, Workers
+from kvbench.core.transfers.records import Case, TransferRecord
+from kvbench.microbench.settings import Settings
+from kvbench.microbench.sides import ANSWER_S, Asked, WorkerError, WorkerHandle, Workers
+from kvbench.microbench.teams import Team, side_number
 from kvbench.processes.transfer_worker.measure import Limits, unpack_times
 from kvbench.transfer.parts.blocks import pack_ids
 
@@ -21,90 +23,15 @@ WARMUP_SHARE: Final = 0.15
 WARMUP_CALLS: Final = 3
 WARMUP_MAX_S: Final = 1.0
 START_DELAY_S: Final = 0.01
-"""Several initiators start at one moment of their common clock, so long after they are told."""
-ANSWER_S: Final = 2.0
-"""Beyond a command's own time, a worker has so long to answer."""
+"""Several initiators start at one moment of their common clock, so long after they are asked."""
 SLOWEST_BYTES_PER_S: Final = 50e6
 """Large transfers get more time than ``call_s``: what is slower than this, all together, counts as stuck."""
 BYTES_PER_S: Final = 50e6
 """A fill or a comparison slower than this is taken for a dead worker's."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to measure. Times in seconds; ``options`` are those of backends, by backend name."""
-
-    seconds: float = 0.5
-    min_calls: int = 20
-    max_seconds: float = 5.0
-    """A case ends after this time, also with fewer than ``min_calls`` calls."""
-    open_s: float = 15.0
-    connect_s: float = 5.0
-    call_s: float = 5.0
-    """Deadline of one transfer; more for those of hundreds of megabytes (``SLOWEST_BYTES_PER_S``)."""
-    seed: int = 0
-    verify: bool = True
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lab: str = ""
-    """What a lab is called in the rows; empty on real hosts."""
-    burst_bytes: int | None = None
-    """What a lab's shaper lets through at once, of each NIC."""
-    nic_gb_per_s: float | None = None
-    """Line rate of each NIC where the driver does not know it, as in a lab."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """Cases with equal keys can be served by the same workers."""
-
-    backend: str
-    protocol: str
-    nics: int
-    memory: str
-    merged: bool
-    streams: int
-    initiators: int
-    targets: int
-    op: str
-
-    @classmethod
-    def of(cls, case: Case) -> Key:
-        return cls(
-            case.backend,
-            case.protocol,
-            case.nics,
-            case.memory,
-            case.merged,
-            max(case.threads, case.nics, 1),
-            case.initiators,
-            case.targets,
-            # Over several NICs, libraries spread reads and writes in different ways.
-            case.op if case.nics > 1 else "",
-        )
-
-
 @dataclass
-class Team:
-    """Workers that stand ready for the cases of one key."""
-
-    key: Key
-    layouts: tuple[Layout, Layout]
-    """Of the initiators' and the targets' buffers."""
-    initiators: list[Worker] = field(default_factory=list)
-    targets: list[Worker] = field(default_factory=list)
-    agents: list[dict[str, Any]] = field(default_factory=list)
-    open_s: float = 0.0
-    register_s: float = 0.0
-    connect_s: float | None = None
-    """None while it is not connected."""
-
-    @property
-    def everyone(self) -> list[Worker]:
-        return [*self.initiators, *self.targets]
-
-
-@dataclass
-class Window:
+class CounterWindow:
     """Counters of all workers, initiators first, right before and right after what was timed."""
 
     before: list[dict[str, Any]]
@@ -131,11 +58,6 @@ class _Timed:
         self.transport = answers[0]["transport"]
 
 
-def side_number(role: str, number: int) -> int:
-    """What tells the buffers of one team apart."""
-    return 2 * number + (role == "target")
-
-
 class CaseRun:
     """The steps of one case; fills its record. Every step raises WorkerError when something is wrong."""
 
@@ -156,17 +78,17 @@ class CaseRun:
         self._offered = False
         self._bytes_s = ANSWER_S + size / BYTES_PER_S
 
-    def run(self, new_content: Callable[[], int], told: Callable[[str], None]) -> Window:
+    def run(self, new_content: Callable[[], int], on_stage: Callable[[str], None]) -> CounterWindow:
         """All steps. ``new_content`` numbers what the buffers hold, so that no two fills are alike."""
-        told("preparing")
+        on_stage("preparing")
         generation = new_content()
         self._fill(generation)
         self._prepare()
         self._warm_up()
-        told("measuring")
+        on_stage("measuring")
         window = self._measure()
         if self._moves and self._settings.verify:
-            told("verifying")
+            on_stage("verifying")
             self._verify(generation)
             # Once more with other bytes: a repeated transfer that does nothing would have passed so far.
             generation = new_content()
@@ -231,7 +153,7 @@ class CaseRun:
         done = self._run(Limits(seconds, calls, MAX_CALLS, WARMUP_MAX_S, self._call_s))
         self._record.warmup_calls = done.calls
 
-    def _measure(self) -> Window:
+    def _measure(self) -> CounterWindow:
         settings, record = self._settings, self._record
         least = max(settings.min_calls, self._tickets)
         before = self._counters()
@@ -246,7 +168,7 @@ class CaseRun:
         )
         if self._moves and record.window_s:
             record.gb_per_s = record.calls * record.nbytes / record.window_s / 1e9
-        return Window(before, after)
+        return CounterWindow(before, after)
 
     def _run(self, limits: Limits) -> _Timed:
         """Keep all transfers going until the limits, in rounds where the target must offer anew."""
@@ -302,7 +224,7 @@ class CaseRun:
         return worker, "verify", {"blocks": pack_ids(blocks), "source": origin}
 
 
-def carried(workers: Sequence[Worker], window: Window) -> dict[str, dict[str, int]]:
+def carried(workers: Sequence[WorkerHandle], window: CounterWindow) -> dict[str, dict[str, int]]:
     """Side → NIC → bytes in the window: of both directions the larger one."""
     found: dict[str, dict[str, int]] = {}
     for worker, before, after in zip(workers, window.before, window.after, strict=True):

@@ -37,15 +37,15 @@ class CaseProgress:
     ) -> None:
         self._bar.stop()
 
-    def told(self, index: int, case: Case, stage: str) -> None:
-        """Progress within a case, as ``run_cases`` tells it."""
+    def on_stage(self, index: int, case: Case, stage: str) -> None:
+        """Progress within a case, as ``run_cases`` reports it."""
         self._bar.say(f"{case_text(case)}: {stage}", self._left())
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def finished(self, record: TransferRecord) -> None:
-        """A case has its row: failures are told at once, others only where no bar shows them."""
+        """A case has its row: failures are reported at once, others only where no bar shows them."""
         self._done += 1
         if record.status == "error":
             self._say(f"{_where(record)}{case_text(record.case)}: {record.error}", "red")

@@ -21,6 +21,8 @@ from kvbench.errors import KvbenchError, TransferError
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher
 
+ANSWER_S: Final = 2.0
+"""Beyond a command's own time, a worker has so long to answer."""
 QUIT_S: Final = 2.0
 """A library has so long to close in order; it may own shared memory that only it can remove."""
 LOG_LINES: Final = 8
@@ -59,7 +61,7 @@ class WorkerError(TransferError):
 
 
 @dataclass
-class Worker:
+class WorkerHandle:
     """One started worker. ``name`` is ``initiator`` or ``target``, with a number where there are several."""
 
     name: str
@@ -140,7 +142,7 @@ class Worker:
         return self.process.tail(LOG_LINES)
 
 
-Asked = tuple[Worker, str, Mapping[str, Any]]
+Asked = tuple[WorkerHandle, str, Mapping[str, Any]]
 
 
 class Workers:
@@ -149,9 +151,9 @@ class Workers:
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
         self._started = 0
-        self.all: list[Worker] = []
+        self.all: list[WorkerHandle] = []
 
-    def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> Worker:
+    def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> WorkerHandle:
         """Start one and tell it what it is; ``hello`` waits until it is ready. Raises LaunchError,
         WorkerError."""
         self._started += 1
@@ -159,12 +161,12 @@ class Workers:
         argv = (*side.prefix, side.python, "-m", TRANSFER_WORKER_MODULE, name)
         command = ProcessSpec(f"{spec['backend']}-{name}-{self._started}", argv)
         launcher = side.launcher or self._launcher
-        worker = Worker(name, launcher.start(command, piped=True), launcher)
+        worker = WorkerHandle(name, launcher.start(command, piped=True), launcher)
         self.all.append(worker)
         worker.introduce(spec)
         return worker
 
-    def hello(self, workers: Sequence[Worker], deadline_s: float) -> None:
+    def hello(self, workers: Sequence[WorkerHandle], deadline_s: float) -> None:
         """Wait until all are ready. Raises WorkerError."""
         answers = self._gather([(worker, 0) for worker in workers], deadline_s, "did not get ready")
         for worker, answer in zip(workers, answers, strict=True):
@@ -179,7 +181,7 @@ class Workers:
         return self._gather(numbers, deadline_s, f"gave no answer to {commands}")
 
     def _gather(
-        self, wanted: Sequence[tuple[Worker, int]], deadline_s: float, what: str
+        self, wanted: Sequence[tuple[WorkerHandle, int]], deadline_s: float, what: str
     ) -> list[dict[str, Any]]:
         deadline = time.monotonic() + deadline_s
         found: dict[int, dict[str, Any]] = {}

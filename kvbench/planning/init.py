@@ -18,7 +18,7 @@ from kvbench.core.physics.model_shapes import MODELS, ModelShape
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
-from kvbench.planning.init_machine import Able, Machine, able_connectors, look_around
+from kvbench.planning.init_machine import Able, FoundMachine, able_connectors, look_around
 from kvbench.planning.init_text import DEFAULTS, Answers, described, written
 from kvbench.planning.scenario_files import registry
 
@@ -64,7 +64,7 @@ def _prompt(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
         raise KeyboardInterrupt from None
 
 
-def gather(machine: Machine, ask: Ask, console: Console) -> tuple[Answers, list[Able]]:
+def gather(machine: FoundMachine, ask: Ask, console: Console) -> tuple[Answers, list[Able]]:
     """All answers, and which connectors can run. Raises InputError if none can."""
     engine = "emulated"
     if machine.vllm and "vllm" in engines.names():
@@ -79,7 +79,7 @@ def gather(machine: Machine, ask: Ask, console: Console) -> tuple[Answers, list[
     able = able_connectors(engine, machine)
     for each in able:
         if each.reason:
-            console.print(f"  {each.name} cannot run here: {each.reason}. Mend: {each.mend}", markup=False)
+            console.print(f"  {each.name} cannot run here: {each.reason}. Mend: {each.fix}", markup=False)
     runs = tuple(each.name for each in able if not each.reason)
     if not runs:
         raise InputError("no connector can run here", hint="`kvbench doctor` says what is missing")

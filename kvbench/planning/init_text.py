@@ -10,7 +10,7 @@ from typing import Final
 import yaml
 
 from kvbench.core.physics.model_shapes import MODELS, ModelShape
-from kvbench.planning.init_machine import Able, Machine
+from kvbench.planning.init_machine import Able, FoundMachine
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Answers:
     tpot_ms: float
 
 
-def described(machine: Machine) -> list[str]:
+def described(machine: FoundMachine) -> list[str]:
     """What was found, a line each."""
     cards = [str(card.get("name")) for card in machine.gpus]
     return [
@@ -57,7 +57,7 @@ def described(machine: Machine) -> list[str]:
     ]
 
 
-def written(answers: Answers, machine: Machine, able: Sequence[Able]) -> str:
+def written(answers: Answers, machine: FoundMachine, able: Sequence[Able]) -> str:
     """The scenario's text, with a comment on each choice."""
     offered = DEFAULTS[answers.engine]
     cannot = [f"  # {each.name} cannot run here: {each.reason}" for each in able if each.reason]
@@ -116,7 +116,7 @@ def _model_lines(answers: Answers) -> list[str]:
     ]
 
 
-def _deployment_lines(answers: Answers, machine: Machine) -> list[str]:
+def _deployment_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     lines = [
         f"  engine: {answers.engine}",
         "  prefill: 1               # x and y of xPyD; aggregated has as many engines as both",
@@ -135,7 +135,7 @@ def _deployment_lines(answers: Answers, machine: Machine) -> list[str]:
     return [*lines, *_gpu_lines(machine)]
 
 
-def _gpu_lines(machine: Machine) -> list[str]:
+def _gpu_lines(machine: FoundMachine) -> list[str]:
     indices = [str(card.get("index", number)) for number, card in enumerate(machine.gpus)]
     if len(indices) >= 2:
         return [f'    prefill_devices: ["{indices[0]}"]', f'    decode_devices: ["{indices[1]}"]']
@@ -148,7 +148,7 @@ def _gpu_lines(machine: Machine) -> list[str]:
     return ["    env:", '      VLLM_CPU_KVCACHE_SPACE: "1"   # GiB, since there is no GPU']
 
 
-def _connector_lines(answers: Answers, machine: Machine) -> list[str]:
+def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     lines: list[str] = []
     for name in answers.connectors:
         options = _options(name, answers, machine)
@@ -157,7 +157,7 @@ def _connector_lines(answers: Answers, machine: Machine) -> list[str]:
     return lines
 
 
-def _options(name: str, answers: Answers, machine: Machine) -> dict[str, str]:
+def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, str]:
     """Options that follow from the devices; none where the connector's defaults are right."""
     nics = ",".join(machine.nics)
     if name == "mooncake" and nics:

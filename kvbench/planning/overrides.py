@@ -6,13 +6,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import yaml
 
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.external import url_problem
 from kvbench.errors import InputError, ServerError
-from kvbench.hosts import web
 from kvbench.hosts.api_key import bearer
 from kvbench.planning.scenario_files import find_scenario, load_scenario, registry
 from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
@@ -219,6 +217,10 @@ def _lengths(text: str) -> list[int]:
 
 def served_model(root: str, api_key_env: str = "") -> str:
     """The first model that a server offers. Raises ServerError if it cannot be asked."""
+    import httpx  # a tenth of a second, which `kvbench plan` of a scenario need not wait for
+
+    from kvbench.hosts import web
+
     url = f"{root}/v1/models"
     headers = bearer(api_key_env)
     try:

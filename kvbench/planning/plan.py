@@ -55,7 +55,8 @@ def command(wish: Wish, console: Console, *, as_json: bool) -> None:
 
 def render(wish: Wish, words: Sequence[str]) -> None:
     """Print the manifests of the scenario's deployment. ``words``: NAME=VALUE of ``K8sOptions``."""
-    from kvbench.planning.kubernetes import options_from, rendered
+    from kvbench.planning.kubernetes import rendered
+    from kvbench.planning.kubernetes_pods import options_from
 
     scenario, _ = resolve(wish)
     print(rendered(plan_of(scenario), options_from(words)), end="")

@@ -34,7 +34,7 @@ _MARKS: Final = (
 
 
 @dataclass(frozen=True)
-class Slo:
+class ReportedSlo:
     """What had to be met, as far as the run folder says; None and empty where it does not."""
 
     ttft_ms: float | None = None
@@ -93,17 +93,17 @@ def _scenario_file(run: Run) -> Mapping[str, Any]:
     return data if isinstance(data, Mapping) else {}
 
 
-def slo_of(run: Run) -> Slo:
+def slo_of(run: Run) -> ReportedSlo:
     data = resolved(run, "slo")
     if not isinstance(data, Mapping):
-        return Slo()
+        return ReportedSlo()
     ttft_ms, tpot_ms, share = (_number(data.get(key)) for key in ("ttft_ms", "tpot_ms", "attainment"))
     try:
         limits = tuple(slos.Limit.from_json(each) for each in data.get("limits") or ())
         tiers = _tiers(data)
     except (ValueError, TypeError, AttributeError):
         limits, tiers = (), {}  # a hand-made file; what else it says still counts
-    return Slo(ttft_ms, tpot_ms, share, limits, tiers)
+    return ReportedSlo(ttft_ms, tpot_ms, share, limits, tiers)
 
 
 def _tiers(data: Mapping[str, Any]) -> dict[str, slos.Slo]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench import connectors, transfer
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.deployment.diagnose import LogWatch, Source, diagnose, worst
+from kvbench.deployment.diagnose import LogSource, LogWatch, diagnose, worst
 from kvbench.deployment.liveness import ProcessWatch, beside
 from kvbench.deployment.log_patterns import PATTERNS
 from kvbench.errors import LaunchError, ProcessDiedError
@@ -29,8 +29,8 @@ _ROWS = [
 ]
 LINES = {key: line for key, line in _ROWS if key != "-"}
 HONEST = [line for key, line in _ROWS if key == "-"]
-MOONCAKE = Source("prefill-0", "vllm", "MooncakeConnector", "prefill", "tcp")
-NIXL = Source("decode-0", "vllm", "NixlConnector", "decode", "tcp")
+MOONCAKE = LogSource("prefill-0", "vllm", "MooncakeConnector", "prefill", "tcp")
+NIXL = LogSource("decode-0", "vllm", "NixlConnector", "decode", "tcp")
 
 
 def test_every_pattern_has_a_line() -> None:
@@ -40,23 +40,23 @@ def test_every_pattern_has_a_line() -> None:
 
 @pytest.mark.parametrize("key", LINES)
 def test_each_line_is_told_its_cause(key: str) -> None:
-    (found,) = diagnose([LINES[key]], Source(transport_asked="rdma"))
+    (found,) = diagnose([LINES[key]], LogSource(transport_asked="rdma"))
     assert found.key == key
     assert found.cause
-    assert found.mend
+    assert found.hint
     assert found.line in LINES[key]
     assert found.cause in found.text()
 
 
-@given(st.permutations(HONEST), st.sampled_from([Source(), MOONCAKE, NIXL]))
-def test_honest_lines_tell_nothing(lines: list[str], source: Source) -> None:
+@given(st.permutations(HONEST), st.sampled_from([LogSource(), MOONCAKE, NIXL]))
+def test_honest_lines_tell_nothing(lines: list[str], source: LogSource) -> None:
     asked = [each for each in lines if "using TCP" not in each or source.transport_asked == "tcp"]
     assert diagnose(asked, source) == []
 
 
 @given(st.permutations([*HONEST[:8], LINES["engine_failed_to_start"], LINES["no_room_for_kv"]]))
 def test_the_root_comes_before_its_consequence(lines: list[str]) -> None:
-    source = Source("decode-0", "vllm", "NixlConnector", "decode", "tcp")
+    source = LogSource("decode-0", "vllm", "NixlConnector", "decode", "tcp")
     found = worst(diagnose(lines, source))
     assert found is not None
     assert found.key == "no_room_for_kv"
@@ -65,14 +65,14 @@ def test_the_root_comes_before_its_consequence(lines: list[str]) -> None:
 def test_a_pattern_is_looked_for_only_where_it_belongs() -> None:
     race = [LINES["reqs_need_send_race"]]
     assert diagnose(race, MOONCAKE)
-    assert not diagnose(race, Source("decode-0", "vllm", "MooncakeConnector", "decode"))
+    assert not diagnose(race, LogSource("decode-0", "vllm", "MooncakeConnector", "decode"))
     assert not diagnose(race, NIXL)
     silent = [LINES["mooncake_silent_tcp"]]
     assert not diagnose(silent, MOONCAKE)
-    assert diagnose(silent, Source("prefill-0", "vllm", "MooncakeConnector", "prefill", "rdma"))
-    inside = Source("prefill-0", "vllm", "MultiConnector", "prefill")
+    assert diagnose(silent, LogSource("prefill-0", "vllm", "MooncakeConnector", "prefill", "rdma"))
+    inside = LogSource("prefill-0", "vllm", "MultiConnector", "prefill")
     assert diagnose(race, inside)
-    assert not diagnose([LINES["model_not_found"]], Source("prefill-0", "emulated", "NixlConnector"))
+    assert not diagnose([LINES["model_not_found"]], LogSource("prefill-0", "emulated", "NixlConnector"))
 
 
 def test_some_are_fatal_only_when_they_come_again_and_again() -> None:
@@ -84,7 +84,7 @@ def test_some_are_fatal_only_when_they_come_again_and_again() -> None:
 
 
 def test_a_death_is_one_death_however_many_requests_speak_of_it(tmp_path: Path) -> None:
-    line, source = LINES["transfer_process"], Source("decode-0", "emulated")
+    line, source = LINES["transfer_process"], LogSource("decode-0", "emulated")
     (found,) = diagnose([line] * 7, source)
     assert (found.count, found.fatal) == (1, True)
     assert "times" not in found.text()
@@ -272,7 +272,7 @@ def test_a_real_pairs_logs_tell_nothing(name: str, tmp_path: Path) -> None:
         lines = log.read_text(errors="replace").splitlines()
         assert len(lines) > 2
         asked = connector.transport_asked(connector.options_model())
-        assert diagnose(lines, Source(log.stem, "emulated", connector.kv_connector, "", asked)) == []
+        assert diagnose(lines, LogSource(log.stem, "emulated", connector.kv_connector, "", asked)) == []
         assert [each for each in diagnose(lines) if each.key != "mooncake_silent_tcp"] == []
 
 
@@ -317,6 +317,6 @@ KNOWN_WORDS = {
 
 @pytest.mark.parametrize("words", KNOWN_WORDS)
 def test_what_is_known_to_go_wrong_has_a_cause_and_a_mend(words: str) -> None:
-    (found,) = diagnose([words], Source(transport_asked="rdma"))
+    (found,) = diagnose([words], LogSource(transport_asked="rdma"))
     assert found.key == KNOWN_WORDS[words]
-    assert found.mend
+    assert found.hint

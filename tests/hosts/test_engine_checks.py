@@ -9,13 +9,13 @@ import pytest
 
 from kvbench.hosts.version_rules import (
     DISTRIBUTIONS,
-    RULES,
-    Surroundings,
+    EngineEnvironment,
     clashes,
     cuda_major_of,
     holds,
     installed,
     interpreter_of,
+    rules,
 )
 
 CPU_LAB = {
@@ -44,7 +44,7 @@ SEED = {
 
 
 def names(versions: dict[str, str], gpu: bool | None) -> list[str]:
-    return [each.name for each in clashes(Surroundings(versions, cuda_major_of(versions), gpu))]
+    return [each.name for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))]
 
 
 @pytest.mark.parametrize(("versions", "gpu"), [(CPU_LAB, False), (H200, True), (SEED, True), ({}, None)])
@@ -78,7 +78,7 @@ def test_sets_that_are_known_to_work_are_left_alone(versions: dict[str, str], gp
     ],
 )
 def test_a_clash_is_found_with_its_mend(versions: dict[str, str], gpu: bool | None, expected: str) -> None:
-    found = {each.name: each for each in clashes(Surroundings(versions, cuda_major_of(versions), gpu))}
+    found = {each.name: each for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))}
     assert expected in found
     assert found[expected].fix
     assert found[expected].status in ("warn", "missing")
@@ -96,7 +96,7 @@ def test_what_is_not_known_trips_no_rule() -> None:
 
 
 def test_every_rule_names_only_what_is_looked_up() -> None:
-    for rule in RULES:
+    for rule in rules():
         assert set(rule.when) <= set(DISTRIBUTIONS), rule.name
 
 

@@ -19,7 +19,7 @@ from kvbench.cli.app import app
 from kvbench.core.metrics.metrics import Summary
 from kvbench.errors import InputError
 from kvbench.importers import base
-from kvbench.importers.base import ImportedRow, Reading, ServingRow, TransferRow
+from kvbench.importers.base import Imported, ImportedRow, ServingRow, TransferRow
 from kvbench.importers.parts import blocks, importing
 from kvbench.importers.parts.trials import summary_of
 from kvbench.results.run import Run, load_run
@@ -44,7 +44,13 @@ FORMATS = {
 }
 
 
-def read(name: str) -> Reading:
+def evidence(row: TransferRow) -> dict[str, Any]:
+    """What an importer keeps of a transfer beside its figures."""
+    found: dict[str, Any] = row.record.warnings[0].evidence
+    return found
+
+
+def read(name: str) -> Imported:
     return importers.get(FORMATS[name]).read(RECORDED / name)
 
 
@@ -341,7 +347,7 @@ def test_nixlbench_of_two_versions() -> None:
     ]  # fmt: skip
     case = new[1].record.case
     assert (case.op, case.memory, case.threads, case.protocol) == ("read", "cuda", 4, "ucx")
-    assert new[1].told["p99_tx_us"] == 99.0
+    assert evidence(new[1])["p99_tx_us"] == 99.0
     assert new[1].record.prepare_s == pytest.approx(12.5e-6)
     assert [r.record.gb_per_s for r in old] == [1.024, 41.94304]
     assert {"op", "threads", "memory", "protocol"} <= set(old[0].missing)
@@ -393,14 +399,14 @@ def test_a_log_without_the_command_leaves_sizes_missing(tmp_path: Path) -> None:
 def test_nccl_tests() -> None:
     reading = read("written/sendrecv_perf.txt")
     rows = reading.transfers
-    assert [(r.record.case.block_bytes, r.record.gb_per_s, r.told["placement"]) for r in rows] == [
+    assert [(r.record.case.block_bytes, r.record.gb_per_s, evidence(r)["placement"]) for r in rows] == [
         (1048576, 99.96, "out of place"), (1048576, 95.5, "in place"),
         (2097152, 135.3, "out of place"), (2097152, 133.58, "in place"),
     ]  # fmt: skip
     assert rows[0].record.library == "nccl 2.27.3"
     assert (rows[0].record.verified, rows[1].record.verified) == (True, None)
-    assert rows[0].told["collective"] == "sendrecv"
-    assert (rows[0].told["ranks"], rows[0].told["hosts"]) == (2, 1)
+    assert evidence(rows[0])["collective"] == "sendrecv"
+    assert (evidence(rows[0])["ranks"], evidence(rows[0])["hosts"]) == (2, 1)
     assert "op" in rows[0].missing
     assert [problem.line for problem in reading.problems] == [12, 15]
     # GB/s = bytes / time, with time in µs and a decimal GB
@@ -411,10 +417,18 @@ def test_perftest_units() -> None:
     first, second, third = transfers("written/ib_write_bw.txt")
     # 65,536 bytes × the message rate has to give the same figure: MiB/sec are 2²⁰ bytes
     assert first.record.gb_per_s == pytest.approx(65536 * 0.366211e6 / 1e9, rel=1e-4)
-    assert (first.record.case.op, first.record.case.threads, first.told["device"]) == ("write", 2, "mlx5_0")
+    assert (first.record.case.op, first.record.case.threads, evidence(first)["device"]) == (
+        "write",
+        2,
+        "mlx5_0",
+    )
     assert second.record.case.block_bytes == 1048576
     assert third.record.gb_per_s == pytest.approx(196.25 / 8)
-    assert (third.record.case.op, third.told["device"], third.told["link_type"]) == ("read", "mlx5_1", "IB")
+    assert (third.record.case.op, evidence(third)["device"], evidence(third)["link_type"]) == (
+        "read",
+        "mlx5_1",
+        "IB",
+    )
 
 
 def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
@@ -422,9 +436,9 @@ def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
     records = run.transfer_records()
     assert [record.gb_per_s for record in records][2:] == [pytest.approx(24.53125), 0.11]
     assert (run.manifest["kind"], run.labels) == ("microbench", ["imported"])
-    evidence = records[0].warnings[0].evidence
-    assert (evidence["file"], evidence["line"], evidence["tool"]) == ("ib_write_bw.txt", 15, "perftest")
-    assert "call_s" in evidence["missing"]
+    found = records[0].warnings[0].evidence
+    assert (found["file"], found["line"], found["tool"]) == ("ib_write_bw.txt", 15, "perftest")
+    assert "call_s" in found["missing"]
 
 
 # --- the run folder --------------------------------------------------------------------------------

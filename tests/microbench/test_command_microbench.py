@@ -20,7 +20,7 @@ from kvbench.errors import InputError, LaunchError
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
 from kvbench.microbench.command import ask
-from kvbench.microbench.hosts import Places
+from kvbench.microbench.hosts import MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.report import compare
 from kvbench.report.report import write_report
@@ -32,7 +32,7 @@ QUICK = ("--backend", "null,tcp", "--block-size", "4K,64K", "--batch-size", "4",
 def asked(**options: object) -> list[tuple[int, int]]:
     """(block bytes, batch) of each case that the options ask of tcp."""
     given = MicrobenchOptions(backend="tcp", op="write", **options)  # type: ignore[arg-type]
-    found = ask(given, lambda: MOVERS, Places.of(given))
+    found = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given))
     return [(case.block_bytes, case.batch_size) for case in found.matrix.cases]
 
 
@@ -44,7 +44,7 @@ def test_sizes_and_batches_multiply_where_they_are_given() -> None:
 
 def test_a_model_makes_the_descriptors_of_its_cache() -> None:
     given = MicrobenchOptions(backend="nixl,mooncake", model="qwen3-30b-a3b", input_len=1024, tp=8)
-    found = ask(given, lambda: MOVERS, Places.of(given))
+    found = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given))
     case = next(case for case in found.matrix.cases if case.backend == "nixl")
     assert (case.regions, case.batch_size, case.block_bytes, case.merged) == (96, 64, 2048, False)
     assert all(case.merged for case in found.matrix.cases if case.backend == "mooncake")
@@ -53,12 +53,14 @@ def test_a_model_makes_the_descriptors_of_its_cache() -> None:
 
 def test_all_ranks_start_at_once() -> None:
     given = MicrobenchOptions(backend="tcp", model="tiny", input_len=64, tp=2, all_ranks=True)
-    assert {case.initiators for case in ask(given, lambda: MOVERS, Places.of(given)).matrix.cases} == {2}
+    assert {
+        case.initiators for case in ask(given, lambda: MOVERS, MicrobenchPlaces.of(given)).matrix.cases
+    } == {2}
 
 
 @pytest.mark.parametrize("count", ["1", "1,2,4", "1..8"])
 def test_a_lab_has_as_many_nics_as_are_asked_for(count: str) -> None:
-    places = Places.of(MicrobenchOptions(lab=True, nics=count, rate="100mbit"))
+    places = MicrobenchPlaces.of(MicrobenchOptions(lab=True, nics=count, rate="100mbit"))
     assert places.counts == parse_counts(count)
     assert places.describe() == f"{max(places.counts)} × 100mbit"
     assert places.nic_gb_per_s == pytest.approx(0.0125)
@@ -97,7 +99,7 @@ def test_every_backend_is_known_to_the_matrix() -> None:
 def test_bad_input_is_refused_before_anything_starts(given: dict[str, Any], told: str) -> None:
     options = MicrobenchOptions(**given)
     with pytest.raises(InputError, match=told):
-        ask(options, lambda: MOVERS, Places.of(options))
+        ask(options, lambda: MOVERS, MicrobenchPlaces.of(options))
 
 
 def test_bad_input_ends_with_its_own_exit_code_and_no_folder(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from kvbench.hosts.lab.faults import heal, place
 from kvbench.hosts.lab.lab import Lab
 from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.cases import run_cases
-from kvbench.microbench.measuring import Settings
-from kvbench.microbench.sides import Side, Worker, WorkerError
+from kvbench.microbench.settings import Settings
+from kvbench.microbench.sides import Side, WorkerError, WorkerHandle
 
 QUICK = Settings(seconds=0.05, min_calls=5, max_seconds=0.5, call_s=0.5, connect_s=2.0, open_s=20.0)
 WRITE = Case("tcp", "tcp", "write", 16384, 4)
@@ -118,7 +118,7 @@ def test_cases_of_one_kind_share_their_workers_and_others_do_not() -> None:
         if stage == "measuring":
             seen.append({process.pid for process in workers()})
 
-    rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), told=told)
+    rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), on_stage=told)
     assert seen[0] == seen[1]
     assert len(seen[0]) == 2
     assert len(seen[2]) == 3
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_said_and_the_matrix_goes_on() -> None:
         replace(WRITE, backend="nothing"),
         replace(WRITE, nics=2),
         replace(WRITE, memory="cuda"),
-        told=lambda index, case, stage: started.append(len(workers())),
+        on_stage=lambda index, case, stage: started.append(len(workers())),
     )
     assert [row.status for row in rows] == ["error"] * 5
     for row, words in zip(rows, ("of memory are free", "pigeon", "nothing", "2 NICs", "cuda"), strict=True):
@@ -195,7 +195,7 @@ def at_measuring(of: str, number: signal.Signals, fault: Seen) -> Callable[[int,
 @pytest.mark.parametrize("role", ["target", "initiator"])
 def test_a_killed_side_is_an_error_row(role: str, fault: Seen) -> None:
     rows = timed(
-        run_cases([WRITE, READ], settings=QUICK, told=at_measuring(role, signal.SIGKILL, fault)), fault
+        run_cases([WRITE, READ], settings=QUICK, on_stage=at_measuring(role, signal.SIGKILL, fault)), fault
     )
     assert rows[0].status == "error"
     assert f"the {role} was killed by signal 9" in rows[0].error
@@ -207,7 +207,7 @@ def test_a_killed_side_is_an_error_row(role: str, fault: Seen) -> None:
 @pytest.mark.parametrize("role", ["target", "initiator"])
 def test_a_frozen_side_is_an_error_row(role: str, fault: Seen) -> None:
     rows = timed(
-        run_cases([WRITE, READ], settings=QUICK, told=at_measuring(role, signal.SIGSTOP, fault)), fault
+        run_cases([WRITE, READ], settings=QUICK, on_stage=at_measuring(role, signal.SIGSTOP, fault)), fault
     )
     assert f"the {role} gave no answer" in rows[0].error
     assert rows[1].verified
@@ -287,7 +287,7 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
     try:
         wait_until(lambda: process.has_exited)  # before anything is written to it
         with pytest.raises(WorkerError, match="the target sent something unreadable: hello"):
-            Worker("target", process, launcher).introduce({"backend": "tcp"})
+            WorkerHandle("target", process, launcher).introduce({"backend": "tcp"})
     finally:
         launcher.stop([process])
 
@@ -296,12 +296,12 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
 
 ENDLESSLY = """
 from kvbench.core.transfers.records import Case
-from kvbench.microbench.measuring import Settings
+from kvbench.microbench.settings import Settings
 from kvbench.microbench.cases import run_cases
 case = Case("shm", "shm", "write", 4096, 4)
 try:
     for row in run_cases([case], settings=Settings(seconds=60, max_seconds=60),
-                         told=lambda index, case, stage: print(stage, flush=True)):
+                         on_stage=lambda index, case, stage: print(stage, flush=True)):
         print(row)
 except KeyboardInterrupt:
     print("interrupted")
@@ -401,7 +401,7 @@ def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
         ours, theirs = (Side(prefix=tuple(lab.prefix(x)), nics=tuple(lab.nics(x))) for x in "AB")
         settings = replace(QUICK, nic_gb_per_s=lab.line_rate_gb_per_s, lab=lab.describe(), call_s=3.0)
         case = replace(WRITE, nics=1, block_bytes=1 << 18)
-        for row in run_cases([case, replace(case, op="read")], ours, theirs, settings, told=told):
+        for row in run_cases([case, replace(case, op="read")], ours, theirs, settings, on_stage=told):
             if not rows:
                 after_s = fault.elapsed_s
                 heal(lab, kind, 0)

@@ -16,7 +16,7 @@ from sshhosts import Hosts, no_hosts_reason, standing
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError
 from kvbench.microbench.host_pairs import BetweenHosts, chosen_pairs
-from kvbench.microbench.hosts import Places
+from kvbench.microbench.hosts import MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.overrides import Wish, resolve
 from kvbench.report.transfers.host_pairs import pair_matrices
@@ -180,7 +180,7 @@ def test_options_that_contradict_each_other(given: dict[str, Any], words: str) -
 
 def test_pairs_are_of_hosts_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="speak of a scenario's hosts"):
-        Places.of(MicrobenchOptions(from_host="a"))
+        MicrobenchPlaces.of(MicrobenchOptions(from_host="a"))
     path = written(tmp_path, {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}})
     scenario, _ = resolve(Wish(str(path)))
 

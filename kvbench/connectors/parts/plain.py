@@ -12,7 +12,20 @@ from typing import Any
 from kvbench.connectors.base import Connector, PrefillPeer, one_token_prefill
 
 
-class PlainConnector(Connector):
+class _UnchangedOnD(Connector):
+    """D gets a client's body as it is."""
+
+    def decode_request(
+        self,
+        body: Mapping[str, Any],
+        prefill_response: Mapping[str, Any] | None,
+        request_id: str,
+        peer: PrefillPeer,
+    ) -> dict[str, Any]:
+        return dict(body)
+
+
+class PlainConnector(_UnchangedOnD):
     """Sequential dispatch with unchanged bodies, except that P makes one token only."""
 
     dispatch = "sequential"
@@ -20,29 +33,11 @@ class PlainConnector(Connector):
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(body)
 
-    def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
-    ) -> dict[str, Any]:
-        return dict(body)
 
-
-class LoneConnector(Connector):
+class LoneConnector(_UnchangedOnD):
     """One server with a connector of its own: no P/D, requests are passed on as they are."""
 
     dispatch = "none"
 
     def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         raise NotImplementedError(f"{self.name} runs one server and has no prefill request")
-
-    def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
-    ) -> dict[str, Any]:
-        return dict(body)

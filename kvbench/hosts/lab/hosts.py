@@ -67,7 +67,7 @@ def may_use_netns(root: Path = Path("/")) -> bool:
 
 
 @dataclass(frozen=True)
-class Process:
+class LabProcess:
     """A process that is not mistaken for a later one with the same number."""
 
     pid: int
@@ -75,7 +75,7 @@ class Process:
     """Clock ticks after boot."""
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of(cls, pid: int) -> LabProcess:
         return cls(pid, _start_ticks(pid) or 0)
 
     @property
@@ -98,7 +98,7 @@ class Host:
     side: Side
     namespace: str
     """The name that ``ip netns`` knows; without root, only a name."""
-    holder: Process | None = None
+    holder: LabProcess | None = None
     """Keeps the namespace without root; null as root."""
     own_sysfs: bool = True
     """Whether commands see this host's NICs in /sys/class/net; some containers forbid it without root."""
@@ -129,7 +129,7 @@ class Host:
         return run([*enter, tool(name), *words], lines)
 
     @staticmethod
-    def _inside(holder: Process) -> list[str]:
+    def _inside(holder: LabProcess) -> list[str]:
         if not holder.alive:
             raise LabError("the process that keeps this lab is gone", hint="kvbench lab down, then up again")
         return [tool("nsenter"), f"--target={holder.pid}", "--user", "--net", "--preserve-credentials"]
@@ -171,7 +171,7 @@ class Host:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Host:
-        holder = Process(*data["holder"]) if data["holder"] else None
+        holder = LabProcess(*data["holder"]) if data["holder"] else None
         return cls(data["side"], data["namespace"], holder, data["own_sysfs"])
 
 
@@ -187,7 +187,7 @@ def _pids_in(inode: int) -> list[int]:
 
 def _end(pids: Iterable[int]) -> None:
     """SIGTERM, a moment, SIGKILL, a moment."""
-    left = [Process.of(pid) for pid in pids]
+    left = [LabProcess.of(pid) for pid in pids]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in left:
             if process.alive:
@@ -257,7 +257,7 @@ class Holders:
             _, complaint = process.communicate(timeout=HOLDER_DEADLINE_S)
             words = " | ".join(complaint.strip().splitlines()[:2]) or "it did not answer"
             raise LabError(f"this user may not make a network namespace: {words}", hint=remedy())
-        return Host(side, plan.namespace(side), Process.of(process.pid))
+        return Host(side, plan.namespace(side), LabProcess.of(process.pid))
 
     def stay(self) -> None:
         """Let the hosts outlive this process: only ``Host.remove`` ends them."""

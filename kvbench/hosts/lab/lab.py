@@ -26,7 +26,7 @@ from kvbench.hosts.lab import state as labstate
 from kvbench.hosts.lab.hosts import (
     Holders,
     Host,
-    Process,
+    LabProcess,
     fresh_sysfs_problem,
     make_named,
     may_use_netns,
@@ -66,7 +66,7 @@ class Lab:
             tool(name)
         state = LabState(
             plan,
-            owner=Process.of(os.getpid()),
+            owner=LabProcess.of(os.getpid()),
             kernel=platform.release(),
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )

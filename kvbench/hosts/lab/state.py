@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvbench.errors import LabError
 from kvbench.files import write_json
-from kvbench.hosts.lab.hosts import NETNS_FOLDER, Host, Process, may_use_netns
+from kvbench.hosts.lab.hosts import NETNS_FOLDER, Host, LabProcess, may_use_netns
 from kvbench.hosts.lab.layout import LabPlan
 
 STATE_SCHEMA: Final = 1
@@ -39,7 +39,7 @@ class LabState:
 
     plan: LabPlan
     hosts: dict[str, Host] = field(default_factory=dict)
-    owner: Process | None = None
+    owner: LabProcess | None = None
     """Who sets it up, or uses it for the length of a run; when that process is gone, the lab is left over."""
     ready: bool = False
     congestion: str = ""
@@ -86,7 +86,7 @@ class LabState:
         return cls(
             plan=LabPlan(**data["plan"]),
             hosts={side: Host.from_json(host) for side, host in data["hosts"].items()},
-            owner=Process(*data["owner"]) if data["owner"] else None,
+            owner=LabProcess(*data["owner"]) if data["owner"] else None,
             ready=data["ready"],
             congestion=data["congestion"],
             kernel=data["kernel"],

@@ -207,19 +207,19 @@ def _tcp_fault(root: Path, nic: Mapping[str, Any], addresses: Sequence[str], in_
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPlace:
     """Where the memory is that is to be moved: a GPU, any PCI device, or a NUMA node."""
 
     numa_node: int | None
     pci_address: str | None = None
 
 
-def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | None = None) -> Place:
+def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | None = None) -> MemoryPlace:
     """The place of ``gpu:0``, ``numa:1`` or a PCI address. Raises InputError."""
     if match := _PLACE.fullmatch(text):
         kind, number = match[1], int(match[2])
         if kind == "numa":
-            return Place(number)
+            return MemoryPlace(number)
         listed = (gpus() or []) if cards is None else cards
         for card in listed:
             if card["index"] == str(number):
@@ -230,15 +230,15 @@ def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | 
     raise InputError(f"{text!r} is no place", hint="write gpu:0, numa:1 or a PCI address")
 
 
-def _place_of_pci(address: str, root: Path) -> Place:
+def _place_of_pci(address: str, root: Path) -> MemoryPlace:
     # nvidia-smi writes the domain with eight digits, sysfs with four.
     domain, _, rest = address.partition(":")
     short = f"{int(domain, 16):04x}:{rest}"
     node = read_int(root / "sys/bus/pci/devices" / short / "numa_node")
-    return Place(node if node is not None and node >= 0 else None, short)
+    return MemoryPlace(node if node is not None and node >= 0 else None, short)
 
 
-def distance(nic: Nic, place: Place, root: Path = ROOT) -> tuple[int, int]:
+def distance(nic: Nic, place: MemoryPlace, root: Path = ROOT) -> tuple[int, int]:
     """How far a NIC is from a place, less is nearer: (kind of way, PCI bridges passed).
 
     Kinds as in ``nvidia-smi topo``: 0 over PCI switches only (PIX, PXB), 1 through one host bridge (PHB),
@@ -266,7 +266,7 @@ def _pci_path(address: str | None, root: Path) -> tuple[str, ...]:
     return tuple(part for part in parts if part.startswith("pci") or _PCI_ADDRESS.fullmatch(part))
 
 
-def in_order(found: Sequence[Nic], place: Place | None = None, root: Path = ROOT) -> list[Nic]:
+def in_order(found: Sequence[Nic], place: MemoryPlace | None = None, root: Path = ROOT) -> list[Nic]:
     """The fastest kind of NIC first, of these the nearest, then by name with numbers in their order.
 
     A slower NIC comes last however near it is: it is the storage's or the management's.
@@ -279,7 +279,7 @@ def in_order(found: Sequence[Nic], place: Place | None = None, root: Path = ROOT
     return sorted(found, key=key)
 
 
-def choose(count: int, found: Found, place: Place | None = None, root: Path = ROOT) -> list[Nic]:
+def choose(count: int, found: Found, place: MemoryPlace | None = None, root: Path = ROOT) -> list[Nic]:
     """So many NICs, in order of affinity.
 
     Raises InputError with all that there are, and why each other one was left out, if there are fewer.

@@ -56,7 +56,7 @@ _STATISTIC: Final = re.compile(
 
 
 @dataclass
-class Block:
+class ResultBlock:
     """One block. Lines count from 1. ``cut``: why it is not whole; empty for a whole one."""
 
     line: int
@@ -81,7 +81,7 @@ def figure_name(label: str) -> str | None:
     return f"{statistic}_{latency}_ms"
 
 
-def blocks(lines: Sequence[str]) -> Iterator[Block]:
+def blocks(lines: Sequence[str]) -> Iterator[ResultBlock]:
     """All blocks of a log, whole or cut off, in their order."""
     place = 0
     while place < len(lines):
@@ -93,8 +93,8 @@ def blocks(lines: Sequence[str]) -> Iterator[Block]:
             place += 1
 
 
-def _block(lines: Sequence[str], first: int) -> Block:
-    block = Block(first + 1)
+def _block(lines: Sequence[str], first: int) -> ResultBlock:
+    block = ResultBlock(first + 1)
     for place in range(first + 1, len(lines)):
         text = _PREFIX.sub("", lines[place].strip())
         if TITLE.search(lines[place]):
@@ -116,7 +116,7 @@ def _block(lines: Sequence[str], first: int) -> Block:
     return _cut(block, len(lines), f"the file ends at line {len(lines)} before the block does")
 
 
-def _take(block: Block, line: int, label: str, text: str) -> None:
+def _take(block: ResultBlock, line: int, label: str, text: str) -> None:
     name = figure_name(label)
     if name == "request_rate":
         block.request_rate = rate(text)
@@ -132,7 +132,7 @@ def _take(block: Block, line: int, label: str, text: str) -> None:
         block.figures[name] = int(text) if re.fullmatch(r"\d+", text) else value
 
 
-def _cut(block: Block, end: int, why: str) -> Block:
+def _cut(block: ResultBlock, end: int, why: str) -> ResultBlock:
     block.last_line = end
     block.cut = why
     return block

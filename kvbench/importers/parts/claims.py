@@ -3,36 +3,32 @@
 ``{"line", "text"}`` always; where the sentence is understood also ``metric`` (a figure's name),
 ``input_len`` (a list), and either ``values`` (connector → value), or ``ahead``, ``behind`` and
 ``by_percent`` ([least, most]), or ``equal``.
+
+The sentences are in ``claims.yaml``: regular expressions whose named groups are ``at``, or ``low`` and
+``high`` (thousands of tokens; none: all lengths), ``ahead`` and ``behind`` (connectors), ``least`` and
+``most`` (per cent), ``first`` and ``second`` (figures of ``one`` and ``other``, else of the one ahead and the
+one behind), and ``latency``, of which a metric's name is made.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
+_SENTENCES: Final = Path(__file__).with_suffix(".yaml")
 _BEGIN: Final = re.compile(r"(?:^|\s)\d\.\s*(?:结论|conclusions?)\s*$", re.IGNORECASE)
 _END: Final = re.compile(r"^\d\.\s")
 _ITEM: Final = re.compile(r"^[-*•]\s*(?P<text>.+)$")
-_RANGE_AHEAD: Final = re.compile(
-    r"(?P<ahead>[A-Za-z]+)(?:\([^)]*\))?\s*在\s*(?P<low>\d+)K~(?P<high>\d+)K\s*输入下\S*胜\s*(?P<behind>[A-Za-z]+)"
-    r"\s*[\((]output TPS 高约\s*(?P<least>\d+)-(?P<most>\d+)%"
-)
-_POINT_AHEAD: Final = re.compile(r"(?P<at>\d+)K\s*处\s*(?P<ahead>[A-Za-z]+)\s*仍领先约\s*(?P<by>\d+)%")
-_LATENCY: Final = re.compile(
-    r"(?P<metric>TTFT|TPOT|ITL)\s*在\s*(?P<at>\d+)K\s*处\s*(?P<ahead>[A-Za-z]+)\s*优势明显\s*"
-    r"[\((](?P<one>[\d.]+)ms vs (?P<other>[\d.]+)ms"
-)
-_TOTAL: Final = re.compile(
-    r"(?P<at>\d+)K\s*处\s*(?P<one>[A-Za-z]+)\s*(?P<first>[\d.]+)K\s*vs\s*(?P<other>[A-Za-z]+)\s*(?P<second>[\d.]+)K"
-)
-_LEVEL: Final = re.compile(r"(?P<low>\d+)K~(?P<high>\d+)K\s*基本打平")
-_PEERS: Final = re.compile(r"TPOT\s*/\s*ITL\s*三者几乎持平")
 
 
 def read(lines: Sequence[str], connectors: Iterable[str], lengths: Iterable[int]) -> list[dict[str, Any]]:
     """All claims of the section of conclusions. ``connectors`` and ``lengths``: those that were measured."""
     known, measured = list(dict.fromkeys(connectors)), sorted(set(lengths))
+    sentences = yaml.safe_load(_SENTENCES.read_text(encoding="utf-8"))
     claims: list[dict[str, Any]] = []
     inside = False
     for line, text in enumerate(lines, start=1):
@@ -42,63 +38,46 @@ def read(lines: Sequence[str], connectors: Iterable[str], lengths: Iterable[int]
         elif inside and _END.match(stripped):
             break
         elif inside and (item := _ITEM.match(stripped)):
-            told = {"line": line, "text": item["text"]}
-            parts = list(_parts(item["text"], known, measured))
-            claims += [{**told, **part} for part in parts] or [told]
+            written = {"line": line, "text": item["text"]}
+            understood = list(_understood(item["text"], sentences, known, measured))
+            claims += [{**written, **claim} for claim in understood] or [written]
     return claims
 
 
-def _parts(text: str, known: Sequence[str], measured: Sequence[int]) -> Iterable[dict[str, Any]]:
-    if found := _RANGE_AHEAD.search(text):
-        yield {
-            "metric": "output_throughput",
-            "input_len": _between(found["low"], found["high"], measured),
-            "ahead": found["ahead"].lower(),
-            "behind": found["behind"].lower(),
-            "by_percent": [float(found["least"]), float(found["most"])],
+def _understood(
+    text: str, sentences: Iterable[Mapping[str, Any]], known: Sequence[str], measured: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    for sentence in sentences:
+        if match := re.search(sentence["pattern"], text):
+            found = match.groupdict()
+            claim = _claim(found, sentence, known, measured)
+            for metric in sentence["metrics"]:
+                yield {"metric": metric.format(latency=found.get("latency", "").lower()), **claim}
+
+
+def _claim(
+    found: Mapping[str, str], sentence: Mapping[str, Any], known: Sequence[str], measured: Sequence[int]
+) -> dict[str, Any]:
+    claim: dict[str, Any] = {"input_len": list(measured)}
+    if "at" in found:
+        claim["input_len"] = [1024 * int(found["at"])]
+    elif "low" in found:
+        low, high = 1024 * int(found["low"]), 1024 * int(found["high"])
+        claim["input_len"] = [length for length in measured if low <= length <= high]
+    if "ahead" in found:
+        claim["ahead"] = found["ahead"].lower()
+        others = [each for each in known if each != claim["ahead"]]
+        only = others[0] if len(others) == 1 else ""  # of the connectors that were measured
+        claim["behind"] = found.get("behind", only).lower()
+    if "least" in found:
+        claim["by_percent"] = [float(found["least"]), float(found.get("most", found["least"]))]
+    if "first" in found:
+        one, other = found.get("one", claim.get("ahead", "")), found.get("other", claim.get("behind", ""))
+        scale = sentence.get("scale", 1)
+        claim["values"] = {
+            one.lower(): round(float(found["first"]) * scale, 3),
+            other.lower(): round(float(found["second"]) * scale, 3),
         }
-    if found := _POINT_AHEAD.search(text):
-        by = float(found["by"])
-        yield {
-            "metric": "output_throughput",
-            "input_len": [1024 * int(found["at"])],
-            "ahead": found["ahead"].lower(),
-            "behind": _other(found["ahead"].lower(), known),
-            "by_percent": [by, by],
-        }
-    if found := _LATENCY.search(text):
-        ahead = found["ahead"].lower()
-        yield {
-            "metric": f"mean_{found['metric'].lower()}_ms",
-            "input_len": [1024 * int(found["at"])],
-            "ahead": ahead,
-            "behind": _other(ahead, known),
-            "values": {ahead: float(found["one"]), _other(ahead, known): float(found["other"])},
-        }
-    if _PEERS.search(text):
-        for metric in ("mean_tpot_ms", "mean_itl_ms"):
-            yield {"metric": metric, "input_len": list(measured), "equal": True}
-    if text.lower().startswith("total token throughput"):
-        if found := _LEVEL.search(text):
-            between = _between(found["low"], found["high"], measured)
-            yield {"metric": "total_token_throughput", "input_len": between, "equal": True}
-        if found := _TOTAL.search(text):
-            values = {
-                found["one"].lower(): round(float(found["first"]) * 1e3, 3),
-                found["other"].lower(): round(float(found["second"]) * 1e3, 3),
-            }
-            yield {
-                "metric": "total_token_throughput",
-                "input_len": [1024 * int(found["at"])],
-                "values": values,
-            }
-
-
-def _between(low: str, high: str, measured: Sequence[int]) -> list[int]:
-    return [length for length in measured if 1024 * int(low) <= length <= 1024 * int(high)]
-
-
-def _other(name: str, known: Sequence[str]) -> str:
-    """The only other connector that was measured; empty where there are several, or none."""
-    others = [each for each in known if each != name]
-    return others[0] if len(others) == 1 else ""
+    if sentence.get("equal"):
+        claim["equal"] = True
+    return claim

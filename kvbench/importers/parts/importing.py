@@ -24,10 +24,10 @@ from kvbench import importers
 from kvbench.core.transfers.records import TransferWarning
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.importers.base import (
+    Imported,
     ImportedRow,
+    LeftOut,
     Origin,
-    Problem,
-    Reading,
     ServingRow,
     TransferRow,
     read_lines,
@@ -58,12 +58,12 @@ class Wish:
 
 
 @dataclass
-class Source:
+class ImportedFile:
     """A file, or folder, that was read: its format and all that it gave."""
 
     path: Path
     format: str
-    reading: Reading
+    reading: Imported
 
 
 def command(wish: Wish, output: Path, console: Console) -> int:
@@ -88,7 +88,7 @@ def command(wish: Wish, output: Path, console: Console) -> int:
     return EXIT_OK
 
 
-def read(path: Path, name: str | None = None) -> Source:
+def read(path: Path, name: str | None = None) -> ImportedFile:
     """What a file says, read as the format ``name`` or as the one that it looks like.
 
     Raises InputError for a file that no format takes, and for one without a single whole result.
@@ -105,10 +105,10 @@ def read(path: Path, name: str | None = None) -> Source:
         said = [problem.said() for problem in reading.problems] or [f"{path.name}: no result in it"]
         raise InputError(f"{path.name} as {found} has no whole result: " + "; ".join(said[:3]))
     reading.problems += _unended(path, reading)
-    return Source(path, found, reading)
+    return ImportedFile(path, found, reading)
 
 
-def _unended(path: Path, reading: Reading) -> list[Problem]:
+def _unended(path: Path, reading: Imported) -> list[LeftOut]:
     """A row on a last line that has no end: nothing tells whether its last figure is whole."""
     if path.is_dir() or path.suffix == ".json" or read_text(path).endswith("\n"):
         return []
@@ -116,7 +116,7 @@ def _unended(path: Path, reading: Reading) -> list[Problem]:
     if not any(row.origin.line == row.origin.last_line == last for row in reading.rows):
         return []
     text = "the file ends in this line without a line end: if it was cut off, the last figure is, too"
-    return [Problem(last, text, path.name)]
+    return [LeftOut(last, text, path.name)]
 
 
 def _unlike(path: Path) -> str:
@@ -145,7 +145,7 @@ def _binary(text: str) -> bool:
 # --- the run folder --------------------------------------------------------------------------------
 
 
-def write(sources: Sequence[Source], wish: Wish, output: Path) -> Path:
+def write(sources: Sequence[ImportedFile], wish: Wish, output: Path) -> Path:
     """The run folder of what was read; returns its path."""
     transfers = any(source.reading.transfers for source in sources)
     about = {key: value for source in sources for key, value in source.reading.about.items()}
@@ -164,19 +164,19 @@ def write(sources: Sequence[Source], wish: Wish, output: Path) -> Path:
                     store.add_trial(trial_of(row, place), row.requests)
                 else:
                     store.add_transfer(row.record)
-        # The seed and the time of the measurement are not told; those of the import are not them.
+        # The seed and the time of the measurement are not reported; those of the import are not them.
         store.update(seed=None, started_at="", imported=provenance(sources, about))
     return store.path
 
 
-def _plan(sources: Sequence[Source], about: dict[str, Any], name: str) -> dict[str, Any]:
+def _plan(sources: Sequence[ImportedFile], about: dict[str, Any], name: str) -> dict[str, Any]:
     rows = [row for source in sources for row in source.reading.serving]
     models = {str(row.settings.get("model") or row.settings.get("model_id") or "") for row in rows}
     model = about.get("model") or (models.pop() if len(models) == 1 else "")
     return {"name": name, "model": Path(str(model)).name, "slo": about.get("slo"), "imported": True}
 
 
-def provenance(sources: Sequence[Source], about: dict[str, Any]) -> dict[str, Any]:
+def provenance(sources: Sequence[ImportedFile], about: dict[str, Any]) -> dict[str, Any]:
     """What the manifest says under ``imported``: see the module's words."""
     rows = [row for source in sources for row in source.reading.rows]
     missing = Counter(name for row in rows for name in row.missing)
@@ -197,7 +197,7 @@ def provenance(sources: Sequence[Source], about: dict[str, Any]) -> dict[str, An
     }
 
 
-def _files(source: Source) -> list[dict[str, Any]]:
+def _files(source: ImportedFile) -> list[dict[str, Any]]:
     inside = source.reading.files or [source.path]
     versions = sorted({row.origin.version for row in source.reading.rows} - {""})
     tools = sorted({row.origin.tool for row in source.reading.rows} - {""})
@@ -215,7 +215,7 @@ def _files(source: Source) -> list[dict[str, Any]]:
     ]
 
 
-def _distinct_names(sources: Sequence[Source]) -> None:
+def _distinct_names(sources: Sequence[ImportedFile]) -> None:
     """Files of one name in several folders are told apart by their folder's name, or else by a number."""
     counts = Counter(source.path.name for source in sources)
     seen: Counter[str] = Counter()
@@ -227,7 +227,7 @@ def _distinct_names(sources: Sequence[Source]) -> None:
         prefix = prefix if seen[prefix] == 1 else f"{prefix}#{seen[prefix]}"
         source.reading.rows = [_renamed(row, f"{prefix}/{row.origin.file}") for row in source.reading.rows]
         source.reading.problems = [
-            Problem(each.line, each.text, f"{prefix}/{each.file}") for each in source.reading.problems
+            LeftOut(each.line, each.text, f"{prefix}/{each.file}") for each in source.reading.problems
         ]
 
 
@@ -245,7 +245,9 @@ def _renamed(row: ImportedRow, file: str) -> ImportedRow:
 # --- telling ---------------------------------------------------------------------------------------
 
 
-def _print(sources: Sequence[Source], rows: Sequence[ImportedRow], folder: Path, console: Console) -> None:
+def _print(
+    sources: Sequence[ImportedFile], rows: Sequence[ImportedRow], folder: Path, console: Console
+) -> None:
     for source in sources:
         what = importers.get(source.format).FORMAT
         _line(

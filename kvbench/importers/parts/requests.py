@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvbench.core.records import RequestError, RequestRecord
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One request as logged, in seconds on the client's clock; None: it did not happen, or is not told."""
+class LoggedRequest:
+    """One request as logged, in seconds on the client's clock; None: it did not happen, or is not known."""
 
     request_id: str
     scheduled_s: float
@@ -23,36 +23,28 @@ class Seen:
     error: str = ""
 
 
-def records_of(seen: Sequence[Seen]) -> list[RequestRecord]:
+def records_of(seen: Sequence[LoggedRequest]) -> list[RequestRecord]:
     """The requests in the order of their planned sends, with times from the first of them."""
-    if not seen:
-        return []
-    start = min(each.scheduled_s for each in seen)
     ordered = sorted(seen, key=lambda each: each.scheduled_s)
-    return [_record(each, start) for each in ordered]
+    return [_record(each, ordered[0].scheduled_s) for each in ordered]
 
 
-def _record(seen: Seen, start: float) -> RequestRecord:
-    moved = replace(
-        seen,
-        scheduled_s=seen.scheduled_s - start,
-        sent_s=None if seen.sent_s is None else seen.sent_s - start,
-        first_token_s=None if seen.first_token_s is None else seen.first_token_s - start,
-        last_token_s=None if seen.last_token_s is None else seen.last_token_s - start,
+def _record(seen: LoggedRequest, start: float) -> RequestRecord:
+    sent_s, first_s, last_s = (
+        None if moment is None else moment - start
+        for moment in (seen.sent_s, seen.first_token_s, seen.last_token_s)
     )
-    kind: RequestError = ""
-    if seen.error or moved.first_token_s is None:
-        kind = "no_answer" if moved.first_token_s is None else "early_close"
+    kind: RequestError = "no_answer" if first_s is None else "early_close" if seen.error else ""
     return RequestRecord(
-        request_id=moved.request_id,
-        scheduled_s=moved.scheduled_s,
-        input_len=moved.input_len,
-        requested_output_len=moved.output_len,
-        sent_s=moved.sent_s,
-        first_token_s=moved.first_token_s,
-        last_token_s=moved.last_token_s,
-        output_len=moved.output_len,
-        itl_s=list(moved.itl_s),
+        request_id=seen.request_id,
+        scheduled_s=seen.scheduled_s - start,
+        input_len=seen.input_len,
+        requested_output_len=seen.output_len,
+        sent_s=sent_s,
+        first_token_s=first_s,
+        last_token_s=last_s,
+        output_len=seen.output_len,
+        itl_s=list(seen.itl_s),
         error=kind,
-        error_detail=moved.error[-300:],
+        error_detail=seen.error[-300:],
     )

@@ -11,8 +11,8 @@ from kvbench.importers.base import Origin, TransferRow
 
 
 @dataclass
-class Told:
-    """One measurement as far as it is told. ``gb_per_s`` is in 10⁹ bytes per second, times in seconds."""
+class ReportedTransfer:
+    """One measurement as far as it is reported. ``gb_per_s`` is in 10⁹ bytes per second, times in seconds."""
 
     case: Case
     gb_per_s: float
@@ -26,7 +26,7 @@ class Told:
     also: Mapping[str, Any] = field(default_factory=dict)
 
 
-def transfer_row(origin: Origin, told: Told, missing: Sequence[str]) -> TransferRow:
+def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[str]) -> TransferRow:
     """The row.
 
     What the tool does not tell stands in the record as its default, and by name in ``missing``.
@@ -36,23 +36,23 @@ def transfer_row(origin: Origin, told: Told, missing: Sequence[str]) -> Transfer
         *(
             name
             for name in ("calls", "window_s", "transport", "verified")
-            if getattr(told, name) in (None, "")
+            if getattr(reported, name) in (None, "")
         ),
         "call_s",
     ]
     absent = list(dict.fromkeys(absent))
     record = TransferRecord(
-        told.case,
-        transport=told.transport,
-        library=told.library,
-        nbytes=told.case.nbytes,
-        logical_bytes=told.case.nbytes,
-        descriptors=told.case.batch_size * told.case.regions,
-        calls=told.calls or 0,
-        window_s=told.window_s or 0.0,
-        gb_per_s=told.gb_per_s,
-        prepare_s=told.prepare_s,
-        verified=told.verified,
+        reported.case,
+        transport=reported.transport,
+        library=reported.library,
+        nbytes=reported.case.nbytes,
+        logical_bytes=reported.case.nbytes,
+        descriptors=reported.case.batch_size * reported.case.regions,
+        calls=reported.calls or 0,
+        window_s=reported.window_s or 0.0,
+        gb_per_s=reported.gb_per_s,
+        prepare_s=reported.prepare_s,
+        verified=reported.verified,
     )
     record.warnings.append(
         TransferWarning(
@@ -63,8 +63,8 @@ def transfer_row(origin: Origin, told: Told, missing: Sequence[str]) -> Transfer
                 "line": origin.line,
                 "tool": origin.tool,
                 "missing": absent,
-                **dict(told.also),
+                **dict(reported.also),
             },
         )
     )
-    return TransferRow(origin, record, dict(told.also), absent)
+    return TransferRow(origin, record, absent)

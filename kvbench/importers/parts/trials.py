@@ -1,4 +1,4 @@
-"""From an imported row to a trial, in the names of kvbench's own summary: what is not told is None.
+"""From an imported row to a trial, in the names of kvbench's own summary: what is not reported is None.
 
 An imported trial has no steady window, so its latencies are those of all answered requests, in ``ttft_ms``
 and in ``whole_run.ttft_ms`` alike; the rates of the window stay None, and the tool's are in ``run_*`` and
@@ -59,7 +59,7 @@ def trial_id(row: ServingRow, cell: Cell, number: int) -> str:
 
 
 def source_of(row: ServingRow) -> dict[str, Any]:
-    """Where a row stands, what was not told, and what was worked out."""
+    """Where a row stands, what was not reported, and what was worked out."""
     origin = row.origin
     return {
         "file": origin.file,
@@ -77,7 +77,7 @@ def source_of(row: ServingRow) -> dict[str, Any]:
 
 
 def summary_of(row: ServingRow) -> dict[str, Any]:
-    """A summary with the keys of ``core.metrics.Summary``, None for all that is not told."""
+    """A summary with the keys of ``core.metrics.Summary``, None for all that is not reported."""
     figures = row.figures
     completed = figures.get("completed")
     latencies = {f"{name}_ms": distribution(row, name) for name in LATENCIES}
@@ -125,7 +125,7 @@ def summary_of(row: ServingRow) -> dict[str, Any]:
 
 
 def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
-    """A latency's figures in ms as they are told; further percentiles and ``std`` stand behind the usual
+    """A latency's figures in ms as they are reported; further percentiles and ``std`` stand behind the usual
     ones.
 
     ``n`` is known for TTFT and E2EL alone, which every answered request has.
@@ -143,14 +143,20 @@ def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
     if latency in ("ttft", "e2el"):
         found["n"] = row.figures.get("completed")
     for name, value in row.figures.items():
-        told = _STATISTIC.fullmatch(name)
-        if told and told["latency"] == latency:
-            statistic = "p50" if told["statistic"] == "median" else told["statistic"]
-            if statistic == "p50" and told["statistic"] == "p50" and f"median_{latency}_ms" in row.figures:
+        reported = _STATISTIC.fullmatch(name)
+        if reported and reported["latency"] == latency:
+            statistic = "p50" if reported["statistic"] == "median" else reported["statistic"]
+            if (
+                statistic == "p50"
+                and reported["statistic"] == "p50"
+                and f"median_{latency}_ms" in row.figures
+            ):
                 continue  # the same figure twice in one block
             found[statistic] = value
     return found
 
 
 def _has(figures: Mapping[str, float], latency: str) -> bool:
-    return any((told := _STATISTIC.fullmatch(name)) and told["latency"] == latency for name in figures)
+    return any(
+        (reported := _STATISTIC.fullmatch(name)) and reported["latency"] == latency for name in figures
+    )

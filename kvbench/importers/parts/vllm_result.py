@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from kvbench.core.records import RequestError, RequestRecord
-from kvbench.importers.base import Origin, ServingRow, listed, mean_length, number, rate, whole
+from kvbench.importers.base import Origin, ServingRow, listed, number, rate, whole
 
 DEFINITIONS: Final = {
     "ttft_ms": "first streamed chunk − start of the request in the client (not its planned time)",
@@ -75,27 +75,24 @@ def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
 
 def _lengths(row: ServingRow, result: Mapping[str, Any]) -> None:
     for name, total in (("input_len", "total_input_tokens"), ("output_len", "total_output_tokens")):
-        told = whole(result.get(f"random_{name}", result.get(name)))
-        if told is not None:
-            setattr(row, name, told)
+        reported = whole(result.get(f"random_{name}", result.get(name)))
+        if reported is not None:
+            setattr(row, name, reported)
             continue
         lengths = {
             length for length in listed(result.get(f"{name}s")) if isinstance(length, int) and length > 0
         }
         if len(lengths) == 1:
             setattr(row, name, lengths.pop())
-            continue
-        mean = mean_length(row.figures.get(total), row.figures.get("completed"))
-        if mean is not None:
-            setattr(row, name, mean)
-            row.derived[name] = f"{total} / completed, rounded"
+        else:
+            row.derive_length(name, total)
 
 
 def requests_of(result: Mapping[str, Any]) -> list[RequestRecord]:
     """The single requests of ``--save-detailed``; none where a list is absent or they differ in length.
 
     Times are counted from the first send. Versions without ``start_times`` give no requests: when they were
-    sent is not told.
+    sent is not reported.
     """
     columns = [result.get(key) for key in ("start_times", "ttfts", "itls", "input_lens", "output_lens")]
     if not all(isinstance(column, Sequence) and not isinstance(column, str) for column in columns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from kvbench.errors import PortInUseError
@@ -20,6 +20,14 @@ def require_free_port(host: str, port: int, name: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise port_in_use(host, port, name) from error
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether something can be bound to ``host:port`` now."""
+    with suppress(PortInUseError):
+        require_free_port(host, port, "")
+        return True
+    return False
 
 
 def port_in_use(host: str, port: int, name: str) -> PortInUseError:

@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,15 @@ from kvbench.hosts.devices import gpus
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
 from kvbench.hosts.nics.checks import Machine, nic_checks
 from kvbench.hosts.nics.variable_rules import settings_checks
-from kvbench.hosts.version_rules import Check, Surroundings, clashes, cuda_major_of, installed, interpreter_of
+from kvbench.hosts.version_rules import (
+    Check,
+    EngineEnvironment,
+    clashes,
+    cuda_major_of,
+    installed,
+    interpreter_of,
+)
+from kvbench.launchers.parts.sockets import is_free
 from kvbench.transfer.base import Problem
 
 ROOT: Final = Path("/")
@@ -34,6 +41,7 @@ MIN_OPEN_FILES: Final = 1024
 MIN_SHM_BYTES: Final = 256 * 2**20
 """Containers get 64 MiB by default, which is too little for engines that share tensors that way."""
 MIN_CORES: Final = 2
+MARKS: Final = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
 _LISTENS: Final = "; its TCP transport listens on all interfaces, whatever it is told (0.3.13)"
 KNOWN_LIMITS: Final = {"mooncake": _LISTENS, "mooncake_store": _LISTENS}
 """What a library does against our will; everything else binds the loopback device."""
@@ -99,7 +107,7 @@ def _connector_check(connector: Connector, problem: Problem | None) -> Check:
 def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
     """Are the ports that a plan takes by default free?"""
     last = min(base_port + count, 65_536) - 1
-    taken = [port for port in range(base_port, last + 1) if not _is_free(host, port)]
+    taken = [port for port in range(base_port, last + 1) if not is_free(host, port)]
     where = f"{host}:{base_port}-{last}"
     if not taken:
         return Check("ports", "ok", f"{where} are free")
@@ -109,16 +117,6 @@ def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> 
         f"of {where} in use: {_some(taken)}",
         "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)",
     )
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _some(items: Sequence[object], most: int = 5) -> str:
@@ -233,7 +231,7 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
         checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
     places = [("", theirs)] + ([(", beside kvbench", here)] if other else [])
     for where, versions in places:
-        around = Surroundings(versions, cuda_major_of(versions), gpu)
+        around = EngineEnvironment(versions, cuda_major_of(versions), gpu)
         checks += [
             Check(f"{each.name}{where}", each.status, each.detail, each.fix) for each in clashes(around)
         ]
@@ -241,19 +239,23 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
 
 
 def command(console: Console, scenario: str | None = None, overrides: Sequence[str] = ()) -> int:
-    """Print every finding with its mend; 1 if something does not work without one.
+    """Print every finding with its fix; 1 if something does not work without one.
 
     With a scenario its own findings come first. Raises InputError or ScenarioError if it cannot be read.
     """
-    from rich.table import Table
-
     from kvbench.planning.doctor import scenario as scenario_doctor
 
     checks = [] if scenario is None else scenario_doctor.examine_scenario(scenario, overrides)
     checks += examine(None if scenario is None else scenario_doctor.command_of(scenario, overrides))
-    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
+    return print_checks(checks, console)
+
+
+def print_checks(checks: Sequence[Check], console: Console) -> int:
+    """Print every finding with its fix; returns the exit code: 1 if something does not work without one."""
+    from rich.table import Table
+
     table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
     for check in checks:
-        table.add_row(marks[check.status], check.name, escape(check.detail), escape(check.fix))
+        table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
     console.print(table)
     return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK

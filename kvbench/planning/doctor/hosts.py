@@ -15,12 +15,13 @@ from rich.markup import escape
 from kvbench.core.plan.plan import Plan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.scenario.schedulers import SlurmOptions
-from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.nics.choice import best_gid
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.parts.agent_client import Agent
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_with
+from kvbench.planning.doctor.doctor import print_checks
 from kvbench.planning.overrides import Wish, resolve
 from kvbench.planning.plan import plan_of
 
@@ -28,13 +29,10 @@ FREE_BYTES: Final = 2**30
 """A GPU of whose memory more is in use works for somebody."""
 NOTABLE_S: Final = 0.5
 """Clocks further apart make logs hard to read. Nothing that is measured compares two clocks."""
-MARKS: Final = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
 
 
 def command(scenario_name: str, overrides: tuple[str, ...], console: Console) -> int:
-    """Print every finding with its mend, and the matrix; 1 if something does not work without one."""
-    from rich.table import Table
-
+    """Print every finding with its fix, and the matrix; 1 if something does not work without one."""
     scenario, _ = resolve(Wish(scenario_name, overrides))
     require_nodes(scenario, os.environ)
     tell = partial(console.print, markup=False)
@@ -44,15 +42,12 @@ def command(scenario_name: str, overrides: tuple[str, ...], console: Console) ->
         pairs = reached(scenario, fleet)
         nic_pairs = nics_reached(scenario, fleet)
     checks += list(pair_checks({**pairs, **nic_pairs}))
-    table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
-    for check in checks:
-        table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
-    console.print(table)
+    code = print_checks(checks, console)
     if pairs:
         console.print(matrix(pairs))
     if nic_pairs:
         console.print(nic_table(nic_pairs))
-    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+    return code
 
 
 def require_nodes(scenario: Scenario, env: Mapping[str, str]) -> None:

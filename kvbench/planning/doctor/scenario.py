@@ -17,6 +17,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
+from kvbench.launchers.parts.sockets import is_free
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import Wish, resolve
 from kvbench.planning.plan import plan_of
@@ -135,14 +136,7 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
     if scenario.deployment.launcher != "local":
         return Check("ports of the plan", "ok", "looked at on the hosts before each start")
     host = scenario.deployment.host
-    taken = []
-    for port in sorted(set(plan.ports)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                taken.append(port)
+    taken = [port for port in sorted(set(plan.ports)) if not is_free(host, port)]
     span = f"{min(plan.ports)} to {max(plan.ports)}"
     if not taken:
         return Check("ports of the plan", "ok", f"{span} are free")

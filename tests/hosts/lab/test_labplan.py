@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import InputError, LabError
 from kvbench.hosts.lab import state as labstate
-from kvbench.hosts.lab.hosts import Host, Process, may_use_netns, remedy, tool
+from kvbench.hosts.lab.hosts import Host, LabProcess, may_use_netns, remedy, tool
 from kvbench.hosts.lab.layout import LabPlan, ip_lines, parse_rate, parse_share, shape_line
 from kvbench.hosts.lab.state import Fault, LabState
 
@@ -113,7 +113,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_state_comes_back_as_it_was(runtime: Path) -> None:
-    me = Process.of(os.getpid())
+    me = LabProcess.of(os.getpid())
     hosts = {side: Host(side, f"kvbench-x-{side}", me, own_sysfs=False) for side in ("A", "B")}
     faults = [Fault("loss", 1, "1%", 7)]
     state = LabState(LabPlan("x", 3), hosts, me, True, "cubic", "6.1", "now", ["slow"], faults)
@@ -147,9 +147,9 @@ def test_a_damaged_or_newer_file_counts_as_none(runtime: Path) -> None:
 
 
 def test_a_lab_whose_owner_is_gone_is_left_over() -> None:
-    me = Process.of(os.getpid())
+    me = LabProcess.of(os.getpid())
     hosts = {side: Host(side, f"kvbench-x-{side}", me) for side in ("A", "B")}
-    reused = Process(os.getpid(), me.started - 1)  # the same number, an earlier process
+    reused = LabProcess(os.getpid(), me.started - 1)  # the same number, an earlier process
     assert LabState(LabPlan("x"), hosts, reused, True).left_over
     assert not LabState(LabPlan("x"), hosts, None, True).left_over
     gone = {side: replace(host, holder=reused) for side, host in hosts.items()}

@@ -11,8 +11,8 @@ from kvbench.errors import InputError
 from kvbench.hosts.devices import rdma
 from kvbench.hosts.nics.choice import (
     Found,
+    MemoryPlace,
     Nic,
-    Place,
     choose,
     distance,
     find,
@@ -20,7 +20,6 @@ from kvbench.hosts.nics.choice import (
     own_addresses,
     place_of,
 )
-from kvbench.hosts.nics.settings import mooncake_settings, nccl_settings, ucx_settings
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_readings_of_a_device(root: Path) -> None:
 @pytest.mark.parametrize("gpu", range(8))
 def test_the_nic_behind_the_gpus_own_switch_comes_first(root: Path, gpu: int) -> None:
     place = place_of(f"gpu:{gpu}", root, hgx.CARDS)
-    assert place == Place(gpu // 4, hgx.gpu_address(gpu))
+    assert place == MemoryPlace(gpu // 4, hgx.gpu_address(gpu))
     ordered = names(choose(8, rdma_nics(root), place, root))
     assert ordered[0] == hgx.NAMES[gpu]
     own, other = hgx.NAMES[:4], hgx.NAMES[4:]
@@ -93,8 +92,8 @@ def test_distances_are_those_of_nvidia_smi_topo(root: Path) -> None:
 def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
     found = rdma_nics(root).usable
     assert names(in_order(found, place_of("numa:1", root), root))[:4] == list(hgx.NAMES[4:])
-    assert place_of(hgx.gpu_address(6).upper(), root) == Place(1, hgx.gpu_address(6))
-    assert names(in_order(found, Place(None), root)) == list(hgx.NAMES)
+    assert place_of(hgx.gpu_address(6).upper(), root) == MemoryPlace(1, hgx.gpu_address(6))
+    assert names(in_order(found, MemoryPlace(None), root)) == list(hgx.NAMES)
     for text, said in (("gpu:9", "no GPU 9"), ("left", "is no place")):
         with pytest.raises(InputError, match=said):
             place_of(text, root, hgx.CARDS)
@@ -179,31 +178,6 @@ def test_this_machine() -> None:
         assert nic.address in own_addresses()[nic.name]
 
 
-def test_what_the_libraries_are_told_of_rdma(root: Path) -> None:
-    chosen = choose(2, rdma_nics(root))
-    assert mooncake_settings(chosen) == {
-        "device_name": "mlx5_0,mlx5_1",
-        "env": {"MC_FORCE_HCA": "1", "MC_ENABLE_DEST_DEVICE_AFFINITY": "1", "MC_GID_INDEX": "3"},
-    }
-    assert ucx_settings(chosen) == {
-        "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1",
-        "UCX_MAX_RMA_RAILS": "2",
-        "UCX_IB_GID_INDEX": "3",
-    }
-    assert nccl_settings(chosen) == {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1", "NCCL_IB_GID_INDEX": "3"}
-
-
-def test_an_index_that_is_not_everyones_is_left_to_the_library(root: Path) -> None:
+def test_each_nic_has_a_gid_index_of_its_own(root: Path) -> None:
     (hgx.device(root, "mlx5_0") / "gids/3").unlink()
-    chosen = choose(2, rdma_nics(root))
-    assert {nic.gid_index for nic in chosen} == {1, 3}
-    assert "MC_GID_INDEX" not in mooncake_settings(chosen)["env"]
-    assert "UCX_IB_GID_INDEX" not in ucx_settings(chosen)
-
-
-def test_what_the_libraries_are_told_of_tcp(root: Path) -> None:
-    chosen = choose(2, find("tcp", root, hgx.ADDRESSES))
-    assert mooncake_settings(chosen) == {"device_name": "", "env": {"MC_FORCE_TCP": "1"}}
-    assert ucx_settings(chosen) == {"UCX_NET_DEVICES": "rail0,rail1", "UCX_MAX_RMA_RAILS": "2"}
-    assert nccl_settings(chosen) == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=rail0,rail1"}
-    assert ucx_settings([]) == nccl_settings([]) == {}
+    assert [nic.gid_index for nic in choose(2, rdma_nics(root))] == [1, 3]

@@ -1,0 +1,191 @@
+"""Commands that measure, or say beforehand what would be measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvbench.cli.console import console
+from kvbench.cli.options import (
+    ForceOption,
+    LoadOptions,
+    OutputOption,
+    ResumeOption,
+    ScenarioOptions,
+    asks,
+)
+from kvbench.microbench.options import MicrobenchOptions
+
+if TYPE_CHECKING:
+    from kvbench.planning.overrides import Wish
+
+Rendering = Literal["k8s"]
+AgainstOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--against",
+        metavar="RUN",
+        help="Offer the loads of this run (imported, or of listed rates) instead, and compare.",
+        exists=True,
+        file_okay=False,
+    ),
+]
+
+
+@asks()
+def sweep(
+    options: LoadOptions,
+    output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
+) -> int:
+    """Search the highest request rate that meets the SLO, for each connector and input length."""
+    from kvbench.sweep import sweep as sweeping
+
+    if resume is not None:
+        return _resumed(resume, "sweep", options.wish(), output, force)
+    return sweeping.command(options.wish(), output, console())
+
+
+@asks(without=("attainment", "method", "rates"))
+def bench(
+    *,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001
+        ),
+    ] = None,
+    options: LoadOptions,
+    router_cost: Annotated[
+        bool,
+        typer.Option(
+            "--router-cost", help="Offer the same load through the router and directly, in turns; compare."
+        ),
+    ] = False,
+    against: AgainstOption = None,
+    output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
+) -> int:
+    """Measure one request rate, for each connector and input length."""
+    from kvbench.sweep import sweep as sweeping
+
+    replay = options.trace is not None
+    wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+    if against is not None:
+        from kvbench.sweep.against import measured
+
+        return measured.command(wish, against, output, console())
+    if resume is not None:
+        return _resumed(resume, "bench", wish, output, force)
+    if rate is None and not replay:
+        raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
+    return sweeping.command(wish, output, console())
+
+
+@asks()
+def plan(
+    options: ScenarioOptions,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, with each process's argv.")
+    ] = False,
+    render: Annotated[
+        Rendering | None,
+        typer.Option("--render", help="Print one deployment as manifests instead: k8s.", show_choices=False),
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="NAME=VALUE", help="For --render: image, gpu, rdma, …; repeatable."),
+    ] = None,
+) -> None:
+    """Print what a sweep would do: cells, processes, ports, time. Starts nothing."""
+    from kvbench.planning import plan as planning
+
+    if render is not None:
+        planning.render(options.wish(), with_ or ())
+    else:
+        planning.command(options.wish(), console(), as_json=json_)
+
+
+@asks()
+def simulate(
+    options: ScenarioOptions,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="RUN",
+            help="A measured run folder: KV bandwidth is taken from it, and of a sweep the overheads.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    splits: Annotated[
+        str | None,
+        typer.Option("--splits", metavar="P:D[,P:D…]", help="Compare these numbers of P and D instances."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Compare all splits of so many instances.", min=2, max=64),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the comparison of splits as JSON.")] = False,
+    against: AgainstOption = None,
+    output: OutputOption = Path("results"),
+) -> int:
+    """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
+    from kvbench.sweep import simulate_splits as splitting
+    from kvbench.sweep.simulate import command as simulate_command
+
+    wish = replace(options.wish(), fixed_rate=rate)
+    if against is not None:
+        from kvbench.sweep.against.simulated import command as against_command
+
+        return against_command(wish, against, output, console())
+    if splits is not None or gpus is not None:
+        chosen = splitting.Choice(splits, gpus, json_)
+        return splitting.command(wish, chosen, output, console(), like)
+    return simulate_command(wish, output, console(), like)
+
+
+@asks()
+def microbench(options: MicrobenchOptions, output: OutputOption = Path("results")) -> int:
+    """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
+    from kvbench.microbench import command as microbench_command
+
+    return microbench_command.command(options, output, console())
+
+
+def selftest(
+    streams: Annotated[
+        str, typer.Option("--streams", metavar="N[,N…]", help="Streams that are open at a time.")
+    ] = "10,100,300,1000",
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="How long each is measured.", min=1.0, max=600.0)
+    ] = 5.0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the figures as JSON to a file, too."),
+    ] = None,
+) -> int:
+    """Measure this host's own error and ceiling against a server with an exact schedule."""
+    from kvbench.sweep.selftest import selftest as testing
+
+    return testing.command(streams, seconds, console(), as_json=json_, output=output)
+
+
+def _resumed(run: Path, kind: str, wish: Wish, output: Path, force: bool) -> int:
+    """Go on with a run folder, in which the plan is."""
+    from kvbench.sweep import resume
+
+    if output != Path("results") and output.resolve() != run.resolve().parent:
+        raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
+    return resume.command(run, wish, kind, console(), force=force)
