@@ -13,8 +13,7 @@ from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Rol
 from kvbench.core.physics.model_shapes import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.errors import InputError, Problem
 
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 """Environment variables by their names."""

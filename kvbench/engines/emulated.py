@@ -18,8 +18,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
 from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
 """In a run folder of ``kvbench microbench``."""

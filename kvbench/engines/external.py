@@ -12,8 +12,7 @@ from pydantic_core import PydanticCustomError
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Instance
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.errors import InputError, Problem
 
 _UNSEEN: Final = re.compile(r"[\x00-\x20\x7f-\xa0]")
 

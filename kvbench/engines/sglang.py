@@ -15,8 +15,7 @@ from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
 from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
-from kvbench.errors import KvbenchError
-from kvbench.transfer.base import Problem
+from kvbench.errors import KvbenchError, Problem
 
 _OURS: Final = (
     "model-path",

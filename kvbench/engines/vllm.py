@@ -17,8 +17,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
 from kvbench.engines.parts.commands import argv_of, asked_version, found_command, owned_flags, whole
-from kvbench.errors import InputError, KvbenchError
-from kvbench.transfer.base import Problem
+from kvbench.errors import InputError, KvbenchError, Problem
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
 """The first release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""

@@ -18,9 +18,8 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.engines.base import Instance, Setting
-from kvbench.errors import InputError
+from kvbench.errors import InputError, Problem
 from kvbench.planning.profiling import observed
-from kvbench.transfer.base import Problem
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:

@@ -9,13 +9,12 @@ from typing import Any
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import InputError, KvbenchError
+from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.api_key import carried
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.allocated import allocated
 from kvbench.launchers.parts.fleet import Fleet, device_env
-from kvbench.transfer.base import Problem
 
 
 class Places:
