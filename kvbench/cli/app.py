@@ -32,7 +32,7 @@ from kvbench.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbench.planning.overrides import Wish
+    from kvbench.planning.overrides import CliOptions
 
 TRACEBACK_ENV = "KVBENCH_TRACEBACK"
 _UNFORESEEN = (
@@ -136,8 +136,8 @@ def sweep(
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
-        return _resumed(resume, "sweep", options.wish(), output, force)
-    return sweeping.command(options.wish(), output, _console())
+        return _resumed(resume, "sweep", options.cli_options(), output, force)
+    return sweeping.command(options.cli_options(), output, _console())
 
 
 @command
@@ -178,15 +178,15 @@ def bench(
     if against is not None:
         from kvbench.sweep.against import measured
 
-        wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
-        return measured.command(wish, against, output, _console())
+        cli = replace(options.cli_options(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+        return measured.command(cli, against, output, _console())
     if resume is not None:
-        wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
-        return _resumed(resume, "bench", wish, output, force)
+        cli = replace(options.cli_options(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+        return _resumed(resume, "bench", cli, output, force)
     if rate is None and not replay:
         raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
-    wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
-    return sweeping.command(wish, output, _console())
+    cli = replace(options.cli_options(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+    return sweeping.command(cli, output, _console())
 
 
 @command
@@ -233,9 +233,9 @@ def plan(
     from kvbench.planning import plan as planning
 
     if render is not None:
-        planning.render(options.wish(), with_ or ())
+        planning.render(options.cli_options(), with_ or ())
     else:
-        planning.command(options.wish(), _console(), as_json=json_)
+        planning.command(options.cli_options(), _console(), as_json=json_)
 
 
 @command
@@ -281,15 +281,15 @@ def simulate(
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
-    wish = replace(options.wish(), fixed_rate=rate)
+    cli = replace(options.cli_options(), fixed_rate=rate)
     if against is not None:
         from kvbench.sweep.against.simulated import command as against_command
 
-        return against_command(wish, against, output, _console())
+        return against_command(cli, against, output, _console())
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
-        return splitting.command(wish, chosen, output, _console(), like)
-    return simulate_command(wish, output, _console(), like)
+        return splitting.command(cli, chosen, output, _console(), like)
+    return simulate_command(cli, output, _console(), like)
 
 
 @command
@@ -659,13 +659,13 @@ def lab_fault(
     labcommand.fault(Lab.standing(name), Fault(kind, nic, amount), _console(), heal=heal)
 
 
-def _resumed(run: Path, kind: str, wish: Wish, output: Path, force: bool) -> int:
+def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool) -> int:
     """Go on with a run folder, in which the plan is."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
         raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
-    return resume.command(run, wish, kind, _console(), force=force)
+    return resume.command(run, cli, kind, _console(), force=force)
 
 
 def _console() -> Console:

@@ -17,7 +17,7 @@ from kvbench.core.load.workers import workers_for, workers_over
 from kvbench.core.slo import Slo
 from kvbench.engines.external import ExternalOptions
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.results.run import load_run
 
 SETTINGS = ("deployment.base_port=0", "deployment.engine_options.time_scale=3")
@@ -100,7 +100,7 @@ def test_several_instances_are_given_with_commas() -> None:
 
 def test_metrics_without_a_pair_are_refused() -> None:
     with pytest.raises(InputError, match="go with a --base-url"):
-        resolve(Wish(prefill_metrics_url="http://a:1/metrics"))
+        resolve(CliOptions(prefill_metrics_url="http://a:1/metrics"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvbench.hosts.version_rules import Check
 from kvbench.launchers.parts.agent_client import Agent
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_with
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 
 FREE_BYTES: Final = 2**30
@@ -35,7 +35,7 @@ def command(scenario_name: str, overrides: tuple[str, ...], console: Console) ->
     """Print every finding with its mend, and the matrix; 1 if something does not work without one."""
     from rich.table import Table
 
-    scenario, _ = resolve(Wish(scenario_name, overrides))
+    scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
     tell = partial(console.print, markup=False)
     scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", tell)

@@ -18,7 +18,7 @@ from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import instances, unusable
 
@@ -31,7 +31,7 @@ _WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
 
 def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
     """One check or more for each question. Raises InputError or ScenarioError for the file itself."""
-    scenario, _ = resolve(Wish(name, tuple(overrides)))
+    scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     plan = plan_of(scenario)
     checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistake in it")]
     checks += connector_checks(scenario, plan)
@@ -258,6 +258,6 @@ def vllm_command(scenario: Scenario) -> Path | None:
 def command_of(name: str, overrides: Sequence[str]) -> Path | None:
     """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` tells."""
     try:
-        return vllm_command(resolve(Wish(name, tuple(overrides)))[0])
+        return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:
         return None

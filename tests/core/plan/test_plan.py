@@ -83,9 +83,9 @@ def test_processes_and_ports() -> None:
 def test_engines_without_pd_are_as_many_as_p_and_d_unless_it_is_said(
     prefill: int, decode: int, said: int | None
 ) -> None:
-    wish = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
-    wish += () if said is None else (f"deployment.aggregated={said}",)
-    whole, *pairs = plan(*wish).deployments
+    sets = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
+    sets += () if said is None else (f"deployment.aggregated={said}",)
+    whole, *pairs = plan(*sets).deployments
     assert len(whole.instances) == (said or prefill + decode)
     assert {each.role for each in whole.instances} == {"aggregated"}
     assert (whole.router_port is None) == (len(whole.instances) == 1)

@@ -9,12 +9,12 @@ import pytest
 from kvbench import connectors
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.trial.surroundings import nics_asked, slots_of, surroundings
 
 
 def scenario(*sets: str) -> Scenario:
-    return resolve(Wish("quickstart", sets))[0]
+    return resolve(CliOptions("quickstart", sets))[0]
 
 
 def test_the_emulated_hardware_is_what_its_timing_stands_for() -> None:
