@@ -19,7 +19,6 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.diagnose import Diagnosis
 from kvbench.deployment.liveness import ProcessWatch, beside
-from kvbench.engines.external import ExternalOptions
 from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
 from kvbench.hosts.api_key import bearer, hidden
@@ -76,7 +75,7 @@ class Deployment:
         self.processes: list[Process] = []
         self._scenario = scenario
         self._launcher = launcher
-        self.api_key_env: str = getattr(scenario.deployment.engine_options, "api_key_env", "")
+        self.api_key_env = scenario.deployment.engine_options.server.api_key_env
         self._client = web.client(
             headers=bearer(self.api_key_env), timeout_s=CONTROL_TIMEOUT_S, over=launcher.web()
         )
@@ -94,7 +93,7 @@ class Deployment:
 
     @property
     def external(self) -> bool:
-        return self._scenario.deployment.engine == "external"
+        return not self._scenario.deployment.engine_options.starts_processes
 
     def __enter__(self) -> Deployment:
         try:
@@ -284,9 +283,8 @@ class Deployment:
 
 
 def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
-    options = scenario.deployment.engine_options
-    assert isinstance(options, ExternalOptions)
-    found = options.metrics_urls
+    server = scenario.deployment.engine_options.server
+    found = server.metrics_urls
     if not connector.disaggregated:
         found = {name.replace("decode-", "aggregated-"): url for name, url in found.items()}
-    return Endpoints(options.base_url, found, api_key_env=options.api_key_env)
+    return Endpoints(server.base_url, found, api_key_env=server.api_key_env)

@@ -96,7 +96,7 @@ def print_commands(
     cli = CliOptions(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(cli)
     deployment = scenario.deployment
-    if deployment.engine == "external":
+    if not deployment.engine_options.starts_processes:
         raise InputError("an external server is started by somebody else: there is no command to print")
     planned = _chosen(plan_of(scenario))
     elsewhere = deployment.several_hosts

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
+from kvbench.core.plan.engine_count import engine_name
 from kvbench.engines.base import Engine, EngineOptions
 from kvbench.errors import InputError
 
@@ -27,3 +30,9 @@ def get(name: str) -> Engine:
 def options_model(name: str) -> type[EngineOptions]:
     """The pydantic model of an engine's options."""
     return get(name).options_model
+
+
+def options_model_of(plan: Mapping[str, Any]) -> type[EngineOptions]:
+    """The same for the engine of a run folder's plan.json; the contract's own defaults if it is not here."""
+    name = engine_name(plan)
+    return options_model(name) if name in names() else EngineOptions

@@ -7,22 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
 from kvbench.core.physics.model_shapes import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import EngineOptions as EngineOptions
 from kvbench.errors import InputError, Problem
 
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 """Environment variables by their names."""
-
-
-class EngineOptions(BaseModel):
-    """Options of an engine in the scenario file; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,10 @@ class Setting:
 
 
 class Engine(ABC):
-    """Turns an instance into a process, and says where to ask it what."""
+    """Turns an instance into a process, and says where to ask it what.
+
+    In what it differs from other engines beside that, its options tell (``EngineOptions``).
+    """
 
     name: ClassVar[str]
     labels: ClassVar[tuple[str, ...]] = ()
@@ -95,9 +93,6 @@ class Engine(ABC):
     options_model: ClassVar[type[EngineOptions]] = EngineOptions
     launch_s: ClassVar[tuple[float, float]] = (0.5, 3.0)
     """How long a deployment takes to get ready, at least and at most; for the plan's estimate."""
-
-    chooses_transport: ClassVar[bool] = True
-    """What a connector's options leave open, it or its transfer library chooses; else they are settled."""
 
     cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
     """A POST there empties the prefix cache."""

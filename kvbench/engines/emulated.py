@@ -38,6 +38,12 @@ class TransferFigures(BaseModel):
 class EmulatedOptions(EngineOptions):
     """Options of the emulated engine, the same for prefill and decode instances."""
 
+    uses_gpus = False
+    models_compute = True
+    chooses_transport = False
+    kv_bytes_certain = True
+    cancels_cleanly = True
+
     timing: str = Field("quick", description=f"timing profile: {', '.join(PROFILE_NAMES)}")
     time_scale: float = Field(
         1.0, gt=0, le=1000, description="factor on every modelled time; 0.1 is ten times faster"
@@ -68,6 +74,9 @@ class EmulatedOptions(EngineOptions):
     transfer_model: TransferFigures | None = Field(
         None, description="the same by figures, in place of transfer_like"
     )
+    lie: Lie = Field(
+        "", description="what the system under test is to lie about, to see it caught; marks every result"
+    )
 
     @model_validator(mode="after")
     def _one_transfer_model(self) -> EmulatedOptions:
@@ -85,7 +94,6 @@ class EmulatedOptions(EngineOptions):
         return bool(self.transfer_like) or self.transfer_model is not None
 
     def pace(self, backend: str) -> TransferModel | None:
-        """How long hand-overs by a transfer backend last; None: as long as they take. Raises InputError."""
         if figures := self.transfer_model:
             return TransferModel(
                 "given",
@@ -101,17 +109,40 @@ class EmulatedOptions(EngineOptions):
         models = _models_in(Path(self.transfer_like).expanduser())
         return model_for(models, self.transfer_backend or backend, self.transfer_protocol)
 
-    def blocks(self, longest: int) -> int:
-        """KV blocks of one instance whose longest request has so many tokens, prompt and output."""
+    def kv_blocks(self, longest: int) -> int:
         if self.num_blocks is not None:
             return self.num_blocks
         # Half as much again as all slots need: P holds blocks of finished prefills until D has them.
         slots = self.max_num_seqs + self.max_num_seqs // 2
         return max(8, slots * -(-(self.max_model_len or longest) // self.block_tokens))
 
-    lie: Lie = Field(
-        "", description="what the system under test is to lie about, to see it caught; marks every result"
-    )
+    @property
+    def kv_block_tokens(self) -> int:
+        return self.block_tokens
+
+    @property
+    def slots(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_num_batched_tokens
+
+    @property
+    def longest_request(self) -> int | None:
+        return self.max_model_len
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.enable_prefix_caching
+
+    @property
+    def timing_profile(self) -> str:
+        return self.timing
+
+    @property
+    def time_factor(self) -> float:
+        return self.time_scale
 
 
 class Emulated(Engine):
@@ -120,7 +151,6 @@ class Emulated(Engine):
     name = "emulated"
     labels = ("emulated",)
     options_model = EmulatedOptions
-    chooses_transport = False
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
         assert isinstance(options, EmulatedOptions)
@@ -209,7 +239,7 @@ class Emulated(Engine):
 
     @staticmethod
     def _num_blocks(instance: Instance, options: EmulatedOptions) -> int:
-        return options.blocks(instance.max_tokens_per_request)
+        return options.kv_blocks(instance.max_tokens_per_request)
 
 
 def _kv_pace(connector: Connector, options: EmulatedOptions) -> dict[str, dict[str, float | None]]:

@@ -58,6 +58,14 @@ class SglangOptions(EngineOptions):
             raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
         return given
 
+    @property
+    def served_from(self) -> str:
+        return self.model
+
+    @property
+    def executable(self) -> str:
+        return self.command[0]
+
     def environment(self, role: Role) -> dict[str, str]:
         """The user's environment for one role."""
         return {**self.env, **{"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})}

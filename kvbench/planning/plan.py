@@ -87,7 +87,7 @@ def _print_header(plan: Plan, console: Console) -> None:
 def _engines(plan: Plan) -> str:
     """How many engines each kind of deployment has: ``1P1D against 2 engines without P/D``."""
     deployment = plan.scenario.deployment
-    if deployment.engine == "external":
+    if not deployment.engine_options.starts_processes:
         return "as many as there are behind the URL"
     measured = [each.instances for each in plan.deployments if not each.reference_only]
     whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())

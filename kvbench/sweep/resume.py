@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench import engines
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.engine_count import instance_names
 from kvbench.core.plan.plan import AGGREGATED, Plan
@@ -181,9 +182,9 @@ def _as_it_was(run: Run) -> Any:
     if not isinstance(deployment, dict) or "aggregated" in deployment:
         return scenario
     measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
-    engines = [instance_names(run.plan, each.get("label")) for each in measured]
-    counts = [len(names) for names in engines if names and names[0].startswith(AGGREGATED)]
-    if not counts or deployment.get("engine") == "external":
+    members = [instance_names(run.plan, each.get("label")) for each in measured]
+    counts = [len(names) for names in members if names and names[0].startswith(AGGREGATED)]
+    if not counts or not engines.options_model_of(run.plan).starts_processes:
         return scenario
     return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
 

@@ -98,7 +98,7 @@ def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
     if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
     scenario, source = resolve(cli)
-    if scenario.deployment.engine == "external" or not scenario.model.shape.known:
+    if not scenario.deployment.engine_options.starts_processes or not scenario.model.shape.known:
         raise InputError(
             f"the {scenario.deployment.engine} engine with a model of unknown shape cannot be simulated",
             hint="use a scenario with the emulated engine or vllm",

@@ -178,7 +178,7 @@ class Sweep:
     def _run(self) -> list[CellResult]:
         for note in engine_warnings(self._scenario):
             self._watcher.note(note)
-        external = self._scenario.deployment.engine == "external"
+        external = not self._scenario.deployment.engine_options.starts_processes
         last: DeploymentPlan | None = None
         for deployment in self._plan.deployments:
             if external and deployment.reference_only:
@@ -283,14 +283,14 @@ class Sweep:
         planned = with_ports_at(planned, self._scenario.deployment, self._launcher)
         self._record_processes(planned)
         count = len(planned.instances)
-        if self._scenario.deployment.engine != "external":  # which nobody starts, nor counts
+        if self._scenario.deployment.engine_options.starts_processes:  # which nobody starts, nor counts
             self._watcher.stage(f"{planned.label}: starting {count} engine{'s' * (count > 1)}")
         deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
         self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
         return deployment
 
     def _record_processes(self, planned: DeploymentPlan) -> None:
-        if self._scenario.deployment.engine == "external":
+        if not self._scenario.deployment.engine_options.starts_processes:
             return
         specs = process_specs(self._scenario, planned, self._launcher.log_dir.absolute())
         self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}

@@ -93,7 +93,10 @@ def test_several_instances_are_given_with_commas() -> None:
     options = ExternalOptions(
         base_url="http://r:1", prefill_metrics_url="http://a:1/metrics, http://b:1/metrics"
     )
-    assert options.metrics_urls == {"prefill-0": "http://a:1/metrics", "prefill-1": "http://b:1/metrics"}
+    assert options.server.metrics_urls == {
+        "prefill-0": "http://a:1/metrics",
+        "prefill-1": "http://b:1/metrics",
+    }
     with pytest.raises(ValueError, match="must be an http"):
         ExternalOptions(base_url="http://r:1", decode_metrics_url="http://a:1/metrics,,b")
 

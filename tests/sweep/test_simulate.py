@@ -18,6 +18,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Load, Overheads, System
 from kvbench.core.simulation.deployment import simulate
+from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -353,7 +354,9 @@ def replayed(run: Run, trial: TrialRecord, system: System) -> tuple[Summary, Sum
 def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_margin: float) -> None:
     """Request by request the same load: medians over all trials of the quickstart's reference run."""
     run = load_run(REFERENCE)
-    whole = size_in(run.plan, run.environment, "aggregated").engines  # as many as were measured
+    whole = size_in(
+        run.plan, run.environment, "aggregated", EmulatedOptions
+    ).engines  # as many as were measured
     chosen = scenario("quickstart", f"deployment.aggregated={whole}")
     planned = next(each for each in plan_of(chosen).deployments if each.label == connector)
     profile = profile_of(chosen, planned.connector, planned.label)

@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    SerializeAsAny,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
@@ -25,7 +26,6 @@ from kvbench.core.physics.hardware import hardware_of
 from kvbench.core.physics.model_shapes import MODELS, KvDtype, ModelShape
 from kvbench.core.scenario.base import (
     NAME_PATTERN,
-    NoOptions,
     Section,
     as_tuple,
     custom,
@@ -35,6 +35,7 @@ from kvbench.core.scenario.base import (
 )
 from kvbench.core.scenario.checks import nearest
 from kvbench.core.scenario.hosts import NODE, FarHost, HostName, Roles
+from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.schedulers import RayOptions, SlurmOptions
 from kvbench.core.scenario.yaml_lines import quoted, shorten
 
@@ -173,8 +174,8 @@ class Deployment(Section):
         default_factory=CommandPrefix,
         description="words before the instances' commands, such as a profiler's",
     )
-    engine_options: Any = Field(
-        default_factory=NoOptions, validate_default=True, description="options of the engine"
+    engine_options: SerializeAsAny[EngineOptions] = Field(
+        default_factory=EngineOptions, validate_default=True, description="options of the engine"
     )
 
     @property
@@ -216,7 +217,7 @@ class Deployment(Section):
         """The hosts that some role runs on, by name."""
         named = [*self.roles.of("prefill"), *self.roles.of("decode"), *self.roles.of("aggregated")]
         named += [*self.roles.of("router"), *self.roles.of("loadgen")]
-        if self.engine == "external":
+        if not self.engine_options.starts_processes:
             named = list(self.roles.of("loadgen"))
         return {name: self.hosts[name] for name in dict.fromkeys(named) if name in self.hosts}
 
@@ -254,7 +255,7 @@ class Deployment(Section):
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
         if not info.context:
             return raw
-        return typed(info.data.get("engine"), raw, info.context.engines)
+        return typed(info.data.get("engine"), raw, info.context.engines, EngineOptions())
 
 
 class ConnectorChoice(Section):
@@ -262,8 +263,8 @@ class ConnectorChoice(Section):
 
     name: str = Field(description="the connector")
     label: str = Field("", validate_default=True, description="its name in tables; by default `name`")
-    options: Any = Field(
-        default_factory=NoOptions, validate_default=True, description="options of the connector"
+    options: SerializeAsAny[ConnectorOptions] = Field(
+        default_factory=ConnectorOptions, validate_default=True, description="options of the connector"
     )
 
     @model_validator(mode="before")
@@ -294,7 +295,7 @@ class ConnectorChoice(Section):
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
         if not info.context:
             return raw
-        return typed(info.data.get("name"), raw, info.context.connectors)
+        return typed(info.data.get("name"), raw, info.context.connectors, ConnectorOptions())
 
 
 def _one_or_more(raw: Any) -> Any:

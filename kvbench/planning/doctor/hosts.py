@@ -108,7 +108,7 @@ def _host(
         yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
     yield from gid_checks(name, told)
     yield from _ports(scenario, plan, name, agent)
-    model = str(getattr(deployment.engine_options, "model", ""))
+    model = deployment.engine_options.served_from
     if model.startswith(("/", "~")):
         there = agent.ask("exists", path=model)["exists"]
         yield Check(

@@ -20,7 +20,6 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import Deployment
-from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
@@ -53,8 +52,7 @@ ABSENT = "the other run has no such load"
 
 def time_scale(scenario: Scenario) -> float:
     """By how much the scenario's engine is slower than what it stands for; 1 for a real one."""
-    options = scenario.deployment.engine_options
-    return options.time_scale if isinstance(options, EmulatedOptions) else 1.0
+    return scenario.deployment.engine_options.time_factor
 
 
 def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
