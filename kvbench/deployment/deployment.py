@@ -83,7 +83,7 @@ class Deployment:
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
         options = scenario.connector_options(plan.label)
         asked = self._connector.transport_asked(options) if self._specs else ""
-        self._watch = ProcessWatch(scenario.deployment.engine, self._connector, asked)
+        self._watch = ProcessWatch(scenario.deployment.engine_options.logs_like, self._connector, asked)
         self.endpoints = self._endpoints()
 
     @property

@@ -18,7 +18,8 @@ warning: told beside the numbers."""
 
 @dataclass(frozen=True)
 class Pattern:
-    """One row. ``connector`` is a part of the connector's class name; empty scopes mean any.
+    """One row. ``engine`` is what its options call ``logs_like``, ``connector`` a part of that one's class
+    name; empty scopes mean any.
 
     ``asked``: only if that transport was asked for. ``fatal_after``: so many within one trial are fatal.
     ``of_cancelled``: requests that kvbench cancelled may be all there is to it, so then it weighs less.

@@ -81,6 +81,59 @@ class Setting:
     """Requests in flight at the first rate if each just meets its SLO; None if that is not known."""
 
 
+@dataclass(frozen=True)
+class Installed:
+    """An engine as it is found on this machine."""
+
+    command: str = ""
+    """Its path; empty for kvbench's own."""
+    version: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Versions by distribution in its environment."""
+
+
+@dataclass(frozen=True)
+class FirstScenario:
+    """What `kvbench init` asks of an engine: what to offer as answers, and the lines that are its own."""
+
+    model: str
+    input_len: str
+    output_len: int
+    ttft_ms: float
+    tpot_ms: float
+    trial_s: float
+    ready_s: int
+    title: str = ""
+    """What is looked for on the machine, as people call it; empty: kvbench brings it."""
+    loads_model: bool = False
+    """It serves a model from files: a folder or an id is asked for, not a shape alone."""
+
+    def found(self) -> Installed | None:
+        """It, if this machine has it."""
+        return Installed()
+
+    def has(self, connector: Connector) -> bool:
+        """Whether it could run that connector on some machine; else the connector is not spoken of."""
+        return bool(connector.transfer_backend) or not connector.disaggregated
+
+    def options(self, installed: Installed) -> EngineOptions | None:
+        """Options to check connectors with, so that nothing is asked that is known."""
+        return None
+
+    def lacks(self, connector: Connector, installed: Installed) -> Problem | None:
+        """What the connector needs beside the engine, if it is not there."""
+        return None
+
+    def option_lines(
+        self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
+    ) -> Sequence[str]:
+        """The lines of ``engine_options``, not indented, with a comment where the choice wants one.
+
+        ``longest``: tokens of the longest request; ``gpus``: the indices of the machine's.
+        """
+        return ()
+
+
 class Engine(ABC):
     """Turns an instance into a process, and says where to ask it what.
 
@@ -93,6 +146,9 @@ class Engine(ABC):
     options_model: ClassVar[type[EngineOptions]] = EngineOptions
     launch_s: ClassVar[tuple[float, float]] = (0.5, 3.0)
     """How long a deployment takes to get ready, at least and at most; for the plan's estimate."""
+
+    first_scenario: ClassVar[FirstScenario | None] = None
+    """For `kvbench init`; None: it does not offer this engine."""
 
     cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
     """A POST there empties the prefix cache."""

@@ -17,7 +17,7 @@ from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
-from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
+from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, Setting
 from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
@@ -43,6 +43,7 @@ class EmulatedOptions(EngineOptions):
     chooses_transport = False
     kv_bytes_certain = True
     cancels_cleanly = True
+    logs_like = "emulated"
 
     timing: str = Field("quick", description=f"timing profile: {', '.join(PROFILE_NAMES)}")
     time_scale: float = Field(
@@ -145,11 +146,20 @@ class EmulatedOptions(EngineOptions):
         return self.time_scale
 
 
+class _FirstScenario(FirstScenario):
+    def option_lines(
+        self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
+    ) -> Sequence[str]:
+        return ["timing: quick          # compute is modelled; KV bytes and the libraries are real"]
+
+
 class Emulated(Engine):
     """Moves real KV bytes through the connector's real library; marked in every result."""
 
     name = "emulated"
     labels = ("emulated",)
+    # The quickstart's.
+    first_scenario = _FirstScenario("tiny", "256,1024,2048", 16, 250, 15, 5, 15)
     options_model = EmulatedOptions
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:

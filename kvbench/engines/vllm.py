@@ -15,6 +15,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
 from kvbench.engines.parts.commands import argv_of, asked_version, found_command, whole
+from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario
 from kvbench.engines.parts.vllm_options import VllmOptions
 from kvbench.errors import InputError, KvbenchError, Problem
 
@@ -27,6 +28,9 @@ class Vllm(Engine):
 
     name = "vllm"
     options_model = VllmOptions
+    first_scenario = VllmFirstScenario(
+        "Qwen/Qwen3-8B", "1024,4096,8192", 128, 1000, 50, 30, 600, title="vLLM", loads_model=True
+    )
     launch_s = (15.0, 180.0)
 
     def version(self, options: EngineOptions) -> str:

@@ -50,6 +50,8 @@ class EngineOptions(BaseModel):
     """The KV bytes of a request are known exactly: its last, partial block moves whole."""
     cancels_cleanly: ClassVar[bool] = False
     """A request that is cancelled between P and D gives P's KV free at once, and spoils no later trial."""
+    logs_like: ClassVar[str] = "other"
+    """Whose log patterns its logs fit (``engine`` in deployment/log_patterns.py), such as ``vllm``."""
     profiler_env: ClassVar[Mapping[str, str]] = {}
     """Environment under which a profiler's timeline (nsys) names its steps."""
 

@@ -1,7 +1,7 @@
 """The scenario: what to measure, as checked and frozen values.
 
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
-mistakes. What each section may hold stands in ``scenario_sections``.
+mistakes. What each section may hold stands in ``sections``, ``workload`` and ``goals``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,9 @@ from kvbench.core.scenario.sections import (
     CommandPrefix,
     ConnectorChoice,
     Deployment,
-    KvLink,
-    Load,
     ModelChoice,
-    Simulate,
-    Trace,
-    Workload,
 )
+from kvbench.core.scenario.workload import KvLink, Load, Simulate, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 

@@ -27,6 +27,7 @@ _OURS: Final = (
 class VllmOptions(EngineOptions):
     """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
 
+    logs_like = "vllm"
     profiler_env: ClassVar[Mapping[str, str]] = {"VLLM_NVTX_SCOPES_FOR_PROFILING": "1"}
 
     model: str = Field(..., min_length=1, description="path or id of the model that is served")
