@@ -10,16 +10,23 @@ from typing import Any
 from kvbench.core.plan.engine_count import engine_name
 from kvbench.engines.base import Engine, EngineOptions
 from kvbench.errors import InputError
+from kvbench.plugins import outside
+
+ENTRY_POINT_GROUP = "kvbench.engines"
 
 
 def names() -> tuple[str, ...]:
-    """All engines: the files of this folder."""
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
-    return tuple(sorted(own - {"base"}))
+    """All engines: the files of this folder and those of outside packages."""
+    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
+    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Engine:
     """The engine of that name. Raises InputError for an unknown one."""
+    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
+        loaded = entry.load()
+        assert isinstance(loaded, Engine)
+        return loaded
     if name not in names():
         raise InputError(f"no engine is called {name!r}", hint=f"there are: {', '.join(names())}")
     engine = importlib.import_module(f"{__name__}.{name}").ENGINE
