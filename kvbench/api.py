@@ -39,7 +39,7 @@ from kvbench.report.notebook.run import Plots, Run, load
 from kvbench.results.run import MANIFEST
 
 if TYPE_CHECKING:
-    from kvbench.planning.overrides import Wish
+    from kvbench.planning.overrides import CliOptions
 
 __all__ = [
     "Comparison", "Plots", "Run", "columns", "compare", "load", "runs", "simulate", "simulate_splits",
@@ -108,9 +108,9 @@ def simulate(
     """
     from kvbench.sweep.simulate import simulated
 
-    wish = _wish(scenario, overrides, connectors, rate)
+    cli = _cli_options(scenario, overrides, connectors, rate)
     with_ = None if like is None else load(like).path
-    return _kept(lambda folder: simulated(wish, folder, with_), output)
+    return _kept(lambda folder: simulated(cli, folder, with_), output)
 
 
 def simulate_splits(
@@ -131,24 +131,24 @@ def simulate_splits(
 
     choice = Choice(splits, gpus, False)
     with_ = None if like is None else load(like).path
-    wish = _wish(scenario, overrides, connectors, None)
+    cli = _cli_options(scenario, overrides, connectors, None)
     folder = Path(tempfile.mkdtemp(prefix="kvbench-"))
     try:
-        return frames.frame(asdict(each) for each in predicted(wish, choice, folder, with_))
+        return frames.frame(asdict(each) for each in predicted(cli, choice, folder, with_))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wish(
+def _cli_options(
     scenario: str | Path,
     overrides: Mapping[str, object] | None,
     connectors: Sequence[str],
     rate: float | None,
-) -> Wish:
-    from kvbench.planning.overrides import Wish
+) -> CliOptions:
+    from kvbench.planning.overrides import CliOptions
 
     sets = tuple(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
-    return Wish(str(scenario), sets, tuple(connectors), fixed_rate=rate)
+    return CliOptions(str(scenario), sets, tuple(connectors), fixed_rate=rate)
 
 
 def _kept(make: Callable[[Path], Path], output: Path | str | None) -> Run:

@@ -19,6 +19,7 @@ Exit codes beyond these: 0 done, 3 measured but no rate met the SLO, 130 interru
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 EXIT_OK = 0
@@ -26,6 +27,14 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SLO_NOT_MET = 3
 EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something cannot be used here, and the command or change that fixes it."""
+
+    reason: str
+    fix: str = ""
 
 
 class KvbenchError(Exception):

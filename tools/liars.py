@@ -27,7 +27,7 @@ from kvbench.core.gates.lies import LIES
 from kvbench.core.records import TrialRecord
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.ports import with_ports
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
@@ -174,8 +174,10 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
 def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
     """The way of ``kvbench bench``: an aggregated server tells the true outputs first."""
-    wish = Wish("quickstart", (*_sets(case), _connectors(case.connector, case.options)), fixed_rate=case.rate)
-    scenario, source = resolve(wish)
+    cli = CliOptions(
+        "quickstart", (*_sets(case), _connectors(case.connector, case.options)), fixed_rate=case.rate
+    )
+    scenario, source = resolve(cli)
     plan = plan_of(scenario)
     with create_store(folder, scenario, source, plan, "bench") as store:
         from kvbench.sweep.cell import Fixed
@@ -203,7 +205,7 @@ def running(
     """A deployment; what it gives runs one trial at a rate and returns its record."""
     from kvbench.deployment.deployment import Deployment
 
-    scenario, source = resolve(Wish("quickstart", (*sets, _connectors(connector, options))))
+    scenario, source = resolve(CliOptions("quickstart", (*sets, _connectors(connector, options))))
     plan = plan_of(scenario)
     planned = next(each for each in plan.deployments if not each.reference_only)
     (cell,) = plan.cells

@@ -28,7 +28,7 @@ from kvbench.core.search.sequential_trial import Decision
 from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
 from kvbench.sweep.trial.load_plan import Wanted, Watch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
@@ -102,8 +102,10 @@ def overload(queue: Queue, server: Yardstick, launcher: LocalLauncher, folder: P
     """What the live rule says of 1.3 times the highest rate. Raises RuntimeError if it says nothing."""
     rate = OVERLOAD * queue.max_rate
     slo = Slo(ttft_ms=queue.ttft_s * 1e3, tpot_ms=10 * GAP_S * 1e3, attainment=ATTAINMENT)
-    wish = Wish(base_url=server.url, input_len=f"{INPUT_LEN}", output_len=OUTPUT_LEN, ttft_ms=slo.ttft_ms)
-    scenario, _ = resolve(wish)
+    cli = CliOptions(
+        base_url=server.url, input_len=f"{INPUT_LEN}", output_len=OUTPUT_LEN, ttft_ms=slo.ttft_ms
+    )
+    scenario, _ = resolve(cli)
     latency_s = queue.service_s + OUTPUT_LEN * GAP_S
     wanted = Wanted(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), rate, seed, latency_s=latency_s)
     offered = planned(scenario, wanted)

@@ -31,7 +31,7 @@ import psutil
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.errors import ProcessDiedError
-from kvbench.planning.overrides import Wish
+from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
@@ -174,8 +174,8 @@ def digest(record: TrialRecord) -> str:
 
 def one_sweep(soak: Soak, results: Path) -> None:
     """One sweep with another seed: gone on with until no fault has broken it off and no cell has failed."""
-    wish = Wish("quickstart", (*SETS, f"seed={soak.sweeps + 1}"))
-    scenario, source = simulable(wish)
+    cli = CliOptions("quickstart", (*SETS, f"seed={soak.sweeps + 1}"))
+    scenario, source = simulable(cli)
     plan = plan_of(scenario)
     store = create_store(results, scenario, source, plan, "simulate", {})
     path = store.path

@@ -20,7 +20,7 @@ from kvbench.cli.options import (
 from kvbench.microbench.options import MicrobenchOptions
 
 if TYPE_CHECKING:
-    from kvbench.planning.overrides import Wish
+    from kvbench.planning.overrides import CliOptions
 
 Rendering = Literal["k8s"]
 AgainstOption = Annotated[
@@ -46,8 +46,8 @@ def sweep(
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
-        return _resumed(resume, "sweep", options.wish(), output, force)
-    return sweeping.command(options.wish(), output, console())
+        return _resumed(resume, "sweep", options.cli_options(), output, force)
+    return sweeping.command(options.cli_options(), output, console())
 
 
 @asks(without=("attainment", "method", "rates"))
@@ -75,16 +75,16 @@ def bench(
     from kvbench.sweep import sweep as sweeping
 
     replay = options.trace is not None
-    wish = replace(options.wish(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+    cli = replace(options.cli_options(), fixed_rate=rate, replay=replay, both_modes=router_cost)
     if against is not None:
         from kvbench.sweep.against import measured
 
-        return measured.command(wish, against, output, console())
+        return measured.command(cli, against, output, console())
     if resume is not None:
-        return _resumed(resume, "bench", wish, output, force)
+        return _resumed(resume, "bench", cli, output, force)
     if rate is None and not replay:
         raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
-    return sweeping.command(wish, output, console())
+    return sweeping.command(cli, output, console())
 
 
 @asks()
@@ -106,9 +106,9 @@ def plan(
     from kvbench.planning import plan as planning
 
     if render is not None:
-        planning.render(options.wish(), with_ or ())
+        planning.render(options.cli_options(), with_ or ())
     else:
-        planning.command(options.wish(), console(), as_json=json_)
+        planning.command(options.cli_options(), console(), as_json=json_)
 
 
 @asks()
@@ -144,15 +144,15 @@ def simulate(
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
-    wish = replace(options.wish(), fixed_rate=rate)
+    cli = replace(options.cli_options(), fixed_rate=rate)
     if against is not None:
         from kvbench.sweep.against.simulated import command as against_command
 
-        return against_command(wish, against, output, console())
+        return against_command(cli, against, output, console())
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
-        return splitting.command(wish, chosen, output, console(), like)
-    return simulate_command(wish, output, console(), like)
+        return splitting.command(cli, chosen, output, console(), like)
+    return simulate_command(cli, output, console(), like)
 
 
 @asks()
@@ -182,10 +182,10 @@ def selftest(
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
 
 
-def _resumed(run: Path, kind: str, wish: Wish, output: Path, force: bool) -> int:
+def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool) -> int:
     """Go on with a run folder, in which the plan is."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
         raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
-    return resume.command(run, wish, kind, console(), force=force)
+    return resume.command(run, cli, kind, console(), force=force)

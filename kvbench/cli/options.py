@@ -1,4 +1,4 @@
-"""The options that several commands share, and how they become a Wish.
+"""The options that several commands share, and how they become ``CliOptions``.
 
 A command that takes a parameter of type ``ScenarioOptions`` or ``LoadOptions`` and is decorated with ``asks``
 has every option of that class in its own help, as if they were written there.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from kvbench.planning.overrides import Wish
+    from kvbench.planning.overrides import CliOptions
 
 Result = TypeVar("Result")
 
@@ -62,11 +62,11 @@ class ScenarioOptions:
         typer.Option("--connector", metavar="NAME", help="Only this connector of the scenario. Repeatable."),
     ] = None
 
-    def wish(self) -> Wish:
-        """The wish that these options express."""
-        from kvbench.planning.overrides import Wish
+    def cli_options(self) -> CliOptions:
+        """The values of these options."""
+        from kvbench.planning.overrides import CliOptions
 
-        return Wish(
+        return CliOptions(
             scenario=self.scenario,
             overrides=tuple(self.set_ or ()),
             connectors=tuple(self.connector or ()),
@@ -163,10 +163,10 @@ class LoadOptions(ScenarioOptions):
         bool, _load("--direct", help="The load generator asks P and D itself, with no router in the path.")
     ] = False
 
-    def wish(self) -> Wish:
-        """The wish that these options express."""
+    def cli_options(self) -> CliOptions:
+        """The values of these options."""
         return replace(
-            super().wish(),
+            super().cli_options(),
             base_url=self.base_url,
             api_key_env=self.api_key_env,
             prefill_metrics_url=self.prefill_metrics_url,

@@ -16,29 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from kvbench.connectors.parts.versions import Release, Releases, is_sglang, release
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions
 from kvbench.errors import InputError
 
 Role = Literal["prefill", "decode", "aggregated"]
 DispatchMode = Literal["none", "sequential", "concurrent"]
 
 KV_ROLE: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
-
-
-class ConnectorOptions(BaseModel):
-    """Options of a connector in the scenario file; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def settled(self) -> ConnectorOptions:
-        """The same, with what they leave to a library chosen: TCP, for an engine with KV in host memory.
-
-        Real engines choose for themselves; the emulated one has nobody who would.
-        """
-        return self
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from kvbench.connectors.parts.plain import PlainConnector
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.sglang_rooms import RoomConnector
 from kvbench.connectors.parts.versions import Releases
+from kvbench.core.scenario.options import nic_names
 from kvbench.errors import InputError
 
 IN_VLLM: Final = Path(__file__).parent / "in_vllm"
@@ -67,6 +68,14 @@ class MooncakeOptions(ConnectorOptions):
     def settled(self) -> MooncakeOptions:
         protocol = "tcp" if self.protocol == "auto" else self.protocol
         return self.model_copy(update={"protocol": protocol, "num_workers": self.num_workers or 2})
+
+    @property
+    def protocol_asked(self) -> str:
+        return self.protocol
+
+    @property
+    def nics_asked(self) -> tuple[str, ...]:
+        return nic_names(self.device_name)
 
     def sending(self) -> dict[str, Any]:
         """The keys of vLLM's kv_connector_extra_config; what is left out vLLM chooses."""

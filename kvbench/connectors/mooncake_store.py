@@ -15,6 +15,7 @@ from kvbench.connectors.base import ConnectorOptions, Role, Seat
 from kvbench.connectors.parts.plain import PlainConnector
 from kvbench.connectors.parts.versions import Releases
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import nic_names
 
 
 class MooncakeStoreOptions(ConnectorOptions):
@@ -31,6 +32,14 @@ class MooncakeStoreOptions(ConnectorOptions):
     master_command: tuple[str, ...] = Field(
         ("mooncake_master",), min_length=1, description="how the master is started; comes with Mooncake"
     )
+
+    @property
+    def protocol_asked(self) -> str:
+        return self.protocol
+
+    @property
+    def nics_asked(self) -> tuple[str, ...]:
+        return nic_names(self.device_name)
 
 
 class MooncakeStore(PlainConnector):

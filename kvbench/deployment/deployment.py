@@ -19,7 +19,6 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.diagnose import Diagnosis
 from kvbench.deployment.liveness import ProcessWatch, beside
-from kvbench.engines.external import ExternalOptions
 from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
 from kvbench.hosts.api_key import bearer, hidden
@@ -72,7 +71,7 @@ class Deployment:
         self.processes: list[Process] = []
         self._scenario = scenario
         self._launcher = launcher
-        self.api_key_env: str = getattr(scenario.deployment.engine_options, "api_key_env", "")
+        self.api_key_env = scenario.deployment.engine_options.server.api_key_env
         self._client = web.client(
             headers=bearer(self.api_key_env), timeout_s=CONTROL_TIMEOUT_S, over=launcher.web()
         )
@@ -80,7 +79,7 @@ class Deployment:
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
         options = scenario.connector_options(plan.label)
         asked = self._connector.transport_asked(options) if self._specs else ""
-        self._watch = ProcessWatch(scenario.deployment.engine, self._connector, asked)
+        self._watch = ProcessWatch(scenario.deployment.engine_options.logs_like, self._connector, asked)
         self.endpoints = self._endpoints()
 
     @property
@@ -90,7 +89,7 @@ class Deployment:
 
     @property
     def external(self) -> bool:
-        return self._scenario.deployment.engine == "external"
+        return not self._scenario.deployment.engine_options.starts_processes
 
     def __enter__(self) -> Deployment:
         try:
@@ -280,9 +279,8 @@ class Deployment:
 
 
 def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
-    options = scenario.deployment.engine_options
-    assert isinstance(options, ExternalOptions)
-    found = options.metrics_urls
+    server = scenario.deployment.engine_options.server
+    found = server.metrics_urls
     if not connector.disaggregated:
         found = {name.replace("decode-", "aggregated-"): url for name, url in found.items()}
-    return Endpoints(options.base_url, found, api_key_env=options.api_key_env)
+    return Endpoints(server.base_url, found, api_key_env=server.api_key_env)

@@ -28,8 +28,8 @@ class LogSource:
     """Whose log it is. Empty means unknown, and then every pattern is tried."""
 
     process: str = ""
-    engine: str = ""
-    """The engine's name, or "router"."""
+    logs_like: str = ""
+    """As the engine's options tell, or "router"."""
     kv_connector: str = ""
     """The connector's class name, as "NixlConnector"; empty also where nothing is transferred."""
     role: str = ""
@@ -38,7 +38,7 @@ class LogSource:
     def has(self, pattern: Pattern) -> bool:
         """May this log contain that pattern at all?"""
         return (
-            (not pattern.engine or not self.engine or pattern.engine == self.engine)
+            (not pattern.engine or not self.logs_like or pattern.engine == self.logs_like)
             and (not pattern.role or not self.role or pattern.role == self.role)
             and (
                 not pattern.connector

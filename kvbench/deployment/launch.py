@@ -22,7 +22,7 @@ from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.placement import Places
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
 from kvbench.planning.profiling import nsys_override
@@ -40,8 +40,8 @@ def command(
 ) -> int:
     """Print the URLs once everything is ready, then wait. Raises ProcessDiedError if a process ends."""
     profiled = (nsys_override(),) if nsys else ()
-    wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
-    scenario, _ = resolve(wish)
+    cli = CliOptions(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
+    scenario, _ = resolve(cli)
     plan = plan_of(scenario)
     planned = _chosen(plan)
     require_gpus(replace(plan, deployments=(planned,)))
@@ -93,10 +93,10 @@ def print_commands(
 ) -> int:
     """Print the shell commands of every process of a deployment, in the order of start. Starts nothing."""
     profiled = (nsys_override(),) if nsys else ()
-    wish = Wish(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
-    scenario, _ = resolve(wish)
+    cli = CliOptions(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
+    scenario, _ = resolve(cli)
     deployment = scenario.deployment
-    if deployment.engine == "external":
+    if not deployment.engine_options.starts_processes:
         raise InputError("an external server is started by somebody else: there is no command to print")
     planned = _chosen(plan_of(scenario))
     elsewhere = deployment.several_hosts

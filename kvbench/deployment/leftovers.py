@@ -14,7 +14,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_of
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 
 HERE = ""
 MAX_COMMAND = 100
@@ -58,7 +58,7 @@ def _reached(
     if scenario is None:
         yield {}, False
         return
-    wanted, _ = resolve(Wish(scenario, tuple(overrides)))
+    wanted, _ = resolve(CliOptions(scenario, tuple(overrides)))
     if not wanted.deployment.hosts:
         yield {}, False
         return

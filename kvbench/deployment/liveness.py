@@ -32,8 +32,8 @@ T = TypeVar("T")
 class ProcessWatch:
     """Looks after a deployment's processes: have they ended, and do their logs say why they will not work?"""
 
-    def __init__(self, engine: str, connector: Connector, transport_asked: str) -> None:
-        self._engine = engine
+    def __init__(self, logs_like: str, connector: Connector, transport_asked: str) -> None:
+        self._logs_like = logs_like
         self._connector = connector
         self._transport_asked = transport_asked
         self._logs = LogWatch()
@@ -47,7 +47,7 @@ class ProcessWatch:
         self._paths[spec.name] = path
         source = LogSource(
             process=spec.name,
-            engine=ROUTER if role == ROUTER else self._engine,
+            logs_like=ROUTER if role == ROUTER else self._logs_like,
             kv_connector="" if role == ROUTER else self._connector.kv_connector,
             role=role,
             transport_asked=self._transport_asked,

@@ -19,10 +19,10 @@ warning: reported beside the numbers."""
 class Pattern:
     """One entry. ``words``: regular expressions, of which one is found in the line.
 
-    ``connector`` is a part of the connector's class name; empty scopes mean any. ``asked``: only if that
-    transport was asked for. ``fatal_after``: so many within one trial are fatal. ``of_cancelled``: requests
-    that kvbench cancelled may be all there is to it, so then it weighs less. ``once``: it happens once in a
-    process's life, however many lines speak of it.
+    ``engine`` is what its options call ``logs_like``, ``connector`` a part of that one's class name; empty
+    scopes mean any. ``asked``: only if that transport was asked for. ``fatal_after``: so many within one
+    trial are fatal. ``of_cancelled``: requests that kvbench cancelled may be all there is to it, so then it
+    weighs less. ``once``: it happens once in a process's life, however many lines speak of it.
     """
 
     key: str

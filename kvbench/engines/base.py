@@ -7,23 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
 from kvbench.core.physics.model_shapes import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.core.scenario.options import EngineOptions as EngineOptions
+from kvbench.errors import InputError, Problem
 
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 """Environment variables by their names."""
-
-
-class EngineOptions(BaseModel):
-    """Options of an engine in the scenario file; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,64 @@ class Setting:
     """Requests in flight at the first rate if each just meets its SLO; None if that is not known."""
 
 
+@dataclass(frozen=True)
+class Installed:
+    """An engine as it is found on this machine."""
+
+    command: str = ""
+    """Its path; empty for kvbench's own."""
+    version: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Versions by distribution in its environment."""
+
+
+@dataclass(frozen=True)
+class FirstScenario:
+    """What `kvbench init` asks of an engine: what to offer as answers, and the lines that are its own."""
+
+    model: str
+    input_len: str
+    output_len: int
+    ttft_ms: float
+    tpot_ms: float
+    trial_s: float
+    ready_s: int
+    title: str = ""
+    """What is looked for on the machine, as people call it; empty: kvbench brings it."""
+    loads_model: bool = False
+    """It serves a model from files: a folder or an id is asked for, not a shape alone."""
+
+    def found(self) -> Installed | None:
+        """It, if this machine has it."""
+        return Installed()
+
+    def has(self, connector: Connector) -> bool:
+        """Whether it could run that connector on some machine; else the connector is not spoken of."""
+        return bool(connector.transfer_backend) or not connector.disaggregated
+
+    def options(self, installed: Installed) -> EngineOptions | None:
+        """Options to check connectors with, so that nothing is asked that is known."""
+        return None
+
+    def lacks(self, connector: Connector, installed: Installed) -> Problem | None:
+        """What the connector needs beside the engine, if it is not there."""
+        return None
+
+    def option_lines(
+        self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
+    ) -> Sequence[str]:
+        """The lines of ``engine_options``, not indented, with a comment where the choice wants one.
+
+        ``longest``: tokens of the longest request; ``gpus``: the indices of the machine's.
+        """
+        return ()
+
+
 class Engine(ABC):
-    """Turns an instance into a process, and says where to ask it what."""
+    """Turns an instance into a process, and says where to ask it what.
+
+    In what it differs from other engines beside that, its options tell (``EngineOptions``).
+    """
 
     name: ClassVar[str]
     labels: ClassVar[tuple[str, ...]] = ()
@@ -97,8 +147,8 @@ class Engine(ABC):
     launch_s: ClassVar[tuple[float, float]] = (0.5, 3.0)
     """How long a deployment takes to get ready, at least and at most; for the plan's estimate."""
 
-    chooses_transport: ClassVar[bool] = True
-    """What a connector's options leave open, it or its transfer library chooses; else they are settled."""
+    first_scenario: ClassVar[FirstScenario | None] = None
+    """For `kvbench init`; None: it does not offer this engine."""
 
     cache_reset_path: ClassVar[str] = "/reset_prefix_cache"
     """A POST there empties the prefix cache."""

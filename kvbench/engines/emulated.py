@@ -17,9 +17,8 @@ from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
-from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, Setting
+from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
 """In a run folder of ``kvbench microbench``."""
@@ -38,6 +37,13 @@ class TransferFigures(BaseModel):
 
 class EmulatedOptions(EngineOptions):
     """Options of the emulated engine, the same for prefill and decode instances."""
+
+    uses_gpus = False
+    models_compute = True
+    chooses_transport = False
+    kv_bytes_certain = True
+    cancels_cleanly = True
+    logs_like = "emulated"
 
     timing: str = Field("quick", description=f"timing profile: {', '.join(PROFILE_NAMES)}")
     time_scale: float = Field(
@@ -69,6 +75,9 @@ class EmulatedOptions(EngineOptions):
     transfer_model: TransferFigures | None = Field(
         None, description="the same by figures, in place of transfer_like"
     )
+    lie: Lie = Field(
+        "", description="what the system under test is to lie about, to see it caught; marks every result"
+    )
 
     @model_validator(mode="after")
     def _one_transfer_model(self) -> EmulatedOptions:
@@ -86,7 +95,6 @@ class EmulatedOptions(EngineOptions):
         return bool(self.transfer_like) or self.transfer_model is not None
 
     def pace(self, backend: str) -> TransferModel | None:
-        """How long hand-overs by a transfer backend last; None: as long as they take. Raises InputError."""
         if figures := self.transfer_model:
             return TransferModel(
                 "given",
@@ -102,17 +110,47 @@ class EmulatedOptions(EngineOptions):
         models = _models_in(Path(self.transfer_like).expanduser())
         return model_for(models, self.transfer_backend or backend, self.transfer_protocol)
 
-    def blocks(self, longest: int) -> int:
-        """KV blocks of one instance whose longest request has so many tokens, prompt and output."""
+    def kv_blocks(self, longest: int) -> int:
         if self.num_blocks is not None:
             return self.num_blocks
         # Half as much again as all slots need: P holds blocks of finished prefills until D has them.
         slots = self.max_num_seqs + self.max_num_seqs // 2
         return max(8, slots * -(-(self.max_model_len or longest) // self.block_tokens))
 
-    lie: Lie = Field(
-        "", description="what the system under test is to lie about, to see it caught; marks every result"
-    )
+    @property
+    def kv_block_tokens(self) -> int:
+        return self.block_tokens
+
+    @property
+    def slots(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_num_batched_tokens
+
+    @property
+    def longest_request(self) -> int | None:
+        return self.max_model_len
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.enable_prefix_caching
+
+    @property
+    def timing_profile(self) -> str:
+        return self.timing
+
+    @property
+    def time_factor(self) -> float:
+        return self.time_scale
+
+
+class _FirstScenario(FirstScenario):
+    def option_lines(
+        self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
+    ) -> Sequence[str]:
+        return ["timing: quick          # compute is modelled; KV bytes and the libraries are real"]
 
 
 class Emulated(Engine):
@@ -120,8 +158,9 @@ class Emulated(Engine):
 
     name = "emulated"
     labels = ("emulated",)
+    # The quickstart's.
+    first_scenario = _FirstScenario("tiny", "256,1024,2048", 16, 250, 15, 5, 15)
     options_model = EmulatedOptions
-    chooses_transport = False
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
         assert isinstance(options, EmulatedOptions)
@@ -210,7 +249,7 @@ class Emulated(Engine):
 
     @staticmethod
     def _num_blocks(instance: Instance, options: EmulatedOptions) -> int:
-        return options.blocks(instance.max_tokens_per_request)
+        return options.kv_blocks(instance.max_tokens_per_request)
 
 
 def _kv_pace(connector: Connector, options: EmulatedOptions) -> dict[str, dict[str, float | None]]:

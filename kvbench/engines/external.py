@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import RunningServer
 from kvbench.engines.base import Engine, EngineOptions, Instance
-from kvbench.errors import InputError
-from kvbench.transfer.base import Problem
+from kvbench.errors import InputError, Problem
 
 _UNSEEN: Final = re.compile(r"[\x00-\x20\x7f-\xa0]")
 
@@ -44,6 +44,9 @@ def each_url(urls: str) -> list[str]:
 
 class ExternalOptions(EngineOptions):
     """Where the server under test answers."""
+
+    starts_processes = False
+    uses_gpus = False
 
     base_url: str = Field(
         ..., min_length=1, description="base URL of any OpenAI-compatible server or P/D router"
@@ -77,12 +80,12 @@ class ExternalOptions(EngineOptions):
         return urls
 
     @property
-    def metrics_urls(self) -> dict[str, str]:
-        """Instance name → its /metrics, for P and D."""
+    def server(self) -> RunningServer:
         given = {"prefill": self.prefill_metrics_url, "decode": self.decode_metrics_url}
-        return {
+        metrics = {
             f"{role}-{rank}": url for role, urls in given.items() for rank, url in enumerate(each_url(urls))
         }
+        return RunningServer(self.base_url, metrics, self.api_key_env)
 
 
 class External(Engine):

@@ -15,8 +15,7 @@ from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
 from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
-from kvbench.errors import KvbenchError
-from kvbench.transfer.base import Problem
+from kvbench.errors import KvbenchError, Problem
 
 _OURS: Final = (
     "model-path",
@@ -58,6 +57,14 @@ class SglangOptions(EngineOptions):
         if taken:
             raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
         return given
+
+    @property
+    def served_from(self) -> str:
+        return self.model
+
+    @property
+    def executable(self) -> str:
+        return self.command[0]
 
     def environment(self, role: Role) -> dict[str, str]:
         """The user's environment for one role."""

@@ -7,115 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from pydantic import Field, JsonValue, field_validator
-
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
 from kvbench.connectors.parts.versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
-from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
-from kvbench.engines.parts.commands import argv_of, asked_version, found_command, owned_flags, whole
-from kvbench.errors import InputError, KvbenchError
-from kvbench.transfer.base import Problem
+from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
+from kvbench.engines.parts.commands import argv_of, asked_version, found_command, whole
+from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario
+from kvbench.engines.parts.vllm_options import VllmOptions
+from kvbench.errors import InputError, KvbenchError, Problem
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
 """The first release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
-_OURS: Final = (
-    "host",
-    "port",
-    "served-model-name",
-    "tensor-parallel-size",
-    "kv-transfer-config",
-    "kv-buffer-device",
-)
-"""Arguments that follow from the scenario."""
-
-
-class VllmOptions(EngineOptions):
-    """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
-
-    model: str = Field(..., min_length=1, description="path or id of the model that is served")
-    command: tuple[str, ...] = Field(
-        ("vllm",), min_length=1, description="how vLLM is started, e.g. [/opt/vllm/bin/vllm]"
-    )
-    version: str = Field("", description="vLLM's version; by default it is asked with --version")
-    engine_args: dict[str, JsonValue] = Field(
-        default_factory=dict, description="arguments of `vllm serve` for all roles, by their names"
-    )
-    prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
-    decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
-    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
-    prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
-    decode_env: Environment = Field(default_factory=dict, description="environment of D only")
-    prefill_devices: tuple[str, ...] = Field(
-        (),
-        description="CUDA_VISIBLE_DEVICES of each prefill instance; engines without P/D take these, then the "
-        "decode instances'. By default this host's GPUs are dealt out in turn",
-    )
-    decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
-    max_model_len: int | None = Field(
-        None, ge=16, description="longest input plus output; by default the model's own limit"
-    )
-    max_num_seqs: int | None = Field(None, ge=1, description="sequences that run at the same time")
-    max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
-    gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="share of the GPU's memory that vLLM takes"
-    )
-    block_size: int | None = Field(
-        None, ge=1, le=1024, description="tokens per KV block; by default vLLM's: 16 on GPUs, 128 on CPUs"
-    )
-    enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
-    kv_buffer_device: str = Field("", description="where connectors buffer KV: cuda or cpu")
-    kv_load_failure_policy: str = Field(
-        "fail", pattern="^(fail|recompute)$", description="what D does when KV does not arrive"
-    )
-
-    @field_validator("engine_args", "prefill_args", "decode_args")
-    @classmethod
-    def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
-        taken = owned_flags(given, _OURS)
-        if taken:
-            raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
-        return given
-
-    @field_validator("version")
-    @classmethod
-    def _readable(cls, version: str) -> str:
-        if version:
-            try:
-                release(version)
-            except InputError as error:
-                raise ValueError(error.message) from error
-        return version
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per KV block, for the plan's arithmetic."""
-        return self.block_size or (128 if self.env.get("VLLM_CPU_KVCACHE_SPACE") else 16)
-
-    def environment(self, role: Role, rank: int) -> dict[str, str]:
-        """The user's environment for one instance."""
-        own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
-        whole = (*self.prefill_devices, *self.decode_devices)
-        devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
-        chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
-        return {**self.env, **chosen, **own}
-
-    def arguments(self, role: Role) -> dict[str, Any]:
-        """The user's arguments for one role, with underscores as hyphens."""
-        typed: dict[str, Any] = {
-            "max-model-len": self.max_model_len,
-            "max-num-seqs": self.max_num_seqs,
-            "max-num-batched-tokens": self.max_num_batched_tokens,
-            "gpu-memory-utilization": self.gpu_memory_utilization,
-            "block-size": self.block_size,
-            "enable-prefix-caching": None if self.enable_prefix_caching else False,
-        }
-        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
-        given = {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
-        return {**typed, **given}
 
 
 class Vllm(Engine):
@@ -123,6 +28,9 @@ class Vllm(Engine):
 
     name = "vllm"
     options_model = VllmOptions
+    first_scenario = VllmFirstScenario(
+        "Qwen/Qwen3-8B", "1024,4096,8192", 128, 1000, 50, 30, 600, title="vLLM", loads_model=True
+    )
     launch_s = (15.0, 180.0)
 
     def version(self, options: EngineOptions) -> str:
@@ -305,12 +213,13 @@ def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[
             environment = {**options.environment(role, 0)}
             for text in connector.warnings(connector_options, environment):
                 yield f"{label}: {text}"
-            tls = str(environment.get("UCX_TLS") or getattr(connector_options, "ucx_tls", ""))
-            if isinstance(connector_options, UcxOptions) and not on_cpu and not moves_gpu_memory(tls):
-                yield (
-                    f"{label}: UCX_TLS={tls} leaves CUDA out, and NIXL 1.0 and newer then refuse GPU memory; "
-                    "add cuda, or leave it out"
-                )
+            if isinstance(connector_options, UcxOptions) and not on_cpu:
+                tls = environment.get("UCX_TLS") or connector_options.ucx_tls
+                if not moves_gpu_memory(tls):
+                    yield (
+                        f"{label}: UCX_TLS={tls} leaves CUDA out, and NIXL 1.0 and newer then refuse GPU "
+                        "memory; add cuda, or leave it out"
+                    )
             yield from _overridden(label, connector.env(role, connector_options, 1, "host"), environment)
     local = {host for host in setting.hosts if host in ("localhost", "127.0.0.1")}
     if local and len(setting.hosts) > 1:

@@ -23,7 +23,7 @@ from kvbench.launchers.parts.remote import RemoteLauncher
 from kvbench.microbench.hosts import MicrobenchPlace, kind_of
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.sides import Side
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.transfer.parts.usable import movers_on
 
 CHECK_S: Final = 120.0
@@ -58,7 +58,7 @@ class BetweenHosts:
             raise InputError(f"--pairs knows no {options.pairs!r}", hint=hint)
         self._options = options
         self._tell = tell
-        self._scenario, self.source = resolve(Wish(str(options.scenario)))
+        self._scenario, self.source = resolve(CliOptions(str(options.scenario)))
         self._tag = f"microbench-{secrets.token_hex(4)}"
         self._fleet: Fleet | None = None
         self._gone: dict[str, str] = {}

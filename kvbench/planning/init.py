@@ -13,13 +13,12 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from kvbench import engines
 from kvbench.core.physics.model_shapes import MODELS, ModelShape
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
-from kvbench.planning.init_machine import Able, FoundMachine, able_connectors, look_around
-from kvbench.planning.init_text import DEFAULTS, Answers, described, written
+from kvbench.planning.init_machine import Able, FoundMachine, able_connectors, first_scenario, look_around
+from kvbench.planning.init_text import Answers, described, written
 from kvbench.planning.scenario_files import registry
 
 DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -66,11 +65,11 @@ def _prompt(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
 
 def gather(machine: FoundMachine, ask: Ask, console: Console) -> tuple[Answers, list[Able]]:
     """All answers, and which connectors can run. Raises InputError if none can."""
-    engine = "emulated"
-    if machine.vllm and "vllm" in engines.names():
-        engine = ask("engine (vllm, emulated)", "vllm", _one_of(("vllm", "emulated")))
-    offered = DEFAULTS[engine]
-    if engine == "vllm":
+    engine, *others = found = tuple(machine.engines)
+    if others:
+        engine = ask(f"engine ({', '.join(found)})", engine, _one_of(found))
+    offered = first_scenario(engine)
+    if offered.loads_model:
         model = ask("model, a folder or an id", offered.model, _text)
         shape = shape_of(model) or MODELS[ask("its shape, a preset", _nearest(model), _one_of(MODELS))]
     else:

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
 
-import yaml
-
+from kvbench import engines
 from kvbench.core.physics.model_shapes import MODELS, ModelShape
-from kvbench.planning.init_machine import Able, FoundMachine
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What is offered as an answer, by engine."""
-
-    model: str
-    input_len: str
-    output_len: int
-    ttft_ms: float
-    tpot_ms: float
-    trial_s: float
-    ready_s: int
-
-
-# The emulated ones are the quickstart's; the others ask for what a reader of streamed text notices.
-DEFAULTS: Final[Mapping[str, Defaults]] = {
-    "emulated": Defaults("tiny", "256,1024,2048", 16, 250, 15, 5, 15),
-    "vllm": Defaults("Qwen/Qwen3-8B", "1024,4096,8192", 128, 1000, 50, 30, 600),
-}
+from kvbench.core.scenario.yaml_lines import one_line
+from kvbench.planning.init_machine import Able, FoundMachine, first_scenario
 
 
 @dataclass(frozen=True)
@@ -50,16 +29,18 @@ class Answers:
 def described(machine: FoundMachine) -> list[str]:
     """What was found, a line each."""
     cards = [str(card.get("name")) for card in machine.gpus]
-    return [
-        f"GPUs      {', '.join(cards) or 'none'}",
-        f"RDMA      {', '.join(machine.nics) or 'none'}",
-        f"vLLM      {f'{machine.vllm_version} at {machine.vllm}' if machine.vllm else 'none on the PATH'}",
-    ]
+    lines = [f"GPUs      {', '.join(cards) or 'none'}", f"RDMA      {', '.join(machine.nics) or 'none'}"]
+    for name in engines.names():
+        first, there = engines.get(name).first_scenario, machine.installed(name)
+        if first and first.title:
+            where = f"{there.version} at {there.command}" if there.command else "none on the PATH"
+            lines.append(f"{first.title:<10}{where}")
+    return lines
 
 
 def written(answers: Answers, machine: FoundMachine, able: Sequence[Able]) -> str:
     """The scenario's text, with a comment on each choice."""
-    offered = DEFAULTS[answers.engine]
+    offered = first_scenario(answers.engine)
     cannot = [f"  # {each.name} cannot run here: {each.reason}" for each in able if each.reason]
     lines = [
         *(f"# {line}" for line in ("Written by `kvbench init` for this machine:", *described(machine))),
@@ -75,7 +56,7 @@ def written(answers: Answers, machine: FoundMachine, able: Sequence[Able]) -> st
         "",
         "connectors:                # each gets a line in the plot; aggregated is the truth for outputs",
         *_connector_lines(answers, machine),
-        *(_one_line(text) for text in cannot),
+        *(_comment(text) for text in cannot),
         "",
         "workload:",
         f"  input_len: {list(answers.input_len)}",
@@ -112,40 +93,24 @@ def _model_lines(answers: Answers) -> list[str]:
     fields = {key: value for key, value in asdict(shape).items() if key != "source" and value}
     return [
         f"model:  {per_token}, from its config.json",
-        *(f"  {k}: {_scalar(v)}" for k, v in fields.items()),
+        *(f"  {k}: {one_line(v)}" for k, v in fields.items()),
     ]
 
 
 def _deployment_lines(answers: Answers, machine: FoundMachine) -> list[str]:
-    lines = [
+    longest = max(answers.input_len) + answers.output_len
+    gpus = [str(card.get("index", number)) for number, card in enumerate(machine.gpus)]
+    own = first_scenario(answers.engine).option_lines(
+        answers.model, longest, machine.installed(answers.engine), gpus
+    )
+    return [
         f"  engine: {answers.engine}",
         "  prefill: 1               # x and y of xPyD; aggregated has as many engines as both",
         "  decode: 1",
         "  tensor_parallel_size: 1",
         "  engine_options:",
+        *(f"    {line}" for line in own),
     ]
-    if answers.engine == "emulated":
-        return [
-            *lines,
-            "    timing: quick          # compute is modelled; KV bytes and the libraries are real",
-        ]
-    lines += [f"    model: {_scalar(answers.model)}", f"    command: [{_scalar(machine.vllm)}]"]
-    longest = max(answers.input_len) + answers.output_len
-    lines.append(f"    max_model_len: {longest}")
-    return [*lines, *_gpu_lines(machine)]
-
-
-def _gpu_lines(machine: FoundMachine) -> list[str]:
-    indices = [str(card.get("index", number)) for number, card in enumerate(machine.gpus)]
-    if len(indices) >= 2:
-        return [f'    prefill_devices: ["{indices[0]}"]', f'    decode_devices: ["{indices[1]}"]']
-    if indices:
-        return [
-            f'    prefill_devices: ["{indices[0]}"]   # one GPU for both: fine to try, not to quote',
-            f'    decode_devices: ["{indices[0]}"]',
-            "    gpu_memory_utilization: 0.42",
-        ]
-    return ["    env:", '      VLLM_CPU_KVCACHE_SPACE: "1"   # GiB, since there is no GPU']
 
 
 def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
@@ -153,7 +118,7 @@ def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     for name in answers.connectors:
         options = _options(name, answers, machine)
         lines.append(f"  - name: {name}" if options else f"  - {name}")
-        lines += [f"    {key}: {_scalar(value)}" for key, value in options.items()]
+        lines += [f"    {key}: {one_line(value)}" for key, value in options.items()]
     return lines
 
 
@@ -164,17 +129,11 @@ def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, st
         return {"protocol": "rdma", "device_name": nics}
     if name in ("nixl", "nixl_push"):
         devices = {"ucx_net_devices": ",".join(f"{nic}:1" for nic in machine.nics)} if nics else {}
-        # With a real engine UCX knows best what GPU memory needs; the emulated one would take TCP.
-        emulated = {"ucx_tls": "rc,tcp"} if nics and answers.engine == "emulated" else {}
-        return {**emulated, **devices}
+        # UCX knows best what GPU memory needs; an engine that leaves it no choice would take TCP.
+        chooses = engines.options_model(answers.engine).chooses_transport
+        return {**({"ucx_tls": "rc,tcp"} if nics and not chooses else {}), **devices}
     return {}
 
 
-def _scalar(value: object) -> str:
-    """A value as YAML on one line, quoted where it must be."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
-
-
-def _one_line(text: str) -> str:
+def _comment(text: str) -> str:
     return "  " + " ".join(text.split())

@@ -21,7 +21,7 @@ from kvbench.core.scenario.hosts import FarHost
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
 from kvbench.launchers.parts.fleet import in_shell
 from kvbench.launchers.ssh import SshConnections
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.version import __version__
 
 BUILD_DEADLINE_S: Final = 300.0
@@ -57,7 +57,7 @@ class Ready:
 
 def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, console: Console) -> int:
     """Copy a wheel to each host and install it into ``WORKDIR/venv``; 1 if one of them failed."""
-    scenario, _ = resolve(Wish(scenario_name, overrides))
+    scenario, _ = resolve(CliOptions(scenario_name, overrides))
     hosts = scenario.deployment.used_hosts
     if scenario.deployment.launcher != "ssh" or not hosts:
         raise InputError("the scenario names no hosts to install on", hint="launcher: ssh, hosts: …")

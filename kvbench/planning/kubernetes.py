@@ -81,7 +81,7 @@ def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
 
 def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOptions) -> list[Manifest]:
     """ConfigMap, Service and StatefulSet of each pod, in the order of start. Raises InputError."""
-    if scenario.deployment.engine == "external":
+    if not scenario.deployment.engine_options.starts_processes:
         raise InputError("an external server is not launched by kvbench", hint="name an engine that is")
     names = dns_names(scenario, planned)
     if any(each.port == 0 for each in planned.instances) or planned.router_port == 0:
@@ -109,13 +109,11 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
     roles["router"] = roles["router"] or roles["aggregated"]  # where helpers are, even without a router
     hosts = {name: FarHost(address=name) for name in names.values()}
     # The choice of devices is that of one machine; a pod sees what it was given.
-    engine = scenario.deployment.engine_options
-    free = {each: () for each in ("prefill_devices", "decode_devices") if hasattr(engine, each)}
     deployment = scenario.deployment.model_copy(
         update={
             "hosts": hosts,
             "roles": Roles.model_validate(roles),
-            "engine_options": engine.model_copy(update=free) if free else engine,
+            "engine_options": scenario.deployment.engine_options.without_devices(),
         }
     )
     return scenario.model_copy(update={"deployment": deployment})

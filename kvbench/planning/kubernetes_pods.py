@@ -179,7 +179,7 @@ def _container(scenario: Scenario, options: K8sOptions, name: str, spec: Process
 
 def _resources(scenario: Scenario, options: K8sOptions) -> Manifest:
     limits: dict[str, str] = {}
-    if options.gpu and scenario.deployment.engine != "emulated":
+    if options.gpu and scenario.deployment.engine_options.uses_gpus:
         limits[options.gpu.partition("=")[0]] = str(scenario.deployment.tensor_parallel_size)
     found: Manifest = {}
     if options.rdma:

@@ -21,7 +21,7 @@ SMALL_VOCABULARY = 4000
 
 
 @dataclass(frozen=True)
-class Wish:
+class CliOptions:
     """The options of ``sweep``, ``bench`` and ``plan``, as they were given."""
 
     scenario: str = "quickstart"
@@ -48,20 +48,20 @@ class Wish:
     decode_metrics_url: str | None = None
 
 
-def resolve(wish: Wish) -> tuple[Scenario, bytes]:
+def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
-    if wish.base_url is not None:
-        return _external(wish, wish.base_url)
-    if wish.prefill_metrics_url or wish.decode_metrics_url:
+    if cli.base_url is not None:
+        return _external(cli, cli.base_url)
+    if cli.prefill_metrics_url or cli.decode_metrics_url:
         raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
-    overrides = [*wish.overrides, *_shorthand(wish)]
-    overrides = [*_replaced(wish), *overrides]
-    scenario, source = load_scenario(wish.scenario, overrides)
+    overrides = [*cli.overrides, *_shorthand(cli)]
+    overrides = [*_replaced(cli), *overrides]
+    scenario, source = load_scenario(cli.scenario, overrides)
     overrides += _traced(scenario)
-    if wish.connectors or scenario.workload.trace:
-        data, origin = find_scenario(wish.scenario)
-        if wish.connectors:
-            chosen = _chosen_connectors(scenario, wish.connectors)
+    if cli.connectors or scenario.workload.trace:
+        data, origin = find_scenario(cli.scenario)
+        if cli.connectors:
+            chosen = _chosen_connectors(scenario, cli.connectors)
             overrides.append(f"connectors={json.dumps(chosen)}")
         scenario = parse_scenario(data.decode("utf-8-sig"), origin, registry(), overrides)
     if scenario.workload.trace:
@@ -69,32 +69,32 @@ def resolve(wish: Wish) -> tuple[Scenario, bytes]:
     return scenario, source
 
 
-def _replaced(wish: Wish) -> list[str]:
+def _replaced(cli: CliOptions) -> list[str]:
     """What stands for a whole section, so that nothing of the scenario's own is left beside it."""
     found = []
-    if wish.slo:
-        found.append(f"slo={json.dumps({'limits': list(wish.slo)})}")
-    if wish.trace is not None or wish.time_scale is not None:
-        trace = {"path": wish.trace, "time_scale": wish.time_scale}
+    if cli.slo:
+        found.append(f"slo={json.dumps({'limits': list(cli.slo)})}")
+    if cli.trace is not None or cli.time_scale is not None:
+        trace = {"path": cli.trace, "time_scale": cli.time_scale}
         given = {key: value for key, value in trace.items() if value is not None}
-        if wish.trace is None:
-            found.append(f"workload.trace.time_scale={wish.time_scale}")
+        if cli.trace is None:
+            found.append(f"workload.trace.time_scale={cli.time_scale}")
         else:
             found += [f"workload.trace={json.dumps(given)}", "search.method=trace"]
-    return [*found, *_method(wish)]
+    return [*found, *_method(cli)]
 
 
-def _method(wish: Wish) -> list[str]:
+def _method(cli: CliOptions) -> list[str]:
     """``--method sustained,burst`` and ``--rates``, which mean a method by themselves."""
     found = []
-    names = [name.strip() for name in (wish.method or "").split(",") if name.strip()]
-    if wish.rates is not None:
-        found += [f"search.rates=[{wish.rates}]", *([] if names else ["search.method=fixed"])]
+    names = [name.strip() for name in (cli.method or "").split(",") if name.strip()]
+    if cli.rates is not None:
+        found += [f"search.rates=[{cli.rates}]", *([] if names else ["search.method=fixed"])]
     if sorted(names) == ["burst", "sustained"]:
         return [*found, "search.method=sustained", "search.compare_burst=true"]
     if len(names) > 1:
         raise InputError(
-            f"--method takes one method, or sustained,burst for both, not {wish.method!r}",
+            f"--method takes one method, or sustained,burst for both, not {cli.method!r}",
             hint="there are: sustained, burst, fixed, trace",
         )
     return [*found, *(f"search.method={name}" for name in names)]
@@ -109,17 +109,17 @@ def _traced(scenario: Scenario) -> list[str]:
     return [*lengths, f"workload.trace.longest={longest}"]
 
 
-def _shorthand(wish: Wish) -> list[str]:
+def _shorthand(cli: CliOptions) -> list[str]:
     """The short options as overrides of the scenario."""
     values = {
-        "workload.input_len": None if wish.input_len is None else f"[{wish.input_len}]",
-        "workload.output_len": wish.output_len,
-        "slo.ttft_ms": wish.ttft_ms,
-        "slo.tpot_ms": wish.tpot_ms,
-        "slo.attainment": wish.attainment,
-        "load.workers": wish.workers,
-        "load.mode": "direct" if wish.direct else None,
-        "deployment.engine_options.api_key_env": wish.api_key_env,
+        "workload.input_len": None if cli.input_len is None else f"[{cli.input_len}]",
+        "workload.output_len": cli.output_len,
+        "slo.ttft_ms": cli.ttft_ms,
+        "slo.tpot_ms": cli.tpot_ms,
+        "slo.attainment": cli.attainment,
+        "load.workers": cli.workers,
+        "load.mode": "direct" if cli.direct else None,
+        "deployment.engine_options.api_key_env": cli.api_key_env,
     }
     return [f"{path}={value}" for path, value in values.items() if value is not None]
 
@@ -130,59 +130,59 @@ def _chosen_connectors(scenario: Scenario, names: tuple[str, ...]) -> list[Any]:
     return [entries.get(name, name) for name in dict.fromkeys(names)]
 
 
-def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
+def _external(cli: CliOptions, base_url: str) -> tuple[Scenario, bytes]:
     """A scenario for a server that is already there, written down as a file would be."""
     if problem := url_problem(base_url):
         raise InputError(f"--base-url {problem}")
     missing = [
         option
-        for option, value in (("--input-len", wish.input_len), ("--output-len", wish.output_len))
-        if value is None and wish.trace is None
+        for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
+        if value is None and cli.trace is None
     ]
-    unsearched = wish.rates is not None or wish.trace is not None
-    if wish.ttft_ms is None and wish.tpot_ms is None and not wish.slo and not unsearched:
+    unsearched = cli.rates is not None or cli.trace is not None
+    if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
         missing.append("--ttft-ms, --tpot-ms or --slo")
     if missing:
         raise InputError(f"--base-url also needs {', '.join(missing)}", hint="see `kvbench sweep --help`")
-    if len(wish.connectors) > 1:
+    if len(cli.connectors) > 1:
         raise InputError(
             "one base URL is one deployment, so it has one --connector",
             hint="measure each with a run of its own",
         )
-    if wish.direct or wish.both_modes:
+    if cli.direct or cli.both_modes:
         raise InputError(
             "behind a --base-url only one URL is known, so P and D cannot be asked directly",
             hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
         )
     root = base_url.rstrip("/").removesuffix("/v1")
-    name = wish.connectors[0] if wish.connectors else "aggregated"
+    name = cli.connectors[0] if cli.connectors else "aggregated"
     document = {
         "version": 1,
         "name": "external",
         "model": {
             "name": "external",
-            "served_model_name": served_model(root, wish.api_key_env or ""),
+            "served_model_name": served_model(root, cli.api_key_env or ""),
             "vocab_size": SMALL_VOCABULARY,
         },
-        "deployment": {"engine": "external", "engine_options": _engine_options(root, name, wish)},
+        "deployment": {"engine": "external", "engine_options": _engine_options(root, name, cli)},
         "connectors": [name],
         "workload": {}
-        if wish.trace is not None
-        else {"input_len": _lengths(wish.input_len or ""), "output_len": wish.output_len},
+        if cli.trace is not None
+        else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},
         "slo": {
             key: value
             for key, value in (
-                ("ttft_ms", wish.ttft_ms),
-                ("tpot_ms", wish.tpot_ms),
-                ("attainment", wish.attainment),
-                ("limits", list(wish.slo) or None),
+                ("ttft_ms", cli.ttft_ms),
+                ("tpot_ms", cli.tpot_ms),
+                ("attainment", cli.attainment),
+                ("limits", list(cli.slo) or None),
             )
             if value is not None
         },
     }
     text = yaml.safe_dump(document, sort_keys=False)
-    overrides = [*_replaced(replace(wish, slo=())), *wish.overrides]
-    overrides += [f"load.workers={wish.workers}"] if wish.workers is not None else []
+    overrides = [*_replaced(replace(cli, slo=())), *cli.overrides]
+    overrides += [f"load.workers={cli.workers}"] if cli.workers is not None else []
     scenario = parse_scenario(text, "--base-url", registry(), overrides)
     if scenario.workload.trace:
         overrides += _traced(scenario)
@@ -190,14 +190,14 @@ def _external(wish: Wish, base_url: str) -> tuple[Scenario, bytes]:
     return scenario, text.encode()
 
 
-def _engine_options(root: str, connector: str, wish: Wish) -> dict[str, str]:
+def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, str]:
     options = {"base_url": root}
     if connector == "aggregated":
         options["decode_metrics_url"] = f"{root}/metrics"
     given = {
-        "prefill_metrics_url": wish.prefill_metrics_url,
-        "decode_metrics_url": wish.decode_metrics_url,
-        "api_key_env": wish.api_key_env,
+        "prefill_metrics_url": cli.prefill_metrics_url,
+        "decode_metrics_url": cli.decode_metrics_url,
+        "api_key_env": cli.api_key_env,
     }
     options |= {name: value for name, value in given.items() if value}
     if connector == "aggregated" and "prefill_metrics_url" in options:

@@ -17,7 +17,7 @@ from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.gpu_dealing import require_gpus, with_devices
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.process_specs import engine_warnings, process_specs, profile_of
 
 
@@ -33,9 +33,9 @@ def plan_of(scenario: Scenario) -> Plan:
     return with_devices(replace(plan, notes=(*plan.notes, *engine_warnings(scenario))))
 
 
-def command(wish: Wish, console: Console, *, as_json: bool) -> None:
+def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
     """Print the plan: for people, or as JSON with every process's argv and environment."""
-    scenario, _ = resolve(wish)
+    scenario, _ = resolve(cli)
     plan = plan_of(scenario)
     require_gpus(plan)
     if as_json:
@@ -53,12 +53,12 @@ def command(wish: Wish, console: Console, *, as_json: bool) -> None:
     console.print("nothing was started", markup=False)
 
 
-def render(wish: Wish, words: Sequence[str]) -> None:
+def render(cli: CliOptions, words: Sequence[str]) -> None:
     """Print the manifests of the scenario's deployment. ``words``: NAME=VALUE of ``K8sOptions``."""
     from kvbench.planning.kubernetes import rendered
     from kvbench.planning.kubernetes_pods import options_from
 
-    scenario, _ = resolve(wish)
+    scenario, _ = resolve(cli)
     print(rendered(plan_of(scenario), options_from(words)), end="")
 
 
@@ -88,7 +88,7 @@ def _print_header(plan: Plan, console: Console) -> None:
 def _engines(plan: Plan) -> str:
     """How many engines each kind of deployment has: ``1P1D against 2 engines without P/D``."""
     deployment = plan.scenario.deployment
-    if deployment.engine == "external":
+    if not deployment.engine_options.starts_processes:
         return "as many as there are behind the URL"
     measured = [each.instances for each in plan.deployments if not each.reference_only]
     whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import connectors, engines
-from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours
+from kvbench.connectors.base import Connector, Neighbours
 from kvbench.core.physics.model_shapes import ModelShape
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.process_modules import ROUTER_MODULE
@@ -18,9 +18,8 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.engines.base import Instance, Setting
-from kvbench.errors import InputError
+from kvbench.errors import InputError, Problem
 from kvbench.planning.profiling import observed
-from kvbench.transfer.base import Problem
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
@@ -28,8 +27,7 @@ def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
-    own = options if isinstance(options, ConnectorOptions) else None
-    return connectors.get(connector).profile(version, own)
+    return connectors.get(connector).profile(version, options)
 
 
 def engine_warnings(scenario: Scenario) -> list[str]:
@@ -53,7 +51,7 @@ def engine_warnings(scenario: Scenario) -> list[str]:
 def _exposed(scenario: Scenario) -> list[str]:
     """Says so where what is started listens on more than this machine's own loopback device."""
     deployment = scenario.deployment
-    if deployment.engine == "external":
+    if not deployment.engine_options.starts_processes:
         return []
     hosts = dict.fromkeys(deployment.host_of(role) for role in ("", "prefill", "decode"))
     if deployment.hosts:
@@ -152,7 +150,7 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
     Keys: connector, version, options, prefill (empty without P/D), decode. None for a single engine, to which
     requests go straight, and for servers that somebody else started, of which only one URL is known.
     """
-    if plan.router_port is None or scenario.deployment.engine == "external":
+    if plan.router_port is None or not scenario.deployment.engine_options.starts_processes:
         return None
     members = instances(scenario, plan)
     connector = profile_of(scenario, plan.connector, plan.label)
@@ -218,8 +216,9 @@ def several_hosts_problem() -> InputError:
 def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
     """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
     deployment = scenario.deployment
-    if deployment.launcher == "local" and deployment.several_hosts and deployment.engine != "external":
+    options = deployment.engine_options
+    if deployment.launcher == "local" and deployment.several_hosts and options.starts_processes:
         error = several_hosts_problem()
         return Problem(error.message, error.hint)
     engine = engines.get(deployment.engine)
-    return engine.check(connectors.get(plan.connector), deployment.engine_options)
+    return engine.check(connectors.get(plan.connector), options)

@@ -30,7 +30,6 @@ NSYS: Final = (
     "--force-overwrite=true",
     f"--output={LOGS}/{NAME}",
 )
-NVTX_ENV: Final = {"VLLM_NVTX_SCOPES_FOR_PROFILING": "1"}
 
 
 def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | None) -> ProcessSpec:
@@ -45,8 +44,8 @@ def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | N
     if not words:
         return spec
     prefix = tuple(word.replace(NAME, spec.name).replace(LOGS, folder) for word in words)
-    profiled = Path(prefix[0]).name == "nsys" and wanted.engine == "vllm"
-    env = {**NVTX_ENV, **spec.env} if profiled else spec.env
+    profiled = Path(prefix[0]).name == NSYS[0]
+    env = {**wanted.engine_options.profiler_env, **spec.env} if profiled else spec.env
     return replace(spec, argv=(*prefix, *spec.argv), env=env)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kvbench import connectors, engines
-from kvbench.connectors.base import ConnectorOptions
 from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import InputError, ScenarioError
@@ -21,14 +19,7 @@ def registry() -> Registry:
     return Registry(
         connectors={name: connectors.get(name).options_model for name in connectors.names()},
         engines={name: engines.options_model(name) for name in engines.names()},
-        settle=_settle,
     )
-
-
-def _settle(engine: str, options: Any) -> Any:
-    """A library chooses its transport with a real engine only."""
-    chooses = engines.get(engine).chooses_transport or not isinstance(options, ConnectorOptions)
-    return options if chooses else options.settled()
 
 
 def bundled_folder() -> Path:

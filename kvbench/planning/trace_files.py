@@ -52,7 +52,7 @@ def trace_lengths(trace: Trace) -> tuple[int, int, int]:
 
 def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> None:
     """Raise InputError if a request is longer than the engine's max_model_len."""
-    longest = getattr(scenario.deployment.engine_options, "max_model_len", None)
+    longest = scenario.deployment.engine_options.longest_request
     if not longest:
         return
     wrong = [each for each in requests if each.input_len + each.output_len > longest]

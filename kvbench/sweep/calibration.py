@@ -25,12 +25,8 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads
 from kvbench.core.transfers.kv_shape import MERGING
 from kvbench.core.transfers.model import TransferModel, fit_all, model_for
-from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.results.run import Run, load_run
-
-BLOCK_TOKENS: Final = 16
-"""Of an engine that does not say."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ NETWORK: Final = Surroundings(
 
 def surroundings(scenario: Scenario, label: str, backend: str, measured: Run | None = None) -> Surroundings:
     """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
-    emulated = scenario.deployment.engine == "emulated"
-    found = LOOPBACK.get(backend, LOOPBACK[""]) if emulated else NETWORK
+    modelled = scenario.deployment.engine_options.models_compute
+    found = LOOPBACK.get(backend, LOOPBACK[""]) if modelled else NETWORK
     if measured is not None and measured.manifest.get("kind") == "microbench":
         found = _of_microbench(measured, scenario, backend, found)
     elif measured is not None:
@@ -121,20 +117,17 @@ def _of_microbench(run: Run, scenario: Scenario, backend: str, otherwise: Surrou
 def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
     """The link of an emulated engine whose transfers a model paces."""
     options = scenario.deployment.engine_options
-    if not backend or not isinstance(options, EmulatedOptions):
-        return otherwise
-    model = options.pace(backend)
+    model = options.pace(backend) if backend else None
     if model is None:
         return otherwise
-    link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_scale
+    link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_factor
     scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
     return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
 
 
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     """A fitted model as a link that moves the scenario's KV."""
-    options = scenario.deployment.engine_options
-    tokens = getattr(options, "block_tokens", None) or getattr(options, "block_size", None) or BLOCK_TOKENS
+    tokens = scenario.deployment.engine_options.kv_block_tokens
     shape, ranks = scenario.model.shape, scenario.deployment.tensor_parallel_size
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
     merged = MERGING.get(backend, False)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench import engines
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.engine_count import instance_names
 from kvbench.core.plan.plan import AGGREGATED, Plan
@@ -26,7 +27,7 @@ from kvbench.core.records import Method
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.errors import EXIT_OK, InputError, StoreError
 from kvbench.hosts import environment
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
 from kvbench.planning.trace_files import load_trace, trace_digest
@@ -71,17 +72,17 @@ class Resumed:
         return virtual
 
 
-def command(path: Path, wish: Wish, kind: str, console: Console, *, force: bool = False) -> int:
+def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False) -> int:
     """Go on with a run, write its report, print its table; returns the exit code.
 
-    ``kind``: the command that was used, sweep or bench. ``wish``: its other options, which may repeat what
+    ``kind``: the command that was used, sweep or bench. ``cli``: its other options, which may repeat what
     the folder says and not contradict it. Raises InputError for options that do, StoreError for a folder
     that cannot be gone on with.
     """
     run = load_run(path)
     _require_kind(run, kind)
-    if wish != Wish():
-        _require_agreement(run, wish)
+    if cli != CliOptions():
+        _require_agreement(run, cli)
     if is_complete(run):
         console.print(f"{path} is complete: nothing is left to do", markup=False)
         return EXIT_OK
@@ -181,9 +182,9 @@ def _as_it_was(run: Run) -> Any:
     if not isinstance(deployment, dict) or "aggregated" in deployment:
         return scenario
     measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
-    engines = [instance_names(run.plan, each.get("label")) for each in measured]
-    counts = [len(names) for names in engines if names and names[0].startswith(AGGREGATED)]
-    if not counts or deployment.get("engine") == "external":
+    members = [instance_names(run.plan, each.get("label")) for each in measured]
+    counts = [len(names) for names in members if names and names[0].startswith(AGGREGATED)]
+    if not counts or not engines.options_model_of(run.plan).starts_processes:
         return scenario
     return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
 
@@ -198,17 +199,17 @@ def _require_kind(run: Run, kind: str) -> None:
         raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
 
 
-def _require_agreement(run: Run, wish: Wish) -> None:
+def _require_agreement(run: Run, cli: CliOptions) -> None:
     """Raise InputError if the command line asks for something else than the folder does."""
-    scenario, _ = resolve(wish)
+    scenario, _ = resolve(cli)
     then, now = (
         dict(_flat(run.plan.get("scenario"))),
         dict(_flat(json.loads(json.dumps(scenario.resolved())))),
     )
     asked = run.manifest.get("asked") or {}
     then |= {"the rate": asked.get("rate"), "router cost": asked.get("both_modes", False)}
-    now |= {"the rate": wish.fixed_rate, "router cost": wish.both_modes}
-    if wish.fixed_rate is None:
+    now |= {"the rate": cli.fixed_rate, "router cost": cli.both_modes}
+    if cli.fixed_rate is None:
         now["the rate"] = then["the rate"]
     wrong = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     if wrong:

@@ -19,7 +19,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import profile_of
 from kvbench.planning.trace_files import load_trace
@@ -93,12 +93,12 @@ def _words(around: Surroundings, moves: bool) -> str:
     return f"{link}{over.router_ms:g} ms router, {over.front_end_ms:g} ms front end{turns} ({around.source})"
 
 
-def simulable(wish: Wish) -> tuple[Scenario, bytes]:
-    """The scenario of a wish, if it can be simulated. Raises InputError if not."""
-    if wish.base_url is not None:
+def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
+    """The scenario of CLI options, if it can be simulated. Raises InputError if not."""
+    if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
-    scenario, source = resolve(wish)
-    if scenario.deployment.engine == "external" or not scenario.model.shape.known:
+    scenario, source = resolve(cli)
+    if not scenario.deployment.engine_options.starts_processes or not scenario.model.shape.known:
         raise InputError(
             f"the {scenario.deployment.engine} engine with a model of unknown shape cannot be simulated",
             hint="use a scenario with the emulated engine or vllm",
@@ -107,19 +107,19 @@ def simulable(wish: Wish) -> tuple[Scenario, bytes]:
     return scenario, source
 
 
-def command(wish: Wish, output: Path, console: Console, like: Path | None = None) -> int:
+def command(cli: CliOptions, output: Path, console: Console, like: Path | None = None) -> int:
     """Simulate a sweep, write its report, print its table; returns the exit code.
 
     ``like``: a measured run whose KV links and overheads are taken. Raises InputError for a scenario that
     cannot be simulated.
     """
-    ready = _ready(wish, output, like)
+    ready = _ready(cli, output, like)
     return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep)
 
 
-def simulated(wish: Wish, output: Path, like: Path | None = None) -> Path:
+def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:
     """Simulate a sweep, silently and without a report; returns its run folder. Errors as in ``command``."""
-    ready = _ready(wish, output, like)
+    ready = _ready(cli, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
     return ready.store.path
@@ -142,12 +142,12 @@ class _Ready:
         return sweep
 
 
-def _ready(wish: Wish, output: Path, like: Path | None) -> _Ready:
-    scenario, source = simulable(wish)
+def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
+    scenario, source = simulable(cli)
     measured = None if like is None else measured_run(like)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
+    fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
     asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
     store = create_store(output, scenario, source, plan, "simulate", asked)
     return _Ready(scenario, plan, store, trace, fixed, measured)

@@ -25,7 +25,7 @@ from kvbench.core.records import SCHEMA_VERSION
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes, write_json
-from kvbench.planning.overrides import Wish
+from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.cells import table
 from kvbench.report.tables.result import MISSING, Row, number, percent, summary_table
@@ -252,11 +252,11 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Path | None = None) -> int:
+def command(cli: CliOptions, choice: Choice, output: Path, console: Console, like: Path | None = None) -> int:
     """Simulate every split, print and store the comparison; returns the exit code."""
     from kvbench.report import report
 
-    ready = _ready(wish, choice, output, like)
+    ready = _ready(cli, choice, output, like)
     scenario, store = ready.scenario, ready.store
     quiet = Console(stderr=True, quiet=choice.as_json)
     with store, Display(quiet if choice.as_json else console, len(ready.plan.cells)) as display:
@@ -280,9 +280,9 @@ def command(wish: Wish, choice: Choice, output: Path, console: Console, like: Pa
     return exit_code(results)
 
 
-def predicted(wish: Wish, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
+def predicted(cli: CliOptions, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
     """Simulate every split without a word; ``output`` is where the run folder is put."""
-    ready = _ready(wish, choice, output, like)
+    ready = _ready(cli, choice, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
     return ready.found()[1]
@@ -309,9 +309,9 @@ class _Ready:
         return run, predictions(run, self.meaning, self.scenario.deployment.tensor_parallel_size)
 
 
-def _ready(wish: Wish, choice: Choice, output: Path, like: Path | None) -> _Ready:
+def _ready(cli: CliOptions, choice: Choice, output: Path, like: Path | None) -> _Ready:
     splits = wanted_splits(choice)
-    scenario, source = simulable(wish)
+    scenario, source = simulable(cli)
     # Splits have little in common: none is offered the rate of another, nor starts from it.
     alone = scenario.search.model_copy(update={"equal_rate": False})
     scenario = scenario.model_copy(update={"search": alone})

@@ -24,7 +24,6 @@ from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timing_profile
-from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.store import RunStore
@@ -43,7 +42,6 @@ MODEL_PROFILES: Final = {
 """(model, tensor-parallel size) → the timing profile that a real engine of it is simulated with."""
 VLLM_MAX_NUM_SEQS: Final = 256
 VLLM_BATCHED_TOKENS: Final = 8192
-VLLM_BLOCK_TOKENS: Final = 16
 """vLLM's defaults on GPUs, where the scenario does not set them."""
 IDLE_CLIENT: Final = ClientFigures(send_lag_p50_ms=0.0, send_lag_p99_ms=0.0, loop_lag_p99_ms=0.0)
 """A simulated client is never late."""
@@ -75,9 +73,7 @@ class VirtualDeployment:
 def timing_of(scenario: Scenario) -> TimingProfile:
     """The step times that a scenario's engine is simulated with. Raises InputError where none is known."""
     deployed = scenario.deployment
-    name = scenario.simulate.timing
-    if not name and isinstance(deployed.engine_options, EmulatedOptions):
-        name = deployed.engine_options.timing
+    name = scenario.simulate.timing or deployed.engine_options.timing_profile
     name = name or MODEL_PROFILES.get((scenario.model.name, deployed.tensor_parallel_size), "")
     if not name:
         raise InputError(
@@ -92,24 +88,14 @@ def engine_config(scenario: Scenario) -> EngineConfig:
     """The limits of the scenario's engine; an emulated one's are exact, a real one's as far as it says."""
     options, wanted = scenario.deployment.engine_options, scenario.simulate
     used = scenario.workload.longest
-    if isinstance(options, EmulatedOptions):
-        return EngineConfig(
-            options.block_tokens,
-            wanted.num_blocks or options.blocks(used),
-            options.max_num_seqs,
-            options.max_num_batched_tokens,
-            options.max_model_len or used,
-            options.enable_prefix_caching,
-        )
-    slots = getattr(options, "max_num_seqs", None) or VLLM_MAX_NUM_SEQS
-    block_tokens = getattr(options, "block_size", None) or VLLM_BLOCK_TOKENS
+    slots, block_tokens = options.slots or VLLM_MAX_NUM_SEQS, options.kv_block_tokens
     return EngineConfig(
         block_tokens,
-        wanted.num_blocks or (slots + slots // 2) * -(-used // block_tokens),
+        wanted.num_blocks or options.kv_blocks(used) or (slots + slots // 2) * -(-used // block_tokens),
         slots,
-        getattr(options, "max_num_batched_tokens", None) or VLLM_BATCHED_TOKENS,
-        getattr(options, "max_model_len", None) or used,
-        bool(getattr(options, "enable_prefix_caching", True)),
+        options.step_tokens or VLLM_BATCHED_TOKENS,
+        options.longest_request or used,
+        options.caches_prefixes,
     )
 
 
@@ -117,7 +103,7 @@ def system_of(scenario: Scenario, deployment: VirtualDeployment) -> System:
     """The deployment as the simulation takes it."""
     config, shape = engine_config(scenario), scenario.model.shape
     ranks = scenario.deployment.tensor_parallel_size
-    own_scale = getattr(scenario.deployment.engine_options, "time_scale", 1.0)
+    own_scale = scenario.deployment.engine_options.time_factor
     return System(
         timing=timing_of(scenario),
         config=config,

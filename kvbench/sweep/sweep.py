@@ -26,7 +26,7 @@ from kvbench.launchers.parts.placement import Places
 from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.parts.wire import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
 from kvbench.planning.trace_files import load_trace, trace_summary
@@ -41,13 +41,13 @@ from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
 from kvbench.sweep.trial.trial import TrialRunner
 
 
-def command(wish: Wish, output: Path, console: Console) -> int:
+def command(cli: CliOptions, output: Path, console: Console) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code."""
-    scenario, source = resolve(wish)
+    scenario, source = resolve(cli)
     plan = plan_of(scenario)
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    fixed = _fixed(wish, trace)
+    fixed = _fixed(cli, trace)
     kind = "sweep" if fixed is None else "bench"
     store = create_store(output, scenario, source, plan, kind, {} if fixed is None else asdict(fixed))
     if scenario.workload.trace:
@@ -86,14 +86,14 @@ def resume_words(kind: str, path: Path) -> str:
     return f"kvbench {'bench' if kind == 'bench' else 'sweep'} --resume {shlex.quote(str(path))}"
 
 
-def _fixed(wish: Wish, trace: Sequence[TracedRequest]) -> Fixed | None:
+def _fixed(cli: CliOptions, trace: Sequence[TracedRequest]) -> Fixed | None:
     """The one rate of ``bench``: that which was asked for, or a trace's own. None: it is searched for."""
-    if wish.fixed_rate is None and not wish.replay:
+    if cli.fixed_rate is None and not cli.replay:
         return None
-    rate = wish.fixed_rate or request_rate(trace)
+    rate = cli.fixed_rate or request_rate(trace)
     if not math.isfinite(rate):
         raise InputError("all requests of the trace come at once; give the rate to replay it at: --rate")
-    return Fixed(rate, wish.both_modes)
+    return Fixed(rate, cli.both_modes)
 
 
 def exit_code(results: Sequence[CellResult]) -> int:
@@ -178,7 +178,7 @@ class Sweep:
     def _run(self) -> list[CellResult]:
         for note in engine_warnings(self._scenario):
             self._watcher.note(note)
-        external = self._scenario.deployment.engine == "external"
+        external = not self._scenario.deployment.engine_options.starts_processes
         last: DeploymentPlan | None = None
         for deployment in self._plan.deployments:
             if external and deployment.reference_only:
@@ -283,14 +283,14 @@ class Sweep:
         planned = with_ports_at(planned, self._scenario.deployment, self._launcher)
         self._record_processes(planned)
         count = len(planned.instances)
-        if self._scenario.deployment.engine != "external":  # which nobody starts, nor counts
+        if self._scenario.deployment.engine_options.starts_processes:  # which nobody starts, nor counts
             self._watcher.stage(f"{planned.label}: starting {count} engine{'s' * (count > 1)}")
         deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
         self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
         return deployment
 
     def _record_processes(self, planned: DeploymentPlan) -> None:
-        if self._scenario.deployment.engine == "external":
+        if not self._scenario.deployment.engine_options.starts_processes:
             return
         specs = process_specs(self._scenario, planned, self._launcher.log_dir.absolute())
         self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}

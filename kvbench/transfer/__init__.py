@@ -13,9 +13,9 @@ import subprocess
 import sys
 
 from kvbench.core.plan.process_modules import TRANSFER_CHILD_MODULE
-from kvbench.errors import InputError
+from kvbench.errors import InputError, Problem
 from kvbench.plugins import outside
-from kvbench.transfer.base import Backend, Problem
+from kvbench.transfer.base import Backend
 
 ENTRY_POINT_GROUP = "kvbench.transfer"
 CHECK_DEADLINE_S = 15.0

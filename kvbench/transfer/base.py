@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvbench.core.transfers.records import Layout as Layout
-from kvbench.errors import TransferError
+from kvbench.errors import Problem, TransferError
 from kvbench.version import __version__
 
 Op = Literal["read", "write"]
@@ -52,14 +52,6 @@ def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:
     if asked not in protocols:
         raise TransferError(f"there is no protocol {asked!r} here", hint=f"there are: {', '.join(protocols)}")
     return asked
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why something cannot be used here, and the command or change that mends it."""
-
-    reason: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from kvbench.errors import MissingLibraryError
-from kvbench.transfer.base import Backend, Layout, Problem
+from kvbench.errors import MissingLibraryError, Problem
+from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, version_of
 from kvbench.transfer.parts.twosided import INSTALL, LIBRARY_LIMIT_S, Pair, Part, TwoSidedEndpoint, Way
 

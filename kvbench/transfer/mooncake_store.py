@@ -29,8 +29,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbench.core.plan.processes import unproxied
-from kvbench.errors import TransferError
-from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
+from kvbench.errors import Problem, TransferError
+from kvbench.transfer.base import Backend, Endpoint, Layout
 from kvbench.transfer.parts import mooncakewheel
 from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import inherited

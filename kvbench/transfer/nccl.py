@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from kvbench.errors import MissingLibraryError, TransferError
-from kvbench.transfer.base import Backend, Layout, Problem
+from kvbench.errors import MissingLibraryError, Problem, TransferError
+from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, inherited, version_of
 from kvbench.transfer.parts.twosided import LIBRARY_LIMIT_S, Pair, Part, TwoSidedEndpoint, Way
 

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import TransferError
-from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Problem, Ticket, nics_of, protocol_of
+from kvbench.errors import Problem, TransferError
+from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, Span, paired_spans, split_spans
 from kvbench.transfer.parts.native import inherited, version_of
 from kvbench.transfer.parts.nixlagent import (

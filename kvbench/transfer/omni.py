@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import KvbenchError, MissingLibraryError, TransferError
-from kvbench.transfer.base import Backend, Layout, Problem
+from kvbench.errors import KvbenchError, MissingLibraryError, Problem, TransferError
+from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import VERBS_LIBRARIES, preload, version_of
 from kvbench.transfer.parts.omniexample import ExampleConnector

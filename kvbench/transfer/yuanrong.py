@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import TransferError
-from kvbench.transfer.base import Backend, Layout, Problem
+from kvbench.errors import Problem, TransferError
+from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import import_native, version_of
 from kvbench.transfer.parts.servers import available_bytes, free_port, start_server

@@ -35,7 +35,7 @@ def test_every_option_of_a_load_reaches_the_wish() -> None:
     given: dict[str, Any] = {
         each.name: [each.name] if each.name in repeated else each.name for each in fields(LoadOptions)
     }
-    told = asdict(LoadOptions(**given).wish()).values()
+    told = asdict(LoadOptions(**given).cli_options()).values()
     for name, value in given.items():
         assert (tuple(value) if name in repeated else value) in told
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.deployment.deployment import Deployment
 from kvbench.launchers.local import LocalLauncher
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.trial.idle import Idleness
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(90)
 def test_it_is_drained_when_no_request_is_under_way(tmp_path: Path) -> None:
     """An external server, so that the engine's life is not the deployment's."""
     with emulated.running(tmp_path, emulated.spec(time_scale=1.0)) as engine:
-        scenario, _ = resolve(Wish(base_url=engine.url, input_len="64", output_len=4, ttft_ms=1000))
+        scenario, _ = resolve(CliOptions(base_url=engine.url, input_len="64", output_len=4, ttft_ms=1000))
         (planned,) = plan_of(scenario).deployments
         launcher = LocalLauncher("test-deployment", tmp_path / "logs", tmp_path / "specs")
         with Deployment(scenario, planned, launcher) as deployment:

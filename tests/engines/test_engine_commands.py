@@ -402,6 +402,6 @@ def test_launch_print_starts_nothing_and_prints_everything(tmp_path: Path) -> No
 def test_options_refuse_what_they_do_not_know() -> None:
     with pytest.raises(ValidationError, match="rdma_devices"):
         VllmOptions.model_validate({**GIVEN, "rdma_devices": "mlx5_0"})
-    assert VllmOptions(model="m").block_tokens == 16
-    assert VllmOptions(model="m", env={"VLLM_CPU_KVCACHE_SPACE": "1"}).block_tokens == 128
+    assert VllmOptions(model="m").kv_block_tokens == 16
+    assert VllmOptions(model="m", env={"VLLM_CPU_KVCACHE_SPACE": "1"}).kv_block_tokens == 128
     assert connectors.get("mooncake").history

@@ -23,7 +23,7 @@ from kvbench.launchers.parts.slurm_words import (
     salloc_command,
     srun_command,
 )
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 
 JOB = """\
 JobId=65 HetJobId=65 HetJobOffset=0 JobName=kvbench-x UserId=me(1000) JobState=RUNNING Reason=None \
@@ -171,10 +171,10 @@ SLURM = "deployment.launcher=slurm"
 
 
 def test_a_scenario_names_its_launcher_and_what_it_needs() -> None:
-    scenario, _ = resolve(Wish(overrides=(SLURM, 'deployment.slurm={"prefill": {}, "decode": {}}')))
+    scenario, _ = resolve(CliOptions(overrides=(SLURM, 'deployment.slurm={"prefill": {}, "decode": {}}')))
     assert scenario.deployment.slurm is not None
     assert scenario.deployment.slurm.prefill is not None
-    resolve(Wish(overrides=("deployment.launcher=ray",)))
+    resolve(CliOptions(overrides=("deployment.launcher=ray",)))
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_a_scenario_names_its_launcher_and_what_it_needs() -> None:
 )
 def test_a_scenario_that_mixes_launchers_is_refused(settings: tuple[str, ...], told: str) -> None:
     with pytest.raises(ScenarioError, match=told):
-        resolve(Wish(overrides=settings))
+        resolve(CliOptions(overrides=settings))

@@ -24,7 +24,7 @@ from kvbench.errors import InputError, LaunchError, ScenarioError, StoreError
 from kvbench.launchers.parts.fleet import Fleet, agent_command, device_env, environment_of, in_shell
 from kvbench.launchers.ssh import SshConnections, connector
 from kvbench.planning.doctor.hosts import gid_checks, nics_reached, require_nodes
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
 from kvbench.results.run import Run
@@ -318,7 +318,7 @@ class Notes(Silent):
 def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     path = written(hosts, tmp_path, ["tcp"])
     before = hosts.received("b")
-    scenario, source = resolve(Wish(str(path)))
+    scenario, source = resolve(CliOptions(str(path)))
     plan = plan_of(scenario)
     notes = Notes()
     with create_store(tmp_path / "results", scenario, source, plan, "sweep", {}) as store:

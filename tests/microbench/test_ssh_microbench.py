@@ -18,7 +18,7 @@ from kvbench.errors import InputError
 from kvbench.microbench.host_pairs import BetweenHosts, chosen_pairs
 from kvbench.microbench.hosts import MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.transfers.host_pairs import pair_matrices
 from kvbench.transfer.parts.usable import movers_on
 
@@ -182,7 +182,7 @@ def test_pairs_are_of_hosts_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="speak of a scenario's hosts"):
         MicrobenchPlaces.of(MicrobenchOptions(from_host="a"))
     path = written(tmp_path, {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}})
-    scenario, _ = resolve(Wish(str(path)))
+    scenario, _ = resolve(CliOptions(str(path)))
 
     def pairs(**given: Any) -> list[tuple[str, str]]:
         return chosen_pairs(scenario, MicrobenchOptions(scenario=str(path), **given))

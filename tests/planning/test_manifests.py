@@ -20,7 +20,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.kubernetes import rendered
 from kvbench.planning.kubernetes_pods import K8sOptions, options_from, run_tag
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 
 VERSION = "1.30"
@@ -30,7 +30,7 @@ RDMA = "rdma/hca_shared_devices_a=2"
 
 def scenario_of(name: str, *settings: str, connector: str = "") -> Scenario:
     chosen = [connector] if connector else []
-    scenario, _ = resolve(Wish(scenario=name, overrides=settings, connectors=tuple(chosen)))
+    scenario, _ = resolve(CliOptions(scenario=name, overrides=settings, connectors=tuple(chosen)))
     return scenario
 
 

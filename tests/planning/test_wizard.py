@@ -17,6 +17,7 @@ from commands import DEADLINE_S, argv, kvbench
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.engines.base import Installed
 from kvbench.planning.init import shape_of
 from kvbench.planning.init_machine import Able, FoundMachine, able_connectors, look_around
 from kvbench.planning.init_text import Answers, described, written
@@ -115,7 +116,7 @@ def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
 
 
 def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path) -> None:
-    engine = ["emulated"] if look_around().vllm else []
+    engine = ["emulated"] if "vllm" in look_around().engines else []
     answers = [*engine, "tinny", "qwen3-8b", "tcp", "512, 2048", "1", "32", "-5", "300", "20"]
     status, shown = asked(tmp_path, answers, "mine.yaml")
     assert status == 0, shown
@@ -140,14 +141,16 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
 # What is written for other machines
 
 
+def vllm_at(command: str) -> dict[str, Installed]:
+    return {"vllm": Installed(command, "0.33.0")}
+
+
 def parsed(answers: Answers, machine: FoundMachine, able: list[Able] | None = None) -> Scenario:
     return parse_scenario(written(answers, machine, able or []), "mine.yaml", registry())
 
 
 def test_two_gpus_are_one_for_each_role() -> None:
-    machine = FoundMachine(
-        gpus=(CARD, {**CARD, "index": "1"}), vllm="/opt/my vllm/vllm", vllm_version="0.33.0"
-    )
+    machine = FoundMachine(gpus=(CARD, {**CARD, "index": "1"}), engines=vllm_at("/opt/my vllm/vllm"))
     options = parsed(ANSWERS, machine).deployment.engine_options
     assert options.command == ("/opt/my vllm/vllm",)
     assert (options.prefill_devices, options.decode_devices) == (("0",), ("1",))
@@ -155,14 +158,14 @@ def test_two_gpus_are_one_for_each_role() -> None:
 
 
 def test_one_gpu_is_shared() -> None:
-    options = parsed(ANSWERS, FoundMachine(gpus=(CARD,), vllm="vllm")).deployment.engine_options
+    options = parsed(ANSWERS, FoundMachine(gpus=(CARD,), engines=vllm_at("vllm"))).deployment.engine_options
     assert options.prefill_devices == options.decode_devices == ("0",)
     assert options.gpu_memory_utilization < 0.5
 
 
 def test_rdma_devices_go_into_the_connectors() -> None:
     answers = replace(ANSWERS, connectors=("mooncake", "nixl"))
-    machine = FoundMachine(gpus=(CARD, CARD), nics=("mlx5_0", "mlx5_1"), vllm="vllm")
+    machine = FoundMachine(gpus=(CARD, CARD), nics=("mlx5_0", "mlx5_1"), engines=vllm_at("vllm"))
     mooncake, nixl = parsed(answers, machine).connectors
     assert (mooncake.options.protocol, mooncake.options.device_name) == ("rdma", "mlx5_0,mlx5_1")
     assert nixl.options.ucx_tls == ""  # UCX knows what GPU memory needs
@@ -171,14 +174,14 @@ def test_rdma_devices_go_into_the_connectors() -> None:
 
 def test_what_cannot_run_is_a_comment() -> None:
     able = [Able("aggregated"), Able("nixl", "a cause\nin two lines", "a mend")]
-    text = written(ANSWERS, FoundMachine(vllm="vllm"), able)
+    text = written(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
     assert "  # nixl cannot run here: a cause in two lines\n" in text
-    assert parsed(ANSWERS, FoundMachine(vllm="vllm"), able)
+    assert parsed(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
 
 
 def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
     vllm = Path(os.__file__)  # any file that is there
-    machine = FoundMachine(vllm=str(vllm), vllm_version="0.32.0", beside_vllm={"nixl": "1.5.1"})
+    machine = FoundMachine(engines={"vllm": Installed(str(vllm), "0.32.0", {"nixl": "1.5.1"})})
     found = {each.name: each.reason for each in able_connectors("vllm", machine)}
     assert "tcp" not in found
     if not found["aggregated"]:  # there is a vllm on the PATH
@@ -187,7 +190,7 @@ def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
 
 
 def test_what_was_found_is_told() -> None:
-    machine = FoundMachine(gpus=(CARD,), nics=("mlx5_0",), vllm="/opt/vllm", vllm_version="0.33.0")
+    machine = FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))
     assert described(machine) == [
         "GPUs      NVIDIA H200",
         "RDMA      mlx5_0",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvbench
+from kvbench import engines
 
 PACKAGE = Path(kvbench.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -56,3 +57,87 @@ def test_imports_lightly(module: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert not set(done.stdout.split()) & HEAVY
+
+
+# --- engines and connectors are asked, not called by name ----------------------------------------------
+
+ENGINES = set(engines.names())
+OF_ENGINES = {f"kvbench.engines.{name}" for name in ENGINES}
+# A folder's own files may; and the scenario's own checks look at what is written, before it has a type.
+MAY_NAME_ENGINES = ("engines/", "connectors/", "core/scenario/checks.py", "core/scenario/host_checks.py")
+
+
+def words(node: ast.expr) -> set[str]:
+    """The constant texts of an expression, also those in a tuple, list or set."""
+    parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
+    return {each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def is_engine(node: ast.expr) -> bool:
+    """Whether an expression is an engine's name: ``a.engine``, ``data.get("engine")``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "get" and is_key(node.args[:1])
+    if isinstance(node, ast.Subscript):
+        return is_key([node.slice])
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in ("engine", "engine_name")
+
+
+def is_key(nodes: list[ast.expr]) -> bool:
+    return any("engine" in words(each) for each in nodes)
+
+
+def by_name(tree: ast.Module) -> Iterator[str]:
+    """Where a module asks which engine or connector it has, instead of what that is like."""
+    types = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in OF_ENGINES
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            named = set().union(*map(words, sides))
+            asks = bool(named & ENGINES) or (bool(named) and any(map(is_engine, sides)))
+        elif isinstance(node, ast.Match):
+            asks = is_engine(node.subject)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            of, what = node.args[:2]
+            asks = node.func.id in ("getattr", "hasattr") and bool(words(what))
+            asks = asks and ast.unparse(of).endswith("options")
+            inside = {each.id for each in ast.walk(what) if isinstance(each, ast.Name)}
+            asks = asks or (node.func.id == "isinstance" and bool(types & inside))
+        else:
+            continue
+        if asks:
+            yield ast.unparse(node)
+
+
+def test_what_differs_between_engines_is_asked_of_their_options() -> None:
+    modules = {str(path.relative_to(PACKAGE)): path for path in MODULES}
+    found = {
+        name: asked
+        for name, path in modules.items()
+        if not name.startswith(MAY_NAME_ENGINES) and (asked := list(by_name(ast.parse(path.read_text()))))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('a.engine == "vllm"', 1),
+        ('engine in ("of-tomorrow", "x")', 1),
+        ('data.get("engine") == "x"', 1),
+        ('data["engine"] == "x"', 1),
+        ('name == "external"', 1),
+        ('getattr(d.engine_options, "time_scale", 1.0)', 1),
+        ('hasattr(options, "version")', 1),
+        ("from kvbench.engines.emulated import EmulatedOptions\nisinstance(o, EmulatedOptions)", 1),
+        ("getattr(options, role)", 0),
+        ("options.starts_processes and engine", 0),
+    ],
+)
+def test_the_rule_sees_names(code: str, count: int) -> None:
+    assert len(list(by_name(ast.parse(code)))) == count

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import MissingLibraryError, TransferError
-from kvbench.transfer.base import Backend, Endpoint, Op, Problem, Ticket
+from kvbench.errors import MissingLibraryError, Problem, TransferError
+from kvbench.transfer.base import Backend, Endpoint, Op, Ticket
 from kvbench.transfer.null import NullEndpoint
 from kvbench.transfer.tcp import TcpEndpoint
 

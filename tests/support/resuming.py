@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.core.records import TrialRecord
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import RunStore
@@ -53,10 +53,10 @@ class TapedSweep(VirtualSweep):
 class Taped:
     """One virtual sweep, from beginning to end and from any cut on."""
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, cli: CliOptions) -> None:
         self.tape: Tape = {}
-        self.fixed = Fixed(wish.fixed_rate) if wish.fixed_rate else None
-        self.scenario, self._source = resolve(wish)
+        self.fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
+        self.scenario, self._source = resolve(cli)
         self.plan = plan_of(self.scenario)
 
     def unbroken(self, results: Path) -> Path:

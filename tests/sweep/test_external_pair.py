@@ -17,7 +17,7 @@ from kvbench.core.load.workers import workers_for, workers_over
 from kvbench.core.slo import Slo
 from kvbench.engines.external import ExternalOptions
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.results.run import load_run
 
 SETTINGS = ("deployment.base_port=0", "deployment.engine_options.time_scale=3")
@@ -93,14 +93,17 @@ def test_several_instances_are_given_with_commas() -> None:
     options = ExternalOptions(
         base_url="http://r:1", prefill_metrics_url="http://a:1/metrics, http://b:1/metrics"
     )
-    assert options.metrics_urls == {"prefill-0": "http://a:1/metrics", "prefill-1": "http://b:1/metrics"}
+    assert options.server.metrics_urls == {
+        "prefill-0": "http://a:1/metrics",
+        "prefill-1": "http://b:1/metrics",
+    }
     with pytest.raises(ValueError, match="must be an http"):
         ExternalOptions(base_url="http://r:1", decode_metrics_url="http://a:1/metrics,,b")
 
 
 def test_metrics_without_a_pair_are_refused() -> None:
     with pytest.raises(InputError, match="go with a --base-url"):
-        resolve(Wish(prefill_metrics_url="http://a:1/metrics"))
+        resolve(CliOptions(prefill_metrics_url="http://a:1/metrics"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import kvbench as api
 from kvbench.errors import InputError, StoreError
-from kvbench.planning.overrides import Wish
+from kvbench.planning.overrides import CliOptions
 from kvbench.report.bundle import Asked, bundle
 from kvbench.report.export import prometheus
 from kvbench.report.findings.notes import notes
@@ -54,12 +54,12 @@ TIERS = (
 BY_HAND = (*QUICK, "workload.input_len=[128]", "search.method=burst")
 LISTED = (*QUICK, "workload.input_len=[128]", "search.method=fixed", "search.rates=[5,10,20]")
 WISHES = {
-    "sustained": Wish("quickstart", SUSTAINED),
-    "burst beside": Wish("quickstart", BESIDE),
-    "tiers": Wish("quickstart", TIERS),
-    "burst": Wish("quickstart", BY_HAND),
-    "listed": Wish("quickstart", LISTED),
-    "bench": Wish("quickstart", (*QUICK, "workload.input_len=[128,256]"), fixed_rate=10.0),
+    "sustained": CliOptions("quickstart", SUSTAINED),
+    "burst beside": CliOptions("quickstart", BESIDE),
+    "tiers": CliOptions("quickstart", TIERS),
+    "burst": CliOptions("quickstart", BY_HAND),
+    "listed": CliOptions("quickstart", LISTED),
+    "bench": CliOptions("quickstart", (*QUICK, "workload.input_len=[128,256]"), fixed_rate=10.0),
 }
 
 
@@ -104,7 +104,7 @@ def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
     (folder / "requests").mkdir()
     (folder / "requests" / ".x.parquet.123.abc.tmp").write_bytes(b"half")
     console = Console(record=True, file=io.StringIO(), width=200)
-    assert resume.command(folder, Wish(), "sweep", console) == 0
+    assert resume.command(folder, CliOptions(), "sweep", console) == 0
     assert "1 of 2 cells are finished; 4 trials are kept" in console.export_text()
     assert not list(folder.rglob(".*"))
     run = load_run(folder)
@@ -122,7 +122,7 @@ def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_pat
     with pytest.raises(InputError, match=r"slo\.ttft_ms: 250\.0 in the folder, 300\.0 asked"):
         resume.command(folder, replace(WISHES["listed"], ttft_ms=300.0), "sweep", Console(quiet=True))
     with pytest.raises(InputError, match="is a run of kind simulate"):
-        resume.command(folder, Wish(), "bench", Console(quiet=True))
+        resume.command(folder, CliOptions(), "bench", Console(quiet=True))
     resume.resume(folder)
     assert resume.command(folder, WISHES["listed"], "sweep", Console(quiet=True)) == 0
 

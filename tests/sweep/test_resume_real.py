@@ -94,7 +94,7 @@ import subprocess, sys
 from pathlib import Path
 from kvbench.sweep import resume
 from kvbench.errors import StoreError
-from kvbench.planning.overrides import Wish
+from kvbench.planning.overrides import CliOptions
 from kvbench.results.run import load_run
 from kvbench.sweep.simulate import simulated
 
@@ -104,7 +104,7 @@ rates = ",".join(str(rate) for rate in range(5, 25))
 sets = ("connectors=[aggregated]", "workload.input_len=[64]", "search.method=fixed", "search.trial_s=2",
         f"search.rates=[{rates}]")
 try:
-    simulated(Wish("quickstart", sets), Path(disk))
+    simulated(CliOptions("quickstart", sets), Path(disk))
 except StoreError as error:
     print(error.message)
 (folder,) = Path(disk).iterdir()

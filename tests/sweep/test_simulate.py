@@ -18,8 +18,9 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Load, Overheads, System
 from kvbench.core.simulation.deployment import simulate
+from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.run import Run, load_run
@@ -216,7 +217,7 @@ def test_a_fit_over_two_lengths_is_a_line(tmp_path: Path) -> None:
 
 
 def scenario(name: str = "quickstart", *sets: str) -> Scenario:
-    return resolve(Wish(scenario=name, overrides=sets))[0]
+    return resolve(CliOptions(scenario=name, overrides=sets))[0]
 
 
 def test_the_scenario_wins_over_defaults() -> None:
@@ -261,7 +262,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     assert "no timing profile is known" in done.err
     assert "simulate.timing=NAME" in done.err
     with pytest.raises(InputError, match="behind a URL"):
-        simulable(Wish(base_url="http://127.0.0.1:1"))
+        simulable(CliOptions(base_url="http://127.0.0.1:1"))
     done = kvbench("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",))
     assert done.status == 2
     assert "did you mean `kv_gb_per_s`?" in done.err
@@ -353,7 +354,9 @@ def replayed(run: Run, trial: TrialRecord, system: System) -> tuple[Summary, Sum
 def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_margin: float) -> None:
     """Request by request the same load: medians over all trials of the quickstart's reference run."""
     run = load_run(REFERENCE)
-    whole = size_in(run.plan, run.environment, "aggregated").engines  # as many as were measured
+    whole = size_in(
+        run.plan, run.environment, "aggregated", EmulatedOptions
+    ).engines  # as many as were measured
     chosen = scenario("quickstart", f"deployment.aggregated={whole}")
     planned = next(each for each in plan_of(chosen).deployments if each.label == connector)
     profile = profile_of(chosen, planned.connector, planned.label)

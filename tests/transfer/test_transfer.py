@@ -27,9 +27,9 @@ from faults import Seen
 from processes import lives, still_living
 
 from kvbench import transfer
-from kvbench.errors import InputError, TransferError
+from kvbench.errors import InputError, Problem, TransferError
 from kvbench.processes.transfer_worker.remote import TransferProcess
-from kvbench.transfer.base import Layout, Problem
+from kvbench.transfer.base import Layout
 
 DEADLINE_S = 5.0
 SHORT_S = 0.4
@@ -425,7 +425,8 @@ def test_close_ends_a_frozen_child_too() -> None:
 def test_child_dies_with_its_parent(backend: str) -> None:
     code = f"""
 import asyncio, os, sys
-from kvbench.transfer.base import Layout, Problem
+from kvbench.errors import Problem
+from kvbench.transfer.base import Layout
 from kvbench.processes.transfer_worker.remote import TransferProcess
 async def main():
     layout = Layout(1, 4, 4096)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvbench import transfer
-from kvbench.errors import TransferError
+from kvbench.errors import Problem, TransferError
 from kvbench.hosts import devices
 from kvbench.processes.transfer_worker.remote import TransferProcess
-from kvbench.transfer.base import Layout, Problem
+from kvbench.transfer.base import Layout
 
 DRIVER = Path(__file__).parents[1] / "support" / "tickets.py"
 TRANSPORTS = {

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions
+from kvbench.core.scenario.options import nic_names
 
 
 class UcxOptions(ConnectorOptions):
@@ -30,6 +31,10 @@ class UcxOptions(ConnectorOptions):
     def settled(self) -> UcxOptions:
         threads = 0 if self.num_threads is None else self.num_threads
         return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
+
+    @property
+    def nics_asked(self) -> tuple[str, ...]:
+        return nic_names(self.ucx_net_devices)
 
     def extra_config(self) -> dict[str, Any]:
         """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from kvbench.core.physics.hardware import hardware_of
 from kvbench.core.scenario.hosts import NODE
+from kvbench.core.scenario.options import EngineOptions
 
 Unit = Literal["engine", "GPU"]
-_WITHOUT_GPUS: Final = ("emulated", "external")
 _RANK_ARGUMENTS: Final = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
 """What multiplies the GPUs of one engine beside its tensor parallelism, as vLLM and SGLang call it."""
 
@@ -69,17 +69,23 @@ def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
 # --- from a run folder ------------------------------------------------------------------------------
 
 
-def size_in(plan: Mapping[str, Any], environment: Mapping[str, Any], label: str) -> Size:
-    """The size of one deployment of a run, from its plan.json and environment.json as data.
+def size_in(
+    plan: Mapping[str, Any], environment: Mapping[str, Any], label: str, engine: type[EngineOptions]
+) -> Size:
+    """The size of one deployment of a run, from its plan.json and environment.json as data, and its engine.
 
     Nothing is known of servers that kvbench did not start, nor of folders that were read in.
     """
-    scenario = _mapping(plan.get("scenario"))
-    deployment = _mapping(scenario.get("deployment"))
     names = instance_names(plan, label)
-    if not names or deployment.get("engine") == "external":
+    if not names or not engine.starts_processes:
         return Size()
-    return Size(len(names), _gpus(plan, environment, label, names))
+    return Size(len(names), _gpus(plan, environment, label, names) if engine.uses_gpus else None)
+
+
+def engine_name(plan: Mapping[str, Any]) -> str:
+    """The engine's name in plan.json; the default one where it tells none."""
+    deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
+    return str(deployment.get("engine", "emulated"))
 
 
 def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
@@ -103,7 +109,7 @@ def _gpus(
     options = _mapping(deployment.get("engine_options"))
     env = _mapping(options.get("env"))
     on_cpu = any(str(name).startswith("VLLM_CPU_") for name in env)
-    if deployment.get("engine", "emulated") in _WITHOUT_GPUS or on_cpu or not _has_gpus(environment):
+    if on_cpu or not _has_gpus(environment):
         return None
     named = _named_devices(_mapping(_mapping(plan.get("processes")).get(label)), names)
     if named is not None:

@@ -17,7 +17,6 @@ LAUNCH_S: Final = (0.5, 3.0)
 _CHECK_S: Final = (0.1, 1.0)
 """Greedy requests and cache reset before the first trial of a cell."""
 _BRACKET_TRIALS: Final = 2
-_DEFAULT_BLOCK_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def kv_footprint(
 def scenario_footprint(scenario: Scenario, input_len: int) -> KvFootprint:
     """KV of one request of the scenario."""
     deployment = scenario.deployment
-    block_tokens = getattr(deployment.engine_options, "block_tokens", _DEFAULT_BLOCK_TOKENS)
+    block_tokens = deployment.engine_options.kv_block_tokens
     return kv_footprint(scenario.model.shape, input_len, deployment.tensor_parallel_size, block_tokens)
 
 

@@ -219,7 +219,7 @@ def _deployment(
 ) -> DeploymentPlan:
     wanted = scenario.deployment
     # Behind a URL is what is there; and true outputs, which are not timed, one engine gives as well.
-    lone = reference_only or wanted.engine == "external"
+    lone = reference_only or not wanted.engine_options.starts_processes
     counts: list[tuple[Role, int]] = [("aggregated", 1 if lone else wanted.aggregated_engines)]
     if info is not None and info.disaggregated:
         counts = [("prefill", wanted.prefill), ("decode", wanted.decode)]

@@ -1,20 +1,22 @@
 """What the sections of a scenario file are made of: their base class, errors in their place, typed options.
 
 The options of connectors and engines are typed by them; their models come in as a ``Registry``, in
-pydantic's validation context, since core knows neither.
+pydantic's validation context, since core knows neither. Options that have not been given or not been checked
+are instances of the base classes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.scenario.checks import nearest
+from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.yaml_lines import Location, quoted, shorten
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
@@ -25,10 +27,8 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 class Registry:
     """The option models of the connectors and engines that a scenario may name."""
 
-    connectors: Mapping[str, type[BaseModel]]
-    engines: Mapping[str, type[BaseModel]]
-    settle: Callable[[str, Any], Any] = lambda engine, options: options
-    """A connector's options as the engine of that name takes them."""
+    connectors: Mapping[str, type[ConnectorOptions]]
+    engines: Mapping[str, type[EngineOptions]]
 
 
 class Section(BaseModel):
@@ -37,11 +37,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class NoOptions(Section):
-    """Stands for options that have not been given or not been checked.
-
-    Fields that hold options are declared as Any: their type is known to the registry only.
-    """
+Options = TypeVar("Options", EngineOptions, ConnectorOptions)
 
 
 def custom(text: str) -> PydanticCustomError:
@@ -56,13 +52,13 @@ def error_at(location: Location, text: str) -> ValidationError:
     return ValidationError.from_exception_data("scenario", [detail])
 
 
-def typed(name: object, raw: object, known: Mapping[str, type[BaseModel]]) -> BaseModel:
+def typed(name: object, raw: object, known: Mapping[str, type[Options]], none: Options) -> Options:
     """Options checked by the model of their connector or engine. JSON, so that lists become tuples."""
-    if isinstance(raw, BaseModel) and not isinstance(raw, NoOptions):
+    if isinstance(raw, type(none)) and raw != none:
         return raw
     if not isinstance(name, str) or name not in known:
-        return NoOptions()  # the name itself is refused where it stands
-    data = {} if isinstance(raw, NoOptions) or raw is None else raw
+        return none  # the name itself is refused where it stands
+    data = {} if raw is None or raw == none else raw
     return known[name].model_validate_json(json.dumps(data), strict=True)
 
 

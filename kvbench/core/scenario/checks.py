@@ -14,8 +14,8 @@ from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, lo
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something wrong with plain data: where in it, and what."""
+class DataMistake:
+    """Something wrong with plain data: where in it, and what. ``Mistake`` knows the line as well."""
 
     location: Location
     text: str
@@ -36,7 +36,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------- contradictions between values
 
 
-def contradictions(data: Mapping[str, Any]) -> list[Problem]:
+def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
     """Values that are right alone but not together; ``data`` may be incomplete or wrong."""
     return [
         *_shape(data),
@@ -51,7 +51,7 @@ def contradictions(data: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _shape(data: Mapping[str, Any]) -> list[Problem]:
+def _shape(data: Mapping[str, Any]) -> list[DataMistake]:
     model = data.get("model")
     engine = _section(data, "deployment").get("engine", "emulated")
     if engine == "external" or not isinstance(model, Mapping) or model.get("layers"):
@@ -59,7 +59,7 @@ def _shape(data: Mapping[str, Any]) -> list[Problem]:
     if "preset" in model and "layers" not in model:
         return []  # the preset brings them
     text = f"the {engine} engine needs the model's shape: layers with kv_heads and head_dim, or mla_dim"
-    return [Problem(("model",), text)]
+    return [DataMistake(("model",), text)]
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _slo(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _slo(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     slo = data.get("slo", {})
     if not isinstance(slo, Mapping):
         return
@@ -80,19 +80,19 @@ def _slo(data: Mapping[str, Any]) -> Iterator[Problem]:
         return
     own = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
     if tiers and own:
-        yield Problem(("slo", own[0]), f"slo.{own[0]} beside slo.tiers: put it into the tiers it is for")
+        yield DataMistake(("slo", own[0]), f"slo.{own[0]} beside slo.tiers: put it into the tiers it is for")
     elif not tiers and not own and _needs_slo(data):
         if "slo" in data:
-            yield Problem(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
+            yield DataMistake(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
         else:
-            yield Problem((), "the scenario needs the key `slo`")
+            yield DataMistake((), "the scenario needs the key `slo`")
     for name, tier in tiers.items():
         if isinstance(tier, Mapping) and not any(tier.get(key) for key in ("ttft_ms", "tpot_ms", "limits")):
-            yield Problem(
+            yield DataMistake(
                 ("slo", "tiers", name), f"slo.tiers.{name} needs a limit: ttft_ms, tpot_ms or limits"
             )
     if slo.get("tpot_ms") is not None and _section(data, "workload").get("output_len") == 1:
-        yield Problem(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
+        yield DataMistake(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
 
 
 def _needs_slo(data: Mapping[str, Any]) -> bool:
@@ -101,29 +101,29 @@ def _needs_slo(data: Mapping[str, Any]) -> bool:
     return search.get("method", "sustained") not in ("fixed", "trace")
 
 
-def _methods(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _methods(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     search, workload = _section(data, "search"), _section(data, "workload")
     method, rates = search.get("method", "sustained"), search.get("rates")
     if method == "fixed" and not rates:
-        yield Problem(("search", "method"), "method fixed needs search.rates, such as [1, 2, 4]")
+        yield DataMistake(("search", "method"), "method fixed needs search.rates, such as [1, 2, 4]")
     if method != "fixed" and rates:
         text = f"search.rates are for method fixed, and the method is {method}"
-        yield Problem(("search", "rates"), text, ("search", "method"))
+        yield DataMistake(("search", "rates"), text, ("search", "method"))
     if method == "trace" and workload.get("trace") is None:
-        yield Problem(("search", "method"), "method trace needs workload.trace with a path")
+        yield DataMistake(("search", "method"), "method trace needs workload.trace with a path")
     if method != "trace" and workload.get("trace") is not None:
         text = f"workload.trace is for method trace, and the method is {method}"
-        yield Problem(("workload", "trace"), text, ("search", "method"))
+        yield DataMistake(("workload", "trace"), text, ("search", "method"))
     if search.get("compare_burst") and method != "sustained":
         text = f"search.compare_burst stands beside method sustained, and the method is {method}"
-        yield Problem(("search", "compare_burst"), text, ("search", "method"))
+        yield DataMistake(("search", "compare_burst"), text, ("search", "method"))
     slo = _section(data, "slo")
     if slo.get("tiers") and (method == "burst" or search.get("compare_burst")):
         text = "the burst method answers one SLO, not tiers"
-        yield Problem(("search", "compare_burst" if search.get("compare_burst") else "method"), text)
+        yield DataMistake(("search", "compare_burst" if search.get("compare_burst") else "method"), text)
 
 
-def _search(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _search(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     search = _section(data, "search")
     for low, high in (
         ("min_rate", "max_rate"),
@@ -134,29 +134,29 @@ def _search(data: Mapping[str, Any]) -> Iterator[Problem]:
         small, large = _number(search.get(low)), _number(search.get(high))
         if small is not None and large is not None and small > large:
             text = f"search.{low} ({small:g}) is above search.{high} ({large:g})"
-            yield Problem(("search", low), text, ("search", high))
+            yield DataMistake(("search", low), text, ("search", high))
 
 
-def _load(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _load(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     external = _section(data, "deployment").get("engine") == "external"
     if external and _section(data, "load").get("mode") == "direct":
         text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
-        yield Problem(("load", "mode"), text)
+        yield DataMistake(("load", "mode"), text)
 
 
-def _engines(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _engines(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     deployment = _section(data, "deployment")
     if deployment.get("engine") == "external" and deployment.get("aggregated") is not None:
         text = "deployment.aggregated counts engines that kvbench starts, and an external server is there"
-        yield Problem(("deployment", "aggregated"), text, ("deployment", "engine"))
+        yield DataMistake(("deployment", "aggregated"), text, ("deployment", "engine"))
 
 
-def _hosts(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _hosts(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     for place, text in host_problems(_section(data, "deployment")):
-        yield Problem(("deployment", *place), text)
+        yield DataMistake(("deployment", *place), text)
 
 
-def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _labels(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     connectors = data.get("connectors")
     seen: dict[str, int] = {}
     for index, each in enumerate(connectors if isinstance(connectors, list) else []):
@@ -166,11 +166,11 @@ def _labels(data: Mapping[str, Any]) -> Iterator[Problem]:
         if label in seen:
             text = f"the label {quoted(label)} is taken by connectors.{seen[label]}"
             text += "; give one a `label:` of its own"
-            yield Problem(("connectors", index), text)
+            yield DataMistake(("connectors", index), text)
         seen.setdefault(label, index)
 
 
-def _lengths(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _lengths(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     workload = _section(data, "workload")
     if workload.get("trace") is not None:
         return  # its own lengths count, and they are looked at when it is read
@@ -185,14 +185,14 @@ def _lengths(data: Mapping[str, Any]) -> Iterator[Problem]:
         if length is None:
             continue
         if length in seen:
-            yield Problem(("workload", "input_len", index), f"the input length {length:g} is given twice")
+            yield DataMistake(("workload", "input_len", index), f"the input length {length:g} is given twice")
         seen.add(length)
         if longest is not None and output_len is not None and length + output_len > longest:
             text = (
                 f"input_len {length:g} and output_len {output_len:g} together exceed "
                 f"the engine's max_model_len of {longest:g}"
             )
-            yield Problem(("workload", "input_len", index), text)
+            yield DataMistake(("workload", "input_len", index), text)
 
 
 # ---------------------------------------------------------------- pydantic's errors in words
@@ -230,7 +230,7 @@ def explain(
     """
     covered = {mistake.location for mistake in known if mistake.final}
     found: list[Mistake] = []
-    for problem, by_key in _problems(error, keys):
+    for problem, by_key in _worded(error, keys):
         if problem.location not in covered:
             where = locate(root, problem.location, key=by_key)
             found.append(Mistake(where, problem.location, problem.text))
@@ -244,7 +244,7 @@ def explain(
     return found
 
 
-def _problems(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[Problem, bool]]:
+def _worded(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[DataMistake, bool]]:
     """Each error as a sentence, and whether it is about the key rather than the value."""
     errors = error.errors(include_url=False)
     inside = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
@@ -258,14 +258,14 @@ def _problems(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iter
         if kind == "too_short" and each["loc"] in inside:
             continue  # pydantic does not count entries that have mistakes of their own
         if kind == "extra_forbidden":
-            yield Problem(location, _unknown_key(location, keys)), True
+            yield DataMistake(location, _unknown_key(location, keys)), True
         elif kind == "missing":
             parent = ".".join(map(str, location[:-1]))
-            yield Problem(location, f"{parent or 'the scenario'} needs the key `{location[-1]}`"), True
+            yield DataMistake(location, f"{parent or 'the scenario'} needs the key `{location[-1]}`"), True
         elif kind == "kvbench":
-            yield Problem(location, f"{_dotted(location)}: {each['msg']}"), False
+            yield DataMistake(location, f"{_dotted(location)}: {each['msg']}"), False
         else:
-            yield Problem(location, _sentence(location, each)), False
+            yield DataMistake(location, _sentence(location, each)), False
 
 
 def _dotted(location: Location) -> str:

@@ -35,7 +35,7 @@ def scenario_schema_of(scenario: type[BaseModel], registry: Registry) -> dict[st
     defs["Slo"]["anyOf"].append(has_tiers)
     _needs_by_method(schema, defs)
     _engine_options(defs["Deployment"], registry, defs)
-    for unused in ("ConnectorChoice", "NoOptions", "BaseModel"):
+    for unused in ("ConnectorChoice", "ConnectorOptions", "EngineOptions"):
         defs.pop(unused, None)
     return {"$schema": _DIALECT, "title": "kvbench scenario", **_without(schema, "title")}
 

@@ -1,7 +1,7 @@
 """The scenario: what to measure, as checked and frozen values.
 
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
-mistakes. What each section may hold stands in ``scenario_sections``.
+mistakes. What each section may hold stands in ``sections``, ``workload`` and ``goals``.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvbench.core.scenario.base import NAME_PATTERN, NoOptions, Registry, Section, as_tuple, whole_number
+from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.hosts import FarHost, Roles, Ssh
 from kvbench.core.scenario.json_schema import scenario_schema_of
+from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import apply_overrides
 from kvbench.core.scenario.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions, SlurmNodes, SlurmOptions
 from kvbench.core.scenario.sections import (
     CommandPrefix,
     ConnectorChoice,
     Deployment,
-    KvLink,
-    Load,
     ModelChoice,
-    Simulate,
-    Trace,
-    Workload,
 )
+from kvbench.core.scenario.workload import KvLink, Load, Simulate, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 
@@ -99,12 +96,12 @@ class Scenario(Section):
             )
         return self
 
-    def connector_options(self, label: str) -> Any:
+    def connector_options(self, label: str) -> ConnectorOptions:
         """The typed options of the connector with that label; none for a plan's reference deployment."""
         for choice in self.connectors:
             if choice.label == label:
                 return choice.options
-        return NoOptions()
+        return ConnectorOptions()
 
     def resolved(self) -> dict[str, Any]:
         """Everything with its defaults, as plain data. It is itself a scenario file's content."""
@@ -140,16 +137,14 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
         mistakes += explain(error, root, _with_defaults(data), _keys_at(registry, data), mistakes)
     if scenario is None or mistakes:
         raise scenario_error(mistakes, path)
-    return _settled(scenario, registry)
+    return _settled(scenario)
 
 
-def _settled(scenario: Scenario, registry: Registry) -> Scenario:
+def _settled(scenario: Scenario) -> Scenario:
     """With connectors' options as the engine takes them: what was chosen is written down with the run."""
-    engine = scenario.deployment.engine
-    chosen = [
-        each.model_copy(update={"options": registry.settle(engine, each.options)})
-        for each in scenario.connectors
-    ]
+    if scenario.deployment.engine_options.chooses_transport:
+        return scenario
+    chosen = [each.model_copy(update={"options": each.options.settled()}) for each in scenario.connectors]
     return scenario.model_copy(update={"connectors": tuple(chosen)})
 
 

@@ -256,6 +256,12 @@ class _Builder:
         return items
 
 
+def one_line(value: object) -> str:
+    """A value as YAML on one line, quoted where it must be."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
 def _line(event: yaml.Event) -> int:
     mark = event.start_mark
     return int(mark.line) + 1 if mark else 1

@@ -51,16 +51,16 @@ def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, F
 
 
 def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
-    external = deployment.engine == "external"
+    loadgen_only = not deployment.engine_options.starts_processes
     if deployment.launcher == "slurm":
         from kvbench.launchers.slurm import SlurmJob
 
         instances = (deployment.prefill, deployment.decode)
         options = deployment.slurm or SlurmOptions()
-        return SlurmJob(options, instances, run_tag, tell, loadgen_only=external)
+        return SlurmJob(options, instances, run_tag, tell, loadgen_only=loadgen_only)
     from kvbench.launchers.ray import RayNodesOf
 
-    return RayNodesOf(deployment.ray or RayOptions(), run_tag, tell, loadgen_only=external)
+    return RayNodesOf(deployment.ray or RayOptions(), run_tag, tell, loadgen_only=loadgen_only)
 
 
 def placed_on(deployment: Deployment, nodes: Nodes) -> Deployment:

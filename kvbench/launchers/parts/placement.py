@@ -9,13 +9,12 @@ from typing import Any
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import InputError, KvbenchError
+from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.api_key import carried
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.allocated import allocated
 from kvbench.launchers.parts.fleet import Fleet, device_env
-from kvbench.transfer.base import Problem
 
 
 class Places:
@@ -50,9 +49,11 @@ class Places:
         """The launcher of one deployment. A host that was lost is tried again. Raises LaunchError."""
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
-        names = [] if self._external else [each.name for each in planned.instances]
-        key = carried(getattr(self.scenario.deployment.engine_options, "api_key_env", ""))
-        launcher = self._fleet.launcher(log_dir, device_env(self.scenario.deployment, names))
+        deployment = self.scenario.deployment
+        options = deployment.engine_options
+        names = [each.name for each in planned.instances] if options.starts_processes else []
+        key = carried(options.server.api_key_env)
+        launcher = self._fleet.launcher(log_dir, device_env(deployment, names))
         return launcher.with_secrets("loadgen", key)
 
     def environments(self) -> dict[str, Any]:
@@ -61,9 +62,9 @@ class Places:
 
     def unusable(self, planned: DeploymentPlan) -> Problem | None:
         """Why a deployment cannot run on its hosts; None if it can, or if it is for this machine."""
-        if self._fleet is None or self._external:
-            return None
         deployment = self.scenario.deployment
+        if self._fleet is None or not deployment.engine_options.starts_processes:
+            return None
         try:
             self._fleet.require()
         except KvbenchError:
@@ -92,10 +93,6 @@ class Places:
         """Whether processes run elsewhere than on this machine."""
         return self.scenario.deployment.launcher != "local"
 
-    @property
-    def _external(self) -> bool:
-        return self.scenario.deployment.engine == "external"
-
     def _with_version(self, scenario: Scenario, fleet: Mapping[str, Any]) -> Scenario:
         """The scenario with its engine's version as prefill's host has it, where it is not said.
 
@@ -103,7 +100,7 @@ class Places:
         """
         deployment = scenario.deployment
         options = deployment.engine_options
-        if self._external or getattr(options, "version", None) != "":
+        if not options.asks_version:
             return scenario
         host = deployment.roles.host_of("prefill-0")
         asked = {"engine": deployment.engine, "options": options.model_dump_json()}
@@ -111,8 +108,7 @@ class Places:
             version = str(fleet[host].ask("engine_version", 150.0, **asked)["version"])
         except KvbenchError:
             return scenario  # what is wrong with it is said by ``unusable``
-        known = options.model_copy(update={"version": version})
-        told = deployment.model_copy(update={"engine_options": known})
+        told = deployment.model_copy(update={"engine_options": options.with_version(version)})
         return scenario.model_copy(update={"deployment": told})
 
     def __enter__(self) -> Places:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from kvbench import connectors, transfer
 from kvbench.connectors.base import Connector
 from kvbench.core.scenario.sections import Deployment
-from kvbench.errors import EXIT_FAILED, EXIT_OK
+from kvbench.errors import EXIT_FAILED, EXIT_OK, Problem
 from kvbench.hosts.devices import gpus
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
 from kvbench.hosts.nics.checks import Machine, nic_checks
@@ -32,7 +32,6 @@ from kvbench.hosts.version_rules import (
     interpreter_of,
 )
 from kvbench.launchers.parts.sockets import is_free
-from kvbench.transfer.base import Problem
 
 ROOT: Final = Path("/")
 PORTS: Final = 100

@@ -22,7 +22,7 @@ from kvbench.launchers.parts.agent_client import Agent
 from kvbench.launchers.parts.fleet import Fleet
 from kvbench.launchers.parts.placement import fleet_with
 from kvbench.planning.doctor.doctor import print_checks
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 
 FREE_BYTES: Final = 2**30
@@ -33,7 +33,7 @@ NOTABLE_S: Final = 0.5
 
 def command(scenario_name: str, overrides: tuple[str, ...], console: Console) -> int:
     """Print every finding with its fix, and the matrix; 1 if something does not work without one."""
-    scenario, _ = resolve(Wish(scenario_name, overrides))
+    scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
     tell = partial(console.print, markup=False)
     scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", tell)
@@ -103,7 +103,7 @@ def _host(
         yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
     yield from gid_checks(name, told)
     yield from _ports(scenario, plan, name, agent)
-    model = str(getattr(deployment.engine_options, "model", ""))
+    model = deployment.engine_options.served_from
     if model.startswith(("/", "~")):
         there = agent.ask("exists", path=model)["exists"]
         yield Check(

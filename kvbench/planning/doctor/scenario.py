@@ -19,24 +19,22 @@ from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.parts.sockets import is_free
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import instances, unusable
 
 GIB: Final = 2**30
-DEFAULT_GPU_SHARE: Final = 0.92
-"""vLLM's gpu_memory_utilization when none is given (0.9 in older releases)."""
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
     """One check or more for each question. Raises InputError or ScenarioError for the file itself."""
-    scenario, _ = resolve(Wish(name, tuple(overrides)))
+    scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     plan = plan_of(scenario)
     checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistake in it")]
     checks += connector_checks(scenario, plan)
-    if scenario.deployment.engine == "external":
+    if not scenario.deployment.engine_options.starts_processes:
         return checks
     checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
     checks += memory_checks(scenario, plan, gpus())
@@ -62,7 +60,7 @@ def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
 
 def model_check(scenario: Scenario) -> Check:
     """Is the model's folder there? A name without a slash at its front is left to the engine."""
-    model = str(getattr(scenario.deployment.engine_options, "model", ""))
+    model = scenario.deployment.engine_options.served_from
     if not model:
         return Check(
             "model", "ok", f"{scenario.model.name}: the {scenario.deployment.engine} engine needs no files"
@@ -154,7 +152,7 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
     pools = kv_pools(scenario, plan)
     if pools:
         yield _host_memory(pools, psutil.virtual_memory().available)
-    if deployment.engine not in ("vllm", "sglang") or not listed:
+    if not deployment.engine_options.uses_gpus or not listed:
         return
     yield gpu_count_check(scenario, plan, listed)
     known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
@@ -166,7 +164,7 @@ def transport_checks(scenario: Scenario, listed: list[dict[str, Any]]) -> Iterat
     """Does a connector ask for TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
     deployment = scenario.deployment
     active = [each["name"] for each in listed if any(port["state"] == "ACTIVE" for port in each["ports"])]
-    if not active or deployment.launcher != "local" or not engines.get(deployment.engine).chooses_transport:
+    if not active or deployment.launcher != "local" or not deployment.engine_options.chooses_transport:
         return
     for choice in scenario.connectors:
         if connectors.get(choice.name).transport_asked(choice.options) == "tcp":
@@ -219,8 +217,7 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
     """How many requests of full length one rank's GPU holds beside its share of the weights."""
     options, ranks = scenario.deployment.engine_options, scenario.deployment.tensor_parallel_size
     shape, workload = scenario.model.shape, scenario.workload
-    share = getattr(options, "gpu_memory_utilization", None) or DEFAULT_GPU_SHARE
-    folder = Path(str(getattr(options, "model", ""))).expanduser()
+    share, folder = options.gpu_memory_share, Path(options.served_from).expanduser()
     weights = weight_bytes(folder) if folder.exists() else 0
     if not shape.known:
         return Check(
@@ -244,14 +241,13 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
 
 def vllm_command(scenario: Scenario) -> Path | None:
     """The executable that the scenario starts vLLM with, if it is there."""
-    words = getattr(scenario.deployment.engine_options, "command", ("vllm",))
-    found = shutil.which(words[0])
+    found = shutil.which(scenario.deployment.engine_options.executable or "vllm")
     return Path(found) if found else None
 
 
 def command_of(name: str, overrides: Sequence[str]) -> Path | None:
     """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` tells."""
     try:
-        return vllm_command(resolve(Wish(name, tuple(overrides)))[0])
+        return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:
         return None

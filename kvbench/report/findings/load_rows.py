@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench import engines
 from kvbench.core.findings.ahead import AXES
 from kvbench.core.findings.claims import Claim, read_claims
 from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
@@ -85,7 +86,7 @@ def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False) ->
         origin=_origin(trial),
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
-        size=size_in(run.plan, run.environment, trial.cell.connector),
+        size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate == "client_limited" for finding in trial.findings),
     )
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any, Final, Literal
 
+from kvbench import engines
 from kvbench.core.metrics.limit import Binding
 from kvbench.core.metrics.ttft_breakdown import PARTS
 from kvbench.core.plan.engine_count import Size, Unit, size_in, unit_of
@@ -207,7 +208,7 @@ def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
         findings=dict(levels),
         labels=tuple(labels),
         name=f"{cell.connector}@{name}" if name else cell.connector,
-        size=size_in(run.plan, run.environment, cell.connector),
+        size=size_in(run.plan, run.environment, cell.connector, engines.options_model_of(run.plan)),
     )
 
 

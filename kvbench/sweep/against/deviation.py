@@ -151,9 +151,8 @@ def label_of(row: LoadRow, scenario: Scenario) -> str:
     if row.cell.connector in labels:
         return row.cell.connector
     for each in scenario.connectors:
-        devices = getattr(each.options, "device_name", None) or getattr(each.options, "devices", None) or ""
-        nics = len([device for device in str(devices).split(",") if device])
-        protocol = getattr(each.options, "protocol", None)
+        protocol = each.options.protocol_asked
+        nics = 0 if protocol is None else len(each.options.nics_asked)
         if (each.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
             row.axes.get("nics") == nics or not nics
         ):

@@ -20,10 +20,9 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import Deployment
-from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
@@ -53,8 +52,7 @@ ABSENT = "the other run has no such load"
 
 def time_scale(scenario: Scenario) -> float:
     """By how much the scenario's engine is slower than what it stands for; 1 for a real one."""
-    options = scenario.deployment.engine_options
-    return options.time_scale if isinstance(options, EmulatedOptions) else 1.0
+    return scenario.deployment.engine_options.time_factor
 
 
 def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
@@ -120,14 +118,14 @@ class RowSweep(Sweep):
         return cells
 
 
-def command(wish: Wish, measured: Path, output: Path, console: Console) -> int:
+def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> int:
     """Offer a run's loads, print and store the comparison; returns the exit code.
 
     Raises InputError for a scenario that the run has no load for.
     """
-    if wish.fixed_rate is not None or wish.replay or wish.both_modes:
+    if cli.fixed_rate is not None or cli.replay or cli.both_modes:
         raise InputError("--against offers the loads of a run, and takes no --rate, --trace or --router-cost")
-    scenario, source = resolve(wish)
+    scenario, source = resolve(cli)
     run = load_run(measured)
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)

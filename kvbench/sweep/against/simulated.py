@@ -22,7 +22,7 @@ from kvbench.core.simulation.data import Load, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.slo import Slo
 from kvbench.errors import EXIT_OK
-from kvbench.planning.overrides import Wish
+from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import profile_of
 from kvbench.report.tables.vllm_bench import serve_values
@@ -85,11 +85,11 @@ def _trial(row: LoadRow, records: Sequence[RequestRecord], duration_s: float) ->
     )
 
 
-def command(wish: Wish, measured: Path, output: Path, console: Console) -> int:
+def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> int:
     """Simulate a run's loads, print and store the comparison; returns the exit code."""
     from kvbench.report import report
 
-    scenario, source = simulable(wish)
+    scenario, source = simulable(cli)
     run = load_run(measured)
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)

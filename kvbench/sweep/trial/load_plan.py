@@ -67,7 +67,7 @@ class Offered:
 
 
 def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
-    """The load of one trial: a function of the scenario, the wish and the trace."""
+    """The load of one trial: a function of the scenario, the CLI options and the trace."""
     cell, burstiness = wanted.cell, scenario.workload.burstiness
     if wanted.method == "burst":
         requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvbench.connectors.base import Connector
+from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.physics.hardware import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.hosts import nvml
 from kvbench.hosts.devices import NicReading, nic_counters
 
-_NIC_OPTIONS: Final = ("device_name", "ucx_net_devices", "nics")
-"""Connector options that name NICs, by commas; a port may follow a colon."""
-_EVERY_NIC: Final = frozenset({"", "all", "auto"})
 INSIDE_ONE_HOST: Final = 2.0
 """Loopback inside an RDMA device is bounded by PCIe, which may carry that much more than its port."""
 
 
-def surroundings(scenario: Scenario, connector: Connector, options: Any) -> dict[str, Any]:
+def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOptions) -> dict[str, Any]:
     """Fields of an ``Evidence`` that do not change from trial to trial."""
     deployed = scenario.deployment
     hardware = hardware_here(scenario)
     peak = None if hardware is None else hardware.peak_flops
     instances = deployed.prefill if connector.disaggregated else deployed.aggregated_engines
-    if peak is not None and deployed.engine == "emulated":
-        peak /= float(getattr(deployed.engine_options, "time_scale", 1.0))
-    asked = nics_asked(options)
-    here = deployed.engine != "external" and not deployed.several_hosts
+    if peak is not None:
+        peak /= deployed.engine_options.time_factor
+    asked = options.nics_asked
+    here = deployed.engine_options.starts_processes and not deployed.several_hosts
     return {
         "nics_asked": asked,
         "engines_here": here,
@@ -42,10 +39,9 @@ def hardware_here(scenario: Scenario) -> Hardware | None:
     deployed = scenario.deployment
     if deployed.hardware:
         return hardware_of(deployed.hardware)
-    if deployed.engine == "emulated":
-        timing = str(getattr(deployed.engine_options, "timing", ""))
+    if timing := deployed.engine_options.timing_profile:
         return profile_hardware(timing, deployed.tensor_parallel_size)
-    if deployed.engine == "external" or deployed.several_hosts:
+    if not deployed.engine_options.starts_processes or deployed.several_hosts:
         return None
     found = set(nvml.names())
     return Hardware(found.pop(), deployed.tensor_parallel_size) if len(found) == 1 else None
@@ -53,19 +49,7 @@ def hardware_here(scenario: Scenario) -> Hardware | None:
 
 def slots_of(scenario: Scenario) -> int | None:
     """``max_num_seqs`` of one instance, if the scenario's engine options say."""
-    slots = getattr(scenario.deployment.engine_options, "max_num_seqs", None)
-    return slots if isinstance(slots, int) else None
-
-
-def nics_asked(options: Any) -> tuple[str, ...]:
-    """The NICs that a connector's options name; none if they leave the choice to the library."""
-    for key in _NIC_OPTIONS:
-        value = getattr(options, key, "")
-        names = value.split(",") if isinstance(value, str) else [str(name) for name in value or ()]
-        bare = [name.strip().partition(":")[0] for name in names]
-        if bare and not _EVERY_NIC & set(bare):
-            return tuple(dict.fromkeys(bare))
-    return ()
+    return scenario.deployment.engine_options.slots
 
 
 def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], here: bool) -> float | None:

@@ -331,7 +331,7 @@ class TrialRunner:
 
     def _load_spec(self, plan: TrialPlan, n: int) -> dict[str, Any]:
         scenario = self.scenario
-        emulated = scenario.deployment.engine == "emulated"
+        cancels = scenario.deployment.engine_options.cancels_cleanly
         endpoints, direct = self.deployment.endpoints, self._mode(plan) == "direct"
         return {
             "base_url": endpoints.base_url,
@@ -346,7 +346,7 @@ class TrialRunner:
             "output_len": plan.cell.output_len,
             "vocab_size": scenario.model.vocab_size,
             "timeout_s": scenario.workload.request_timeout_s,
-            "stop_grace_s": 0.0 if emulated else min(STOP_GRACE_S, scenario.workload.request_timeout_s),
+            "stop_grace_s": 0.0 if cancels else min(STOP_GRACE_S, scenario.workload.request_timeout_s),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": self._slo.tightest("ttft_ms"), "tpot_ms": self._slo.tightest("tpot_ms")},
             # Only our own router knows that header.
@@ -395,8 +395,8 @@ class TrialRunner:
     ) -> Evidence:
         connector = self.deployment.connector
         options = self.scenario.connector_options(self.deployment.plan.label)
-        deployed = self.scenario.deployment
-        moves = connector.disaggregated and deployed.engine != "external"
+        engine = self.scenario.deployment.engine_options
+        moves = connector.disaggregated and engine.starts_processes
         # Of a trace's requests each has a length of its own, and what is reused does not move.
         traced = bool(self._trace)
         reused = traced and shares_prefixes(self._trace)
@@ -416,7 +416,7 @@ class TrialRunner:
             host=host,
             kv_bytes_per_request=kv_bytes if connector.disaggregated else None,
             kv_bytes_slack=slack,
-            kv_bytes_certain=deployed.engine == "emulated",
+            kv_bytes_certain=engine.kv_bytes_certain,
             kv_may_expire=may_expire,
             transport_asked=connector.transport_asked(options) if moves else "",
             transport_ran=transport_of(pages) if moves else "",
@@ -428,8 +428,7 @@ class TrialRunner:
     def _kv_bytes(self, input_len: int, figures: Mapping[str, EngineFigures]) -> tuple[float | None, float]:
         """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
 
-        The block size is what the engines tell. None if that, or the model's shape, is not known. Only of
-        the emulated engine is it known that the last, partial block moves whole.
+        The block size is what the engines tell. None if that, or the model's shape, is not known.
         """
         shape, deployed = self.scenario.model.shape, self.scenario.deployment
         blocks = {role.block_tokens for role in figures.values() if role.block_tokens}
@@ -437,7 +436,7 @@ class TrialRunner:
             return None, 0.0
         block_tokens = blocks.pop()
         per_block = float(shape.block_bytes(block_tokens, deployed.tensor_parallel_size) * shape.regions())
-        partial = deployed.engine != "emulated" and input_len % block_tokens > 0
+        partial = not deployed.engine_options.kv_bytes_certain and input_len % block_tokens > 0
         return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
-from kvbench.transfer.base import Problem
+from kvbench.errors import Problem
 from kvbench.transfer.parts.native import VERBS_FIX, VERBS_LIBRARIES, import_native, preload, version_of
 
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")

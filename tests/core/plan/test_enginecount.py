@@ -16,6 +16,7 @@ from rich.console import Console
 from sample_run import PLAN, make_run
 
 import kvbench as notebook
+from kvbench import engines
 from kvbench.core.findings.ahead import pairs
 from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.metrics.ttft_of_request import parts_of
@@ -86,7 +87,8 @@ def test_gpus_are_counted_only_where_they_are_known(
     deployment: dict[str, Any], environment: dict[str, Any], sizes: tuple[Size, Size]
 ) -> None:
     plan = planned(deployment)
-    assert (size_in(plan, environment, "nixl"), size_in(plan, environment, "aggregated")) == sizes
+    engine = engines.options_model_of(plan)
+    assert tuple(size_in(plan, environment, label, engine) for label in ("nixl", "aggregated")) == sizes
 
 
 def test_devices_that_were_given_out_are_what_counts() -> None:
@@ -95,16 +97,16 @@ def test_devices_that_were_given_out_are_what_counts() -> None:
         return {"name": name, "env": {"CUDA_VISIBLE_DEVICES": devices}, "ready_url": url}
 
     shared = {"prefill-0": process("prefill-0", "0"), "decode-0": process("decode-0", "0")}
-    assert size_in(planned(VLLM, {"nixl": shared}), GPUS, "nixl") == Size(2, 1)
+    assert size_in(planned(VLLM, {"nixl": shared}), GPUS, "nixl", VllmOptions) == Size(2, 1)
     apart = {**shared, "decode-0": process("decode-0", "1, 2")}
-    assert size_in(planned(VLLM, {"nixl": apart}), GPUS, "nixl") == Size(2, 3)
+    assert size_in(planned(VLLM, {"nixl": apart}), GPUS, "nixl", VllmOptions) == Size(2, 3)
     half = {**shared, "decode-0": {"name": "decode-0"}}
-    assert size_in(planned(VLLM, {"nixl": half}), GPUS, "nixl") == Size(2, 8)
+    assert size_in(planned(VLLM, {"nixl": half}), GPUS, "nixl", VllmOptions) == Size(2, 8)
 
 
 @pytest.mark.parametrize("plan", [{}, {"deployments": 3}, {"deployments": [{"label": "nixl"}, None]}])
 def test_what_a_strangers_plan_does_not_tell_is_not_known(plan: dict[str, Any]) -> None:
-    assert size_in(plan, {}, "nixl") == Size()
+    assert size_in(plan, {}, "nixl", engines.options_model_of(plan)) == Size()
 
 
 sizes = st.builds(Size, st.none() | st.integers(1, 4), st.none() | st.integers(1, 8))

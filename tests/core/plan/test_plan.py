@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.plan.estimates import expected_trials, kv_footprint, trial_requests
 from kvbench.core.plan.plan import LAST_PORT, Plan, make_plan, trial_seed
+from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.scenario import Registry, Scenario, Search, parse_scenario
 from kvbench.errors import InputError
 from kvbench.planning.plan import plan_of
@@ -32,7 +32,7 @@ class Info:
         return self.ports_each if role in self.side_port_roles else 0
 
 
-class Nothing(BaseModel):
+class Nothing(EngineOptions, ConnectorOptions):
     """A connector or engine without options."""
 
 
@@ -83,9 +83,9 @@ def test_processes_and_ports() -> None:
 def test_engines_without_pd_are_as_many_as_p_and_d_unless_it_is_said(
     prefill: int, decode: int, said: int | None
 ) -> None:
-    wish = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
-    wish += () if said is None else (f"deployment.aggregated={said}",)
-    whole, *pairs = plan(*wish).deployments
+    sets = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
+    sets += () if said is None else (f"deployment.aggregated={said}",)
+    whole, *pairs = plan(*sets).deployments
     assert len(whole.instances) == (said or prefill + decode)
     assert {each.role for each in whole.instances} == {"aggregated"}
     assert (whole.router_port is None) == (len(whole.instances) == 1)

@@ -9,36 +9,33 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario, scenario_schema
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import EXIT_BAD_INPUT, ScenarioError
 
 
-class Nothing(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Push(Nothing):
+class Push(ConnectorOptions):
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="transport")
     workers: int = Field(2, ge=1, le=64, description="threads")
     nics: tuple[str, ...] = Field((), description="network interfaces")
 
 
-class Emulated(Nothing):
+class Emulated(EngineOptions):
     timing: str = Field("quick", description="profile")
     time_scale: float = Field(1.0, gt=0, description="factor")
     max_model_len: int | None = Field(None, description="longest request")
 
 
-class Remote(Nothing):
+class Remote(EngineOptions):
     base_url: str = Field(description="where it answers")
 
 
 REGISTRY = Registry(
-    connectors={"aggregated": Nothing, "push": Push, "pull": Nothing},
+    connectors={"aggregated": ConnectorOptions, "push": Push, "pull": ConnectorOptions},
     engines={"emulated": Emulated, "remote": Remote},
 )
 

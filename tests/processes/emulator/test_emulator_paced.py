@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from kvbench.core.transfers.model import TransferModel, model_for, models_json, models_of_json
 from kvbench.engines.emulated import PACED, EmulatedOptions
 from kvbench.errors import InputError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.emulator.metrics import EngineMetrics
 from kvbench.processes.emulator.pacing import Pacer
 from kvbench.processes.emulator.spec import KvPace
@@ -88,7 +88,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 
 def test_a_simulation_takes_the_same_link() -> None:
     sets = [f"{OPTIONS}.transfer_model.start_ms=40", f"{OPTIONS}.transfer_model.gb_per_s=2"]
-    scenario, _ = resolve(Wish(scenario="quickstart", overrides=(*sets, f"{OPTIONS}.time_scale=0.5")))
+    scenario, _ = resolve(CliOptions(scenario="quickstart", overrides=(*sets, f"{OPTIONS}.time_scale=0.5")))
     link = surroundings(scenario, "nixl", "nixl").link
     assert (link.latency_ms, link.gb_per_s) == (20.0, 4.0)
 

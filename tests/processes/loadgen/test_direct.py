@@ -18,7 +18,7 @@ from kvbench.deployment.deployment import Deployment
 from kvbench.hosts.telemetry import Metrics
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.ports import with_ports
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, process_specs
 from kvbench.planning.scenario_files import load_scenario
@@ -214,7 +214,7 @@ def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
 
 
 def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
-    scenario, _ = resolve(Wish(workers=3, direct=True))
+    scenario, _ = resolve(CliOptions(workers=3, direct=True))
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
     done = kvbench("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
     assert done.status == 0, done.text

@@ -19,7 +19,7 @@ from kvbench.core.transfers.cases import Axes, build
 from kvbench.core.transfers.model import fit_all
 from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.errors import NewerSchemaError, StoreError
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
 from kvbench.report.tables.transfers import HEADER, flat_row, tabled
 from kvbench.report.transfers.report import render, write
@@ -207,7 +207,7 @@ def test_two_runs_beside_each_other(plain: Run, tmp_path: Path) -> None:
 
 
 def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: Run) -> None:
-    chosen = resolve(Wish("quickstart"))[0]
+    chosen = resolve(CliOptions("quickstart"))[0]
     nixl, mooncake, other = (
         surroundings(chosen, name, name, plain) for name in ("nixl", "mooncake", "lmcache")
     )

@@ -14,7 +14,7 @@ import pytest
 from kvbench.core.records import Cell, Finding
 from kvbench.deployment.deployment import Deployment
 from kvbench.launchers.local import LocalLauncher
-from kvbench.planning.overrides import Wish, resolve
+from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.sweep.display import Silent
@@ -40,7 +40,7 @@ def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLaunch
 @contextmanager
 def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, Deployment, Idleness]]:
     with queue_server(tmp_path, metrics=metrics) as (launcher, server):
-        scenario, _ = resolve(Wish(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
+        scenario, _ = resolve(CliOptions(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
         (planned,) = plan_of(scenario).deployments
         with Deployment(scenario, planned, launcher) as deployment:
             yield server, deployment, Idleness(scenario, deployment, (0.2, 30.0))
@@ -99,7 +99,7 @@ def test_another_length_is_first_asked_of_an_idle_system(tmp_path: Path) -> None
 def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
     """Somebody else keeps it busy for longer than a trial waits; nothing more is offered to it."""
     with queue_server(tmp_path, metrics=True) as (launcher, server):
-        scenario, source = resolve(Wish(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
+        scenario, source = resolve(CliOptions(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
         plan = plan_of(scenario)
         with (
             Deployment(scenario, plan.deployments[0], launcher) as deployment,

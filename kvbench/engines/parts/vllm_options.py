@@ -1,0 +1,149 @@
+"""The options of vLLM servers in a scenario, and what they tell of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from pydantic import Field, JsonValue, field_validator
+
+from kvbench.connectors.base import Role
+from kvbench.connectors.parts.versions import release
+from kvbench.engines.base import EngineOptions, Environment
+from kvbench.engines.parts.commands import owned_flags
+from kvbench.errors import InputError
+
+_OURS: Final = (
+    "host",
+    "port",
+    "served-model-name",
+    "tensor-parallel-size",
+    "kv-transfer-config",
+    "kv-buffer-device",
+)
+"""Arguments that follow from the scenario."""
+
+
+class VllmOptions(EngineOptions):
+    """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
+
+    logs_like = "vllm"
+    profiler_env: ClassVar[Mapping[str, str]] = {"VLLM_NVTX_SCOPES_FOR_PROFILING": "1"}
+
+    model: str = Field(..., min_length=1, description="path or id of the model that is served")
+    command: tuple[str, ...] = Field(
+        ("vllm",), min_length=1, description="how vLLM is started, e.g. [/opt/vllm/bin/vllm]"
+    )
+    version: str = Field("", description="vLLM's version; by default it is asked with --version")
+    engine_args: dict[str, JsonValue] = Field(
+        default_factory=dict, description="arguments of `vllm serve` for all roles, by their names"
+    )
+    prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
+    decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
+    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
+    prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
+    decode_env: Environment = Field(default_factory=dict, description="environment of D only")
+    prefill_devices: tuple[str, ...] = Field(
+        (),
+        description="CUDA_VISIBLE_DEVICES of each prefill instance; engines without P/D take these, then the "
+        "decode instances'. By default this host's GPUs are dealt out in turn",
+    )
+    decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
+    max_model_len: int | None = Field(
+        None, ge=16, description="longest input plus output; by default the model's own limit"
+    )
+    max_num_seqs: int | None = Field(None, ge=1, description="sequences that run at the same time")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of the GPU's memory that vLLM takes"
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="tokens per KV block; by default vLLM's: 16 on GPUs, 128 on CPUs"
+    )
+    enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
+    kv_buffer_device: str = Field("", description="where connectors buffer KV: cuda or cpu")
+    kv_load_failure_policy: str = Field(
+        "fail", pattern="^(fail|recompute)$", description="what D does when KV does not arrive"
+    )
+
+    @field_validator("engine_args", "prefill_args", "decode_args")
+    @classmethod
+    def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        taken = owned_flags(given, _OURS)
+        if taken:
+            raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
+        return given
+
+    @field_validator("version")
+    @classmethod
+    def _readable(cls, version: str) -> str:
+        if version:
+            try:
+                release(version)
+            except InputError as error:
+                raise ValueError(error.message) from error
+        return version
+
+    @property
+    def served_from(self) -> str:
+        return self.model
+
+    @property
+    def executable(self) -> str:
+        return self.command[0]
+
+    @property
+    def asks_version(self) -> bool:
+        return not self.version
+
+    def with_version(self, version: str) -> VllmOptions:
+        return self.model_copy(update={"version": version})
+
+    def without_devices(self) -> VllmOptions:
+        return self.model_copy(update={"prefill_devices": (), "decode_devices": ()})
+
+    @property
+    def gpu_memory_share(self) -> float:
+        return self.gpu_memory_utilization or super().gpu_memory_share
+
+    @property
+    def kv_block_tokens(self) -> int:
+        return self.block_size or (128 if self.env.get("VLLM_CPU_KVCACHE_SPACE") else 16)
+
+    @property
+    def slots(self) -> int | None:
+        return self.max_num_seqs
+
+    @property
+    def step_tokens(self) -> int | None:
+        return self.max_num_batched_tokens
+
+    @property
+    def longest_request(self) -> int | None:
+        return self.max_model_len
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.enable_prefix_caching
+
+    def environment(self, role: Role, rank: int) -> dict[str, str]:
+        """The user's environment for one instance."""
+        own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
+        whole = (*self.prefill_devices, *self.decode_devices)
+        devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
+        chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
+        return {**self.env, **chosen, **own}
+
+    def arguments(self, role: Role) -> dict[str, Any]:
+        """The user's arguments for one role, with underscores as hyphens."""
+        typed: dict[str, Any] = {
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            "max-num-batched-tokens": self.max_num_batched_tokens,
+            "gpu-memory-utilization": self.gpu_memory_utilization,
+            "block-size": self.block_size,
+            "enable-prefix-caching": None if self.enable_prefix_caching else False,
+        }
+        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
+        given = {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+        return {**typed, **given}
