@@ -43,7 +43,7 @@ from kvbench.sweep.against.deviation import (
 from kvbench.sweep.calibration import surroundings
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import simulable
-from kvbench.sweep.simulated_trial import VirtualDeployment, system_of
+from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 
 DRAWS: Final = 5
 
@@ -125,4 +125,4 @@ def systems_of(scenario: Scenario) -> Iterator[tuple[str, System]]:
         connector = profile_of(scenario, planned.connector, planned.label)
         backend = connector.transfer_backend if connector.disaggregated else ""
         around = surroundings(scenario, planned.label, backend)
-        yield planned.label, system_of(scenario, VirtualDeployment.of(planned, connector, around))
+        yield planned.label, system_of(scenario, SimulatedDeployment(planned, connector, around))

@@ -36,7 +36,8 @@ from kvbench.sweep.selftest.exact_server import (
     percentile,
 )
 from kvbench.sweep.selftest.undisturbed import calmest, disturbance
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from kvbench.version import __version__
 
 SCHEMA: Final = 1

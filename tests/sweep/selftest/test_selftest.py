@@ -24,7 +24,7 @@ from kvbench.sweep.selftest.selftest import (
     level_of,
     parse_streams,
 )
-from kvbench.sweep.trial.loadgen_driver import LoadResult
+from kvbench.sweep.trial.load_progress import LoadResult
 
 STARTED = 1000.0
 
