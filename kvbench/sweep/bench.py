@@ -37,30 +37,24 @@ class Site(Protocol):
     @property
     def trace_rate(self) -> float:
         """Requests per second of the scenario's trace; 0 without one."""
-        ...
 
     @property
     def has_direct(self) -> bool:
         """Whether its servers can be reached past its router."""
-        ...
 
     def prepare(self) -> None:
         """What the next trial needs may be started; ``close`` ends it."""
-        ...
 
     def close(self) -> None: ...
 
     def alone(self, cell: Cell) -> Alone:
         """Latency and greedy outputs of single requests of a cell. Raises KvbenchError."""
-        ...
 
     def outputs(self, input_len: int) -> Outputs | None:
         """Greedy outputs that others are compared with, stored; None where there are none."""
-        ...
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""
-        ...
 
 
 class Bench(Protocol):
@@ -69,29 +63,24 @@ class Bench(Protocol):
     @property
     def alike(self) -> bool:
         """Whether a rate found on one deployment tells where another's may lie."""
-        ...
 
     def open(self) -> AbstractContextManager[Scenario]:
         """Around all deployments: reaches what they share. Gives the scenario as it is known from then on.
 
         Raises LaunchError, or StoreError if a run cannot be gone on with here.
         """
-        ...
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment is to be brought up only for the outputs that others are compared with."""
-        ...
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
         """Why a deployment cannot be brought up here; None if it can, or if its start will tell."""
-        ...
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
         """A deployment from start to stop. ``round_``: names a further time of the same one.
 
         Raises KvbenchError, at the start or from what is asked of the site.
         """
-        ...
 
 
 class CellWork(Protocol):
@@ -99,7 +88,6 @@ class CellWork(Protocol):
 
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         """What came of a cell, the main result first. ``is_reference``: others are compared with it."""
-        ...
 
 
 CellWorkOf: TypeAlias = Callable[[Site, Knowledge], CellWork]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, Outputs, TrialRecord
+from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import Deployment
 from kvbench.errors import StoreError
@@ -23,7 +23,6 @@ from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
 from kvbench.sweep.trial.trial import TrialRunner
 from kvbench.transfer.base import Problem
@@ -47,28 +46,13 @@ class DeployedSite:
         store: RunStore,
         watcher: Watcher,
     ) -> None:
+        self.trace_rate = trials.trace_rate
+        self.has_direct = deployment.endpoints.direct is not None
+        self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
         self._scenario = scenario
         self._deployment = deployment
-        self._trials = trials
         self._store = store
         self._watcher = watcher
-
-    @property
-    def trace_rate(self) -> float:
-        return self._trials.trace_rate
-
-    @property
-    def has_direct(self) -> bool:
-        return self._deployment.endpoints.direct is not None
-
-    def prepare(self) -> None:
-        self._trials.prepare()
-
-    def close(self) -> None:
-        self._trials.close()
-
-    def run(self, plan: TrialPlan) -> TrialRecord:
-        return self._trials.run(plan)
 
     def alone(self, cell: Cell) -> Alone:
         """The greedy outputs are stored, for who goes on with the run."""

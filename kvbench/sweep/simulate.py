@@ -19,12 +19,11 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.overrides import Wish, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import profile_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.run import Run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Site
-from kvbench.sweep.calibration import Surroundings, measured_run, surroundings
+from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.new_run import create_store
@@ -69,13 +68,10 @@ class SimulatedBench:
         """Nothing is in the way of a simulation."""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
-        label = self._labels.get(planned.label, planned.label)
-        connector = profile_of(self._scenario, planned.connector, label)
-        backend = connector.transfer_backend if connector.disaggregated else ""
-        around = surroundings(self._scenario, label, backend, self._measured)
-        self._around[planned.label] = _words(around, connector.disaggregated)
+        label = self._labels.get(planned.label, "")
+        deployment = SimulatedDeployment.of(self._scenario, planned, label, self._measured)
+        self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
         self._store.update(simulated_with=self._around)
-        deployment = SimulatedDeployment(planned, connector, around)
         return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace))
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector
 from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
-from kvbench.core.metrics.metrics import Summary
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.methods import judged_slo
 from kvbench.core.simulation.data import Load, Outcome, System, Tick
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
@@ -23,19 +21,20 @@ from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timing_profile
 from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
+from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
+from kvbench.results.run import Run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone
-from kvbench.sweep.calibration import Surroundings
+from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import legs
 from kvbench.sweep.trial.judging import (
     begun_record,
     ended_record,
+    evidence_of,
     expected_reuse,
     judged,
-    stopped_as,
     stored,
-    summary_of,
 )
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
 from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
@@ -65,6 +64,16 @@ class SimulatedDeployment:
     plan: DeploymentPlan
     connector: Connector
     around: Surroundings
+
+    @classmethod
+    def of(
+        cls, scenario: Scenario, plan: DeploymentPlan, label: str = "", measured: Run | None = None
+    ) -> SimulatedDeployment:
+        """``label``: of the scenario's connector, if not the plan's. ``measured``: as in ``surroundings``."""
+        label = label or plan.label
+        connector = profile_of(scenario, plan.connector, label)
+        backend = connector.transfer_backend if connector.disaggregated else ""
+        return cls(plan, connector, surroundings(scenario, label, backend, measured))
 
     def count(self, role: str) -> int:
         return sum(instance.role == role for instance in self.plan.instances)
@@ -179,7 +188,7 @@ class SimulatedSite:
         asked = self._load(trial)
         outcome = simulate(self.system, asked, lambda tick: trial.watch.progressed(progress_of(tick)))
         load = LoadResult(outcome.records, "stopped" if outcome.stopped else "complete", outcome.duration_s)
-        evidence = self._evidence(trial, load, outcome, summary_of(scenario, trial, load))
+        evidence = self._evidence(trial, load, outcome)
         columns = {**self._columns(outcome), **expected_reuse(trial.offered, load)}
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         return stored(scenario, record, load, self._store)
@@ -200,23 +209,15 @@ class SimulatedSite:
             hashes,
         )
 
-    def _evidence(
-        self, trial: PlannedTrial, load: LoadResult, outcome: Outcome, summary: Summary
-    ) -> Evidence:
+    def _evidence(self, trial: PlannedTrial, load: LoadResult, outcome: Outcome) -> Evidence:
         """What the gates look at. Host, router and transport are no part of a model, so they stay unknown."""
-        plan, traced = trial.plan, bool(trial.trace)
-        blocks = self._scenario.model.shape.blocks(plan.cell.input_len, self.system.config.block_tokens)
-        moves = bool(self.system.prefill) and not traced
-        return Evidence(
-            records=outcome.records,
-            summary=summary,
-            slo=judged_slo(plan.method, self._scenario.slo.main()),
-            method="sustained" if plan.method == "equal_rate" else plan.method,
-            reuse_expected=traced and shares_prefixes(trial.trace),
+        blocks = self._scenario.model.shape.blocks(trial.plan.cell.input_len, self.system.config.block_tokens)
+        moves = bool(self.system.prefill) and not trial.trace
+        return replace(
+            evidence_of(self._scenario, trial, load),
             client=IDLE_CLIENT,
             engines=outcome.figures,
             kv_bytes_per_request=blocks * self.system.block_bytes if moves else None,
-            stopped_as=stopped_as(load, trial.watch.main_decision),
         )
 
     def _columns(self, outcome: Outcome) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.load.traces import expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
-from kvbench.core.metrics.metrics import Summary, Window, summarise
+from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
@@ -36,16 +36,24 @@ class Judgement:
         return [SATURATED] if self.verdict == "measured" and self.reason else []
 
 
-def summary_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Summary:
-    """The figures by which the trial is judged, over its steady part."""
-    method = trial.plan.method
-    window = judged_window(method, load.records) or steady_part(trial.watch.main_decision)
+def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Evidence:
+    """What the gates see of the load alone, with its figures over the steady part."""
+    method, decision = trial.plan.method, trial.watch.main_decision
+    window = judged_window(method, load.records) or steady_part(decision)
     slo = judged_slo(method, scenario.slo.main())
-    return summarise(load.records, slo, trial.plan.rate, load.duration_s, window)
+    return Evidence(
+        records=load.records,
+        summary=summarise(load.records, slo, trial.plan.rate, load.duration_s, window),
+        slo=slo,
+        client=ClientFigures.from_json(load.client),
+        reuse_expected=bool(trial.trace) and shares_prefixes(trial.trace),
+        stopped_as=stopped_as(load, decision),
+        method="sustained" if method == "equal_rate" else method,
+    )
 
 
 def judged(scenario: Scenario, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> Judgement:
-    """The verdict of gates and live rule together. ``evidence``: with the trial's ``summary_of``."""
+    """The verdict of gates and live rule together. ``evidence``: the trial's ``evidence_of``, and more."""
     watch, flood = trial.watch, trial.offered.flood
     verdict, reason, findings = _verdict(scenario, trial.plan, evidence, load, watch.main_decision)
     told = evidence.summary.to_json()

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from kvbench.core.gates.evidence import ClientFigures, Evidence
-from kvbench.core.load.traces import TracedRequest, shares_prefixes
+from kvbench.core.gates.evidence import Evidence, RouterFigures
+from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
-from kvbench.core.metrics.metrics import Summary
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.methods import judged_slo
 from kvbench.deployment.deployment import Deployment
 from kvbench.hosts.api_key import bearer
 from kvbench.launchers.base import Launcher
@@ -23,12 +21,11 @@ from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
     begun_record,
     ended_record,
+    evidence_of,
     expected_reuse,
     judged,
     refused,
-    stopped_as,
     stored,
-    summary_of,
 )
 from kvbench.sweep.trial.load_plan import LoadMode, PlannedTrial, TrialPlan, rate_of
 from kvbench.sweep.trial.load_progress import LoadResult, Progress
@@ -101,7 +98,7 @@ class TrialRunner:
             trial, load = self._offer(plan)
         self._drain(load)
         readings = self._reader.after(before, observer, slots_of(scenario))
-        evidence = self._evidence(trial, load, summary_of(scenario, trial, load), readings)
+        evidence = self._evidence(trial, load, readings)
         self._may_expire = max(0.0, evidence.kv_may_expire - readings.kv_lost)
         columns = {
             **readings.columns(load),
@@ -182,45 +179,36 @@ class TrialRunner:
             "headers": {TIMING_REQUEST_HEADER: "1"} if endpoints.router_metrics_url and not direct else {},
         }
 
-    def _evidence(
-        self, trial: PlannedTrial, load: LoadResult, summary: Summary, readings: Readings
-    ) -> Evidence:
+    def _evidence(self, trial: PlannedTrial, load: LoadResult, readings: Readings) -> Evidence:
         """What the gates look at."""
-        plan, connector, deployed = trial.plan, self._deployment.connector, self._scenario.deployment
-        options = self._scenario.connector_options(self._deployment.plan.label)
+        scenario, connector = self._scenario, self._deployment.connector
+        options = scenario.connector_options(self._deployment.plan.label)
+        deployed, cell = scenario.deployment, trial.plan.cell
         moves = connector.disaggregated and deployed.engine != "external"
-        # Of a trace's requests each has a length of its own, and what is reused does not move.
-        traced = bool(trial.trace)
-        kv_bytes, slack = (
-            (None, 0.0)
-            if traced
-            else kv_bytes_per_request(self._scenario, plan.cell.input_len, readings.engines)
-        )
+        kv_bytes, slack = None, 0.0
+        if (
+            not trial.trace
+        ):  # of whose requests each has a length of its own, and what is reused does not move
+            kv_bytes, slack = kv_bytes_per_request(scenario, cell.input_len, readings.engines)
         may_expire = self._may_expire + cancelled(load)
-        evidence = Evidence(
-            records=load.records,
-            summary=summary,
-            slo=judged_slo(plan.method, self._scenario.slo.main()),
-            method="sustained" if plan.method == "equal_rate" else plan.method,
-            reuse_expected=traced and shares_prefixes(trial.trace),
+        # In direct mode the router stands idle, and limits nothing.
+        idle_router = self._mode(trial.plan) == "direct"
+        return replace(
+            evidence_of(scenario, trial, load),
             disaggregated=connector.disaggregated,
             whole_prompt=connector.whole_prompt,
-            client=ClientFigures.from_json(load.client),
             engines=readings.engines,
             host=readings.host,
+            router=RouterFigures() if idle_router else readings.router(load.duration_s),
             kv_bytes_per_request=kv_bytes if connector.disaggregated else None,
             kv_bytes_slack=slack,
             kv_bytes_certain=deployed.engine == "emulated",
             kv_may_expire=may_expire,
             transport_asked=connector.transport_asked(options) if moves else "",
             transport_ran=readings.transport if moves else "",
-            stopped_as=stopped_as(load, trial.watch.main_decision),
-            **surroundings(self._scenario, connector, options),
+            **surroundings(scenario, connector, options),
             logged=[each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()],
         )
-        if self._mode(plan) == "direct":  # in which the router stands idle, and limits nothing
-            return evidence
-        return replace(evidence, router=readings.router(load.duration_s))
 
 
 def cancelled(load: LoadResult) -> int:
