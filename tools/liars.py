@@ -31,8 +31,9 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.sweep import Sweep
-from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
+from kvbench.sweep.sweep import deployed_sweep
+from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.trial.trial import TrialRunner
 
 # A light load with limits so wide that a busy machine breaks none of them.
 EASY: Final = (
@@ -182,7 +183,7 @@ def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
     with create_store(folder, scenario, source, plan, "bench") as store:
         from kvbench.sweep.cell import Fixed
 
-        (result,) = Sweep(scenario, plan, store, Silent(), Fixed(case.rate)).run()
+        (result,) = deployed_sweep(scenario, plan, store, Silent(), Fixed(case.rate)).run()
         labels = tuple(store.manifest.get("labels", []))
     gate = result.reason.partition(":")[0]
     verdict = "invalid" if result.status == "refused" else result.status

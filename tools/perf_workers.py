@@ -26,7 +26,8 @@ from kvbench.launchers.parts.agent_client import Agent
 from kvbench.launchers.parts.channel import PipeChannel
 from kvbench.launchers.parts.remote import RemoteLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 WORKERS: Final = (1, 2, 3, 4)
 LEAST_SHARE: Final = 0.95

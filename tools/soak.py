@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -30,18 +31,19 @@ import psutil
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Finding, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import ProcessDiedError
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.cell import CellRunner
+from kvbench.sweep.bench import Site
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.simulate import VirtualCells, VirtualSweep, simulable
-from kvbench.sweep.simulated_trial import VirtualTrials
-from kvbench.sweep.trial.trial import TrialPlan
+from kvbench.sweep.simulate import SimulatedBench, simulable
+from kvbench.sweep.sweep import searching_sweep
+from kvbench.sweep.trial.load_plan import TrialPlan
 
 SETS: Final = (
     "connectors=[aggregated,tcp,nixl]",
@@ -109,12 +111,20 @@ class Soak:
             self.samples.append(Sample(at_s, told.memory_info().rss, told.num_fds(), told.num_threads()))
 
 
-class SoakedTrials(VirtualTrials):
-    """Simulated trials to which faults happen."""
+class SoakedSite:
+    """A simulated site to whose trials faults happen."""
 
-    def __init__(self, soak: Soak, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, soak: Soak, site: Site, store: _Refusing) -> None:
+        self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
+        self.prepare, self.close, self.alone, self.outputs = (
+            site.prepare,
+            site.close,
+            site.alone,
+            site.outputs,
+        )
+        self._run = site.run
         self._soak = soak
+        self._store = store
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         fault = self._soak.fault()
@@ -122,31 +132,45 @@ class SoakedTrials(VirtualTrials):
             raise ProcessDiedError("decode-0 has ended with status 1", hint="planted by the soak")
         if fault == "cut off":
             raise CutOff
-        kept = self._store
-        if fault == "refused":
-            self._store = _Refusing(kept)  # type: ignore[assignment]
-        try:
-            record = super().run(plan)
-        finally:
-            self._store = kept
+        self._store.refusing = fault == "refused"
+        record = self._run(plan)
         record = _refused(record) if fault == "refused" else record
-        self._soak.recorded[f"{kept.path.name}/{record.trial_id}"] = digest(record)
+        self._soak.recorded[f"{self._store.path.name}/{record.trial_id}"] = digest(record)
         self._soak.trials += 1
         self._soak.sample()
         return record
 
 
+class SoakedBench:
+    """A simulated bench to whose trials faults happen."""
+
+    alike = True
+
+    def __init__(self, soak: Soak, scenario: Scenario, store: RunStore) -> None:
+        self._soak = soak
+        self._store = _Refusing(store)
+        bench = SimulatedBench(scenario, self._store)  # type: ignore[arg-type]
+        self.open, self.gives_reference, self.problem = bench.open, bench.gives_reference, bench.problem
+        self._up = bench.up
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        with self._up(planned, round_) as site:
+            yield SoakedSite(self._soak, site, self._store)
+
+
 class _Refusing:
-    """A store that takes each trial as one that a gate has refused."""
+    """A store that, while it is ``refusing``, takes each trial as one that a gate has refused."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
+        self.refusing = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def add_trial(self, trial: TrialRecord, requests: Sequence[Any] = ()) -> None:
-        self._store.add_trial(_refused(trial), requests)
+        self._store.add_trial(_refused(trial) if self.refusing else trial, requests)
 
 
 def _refused(record: TrialRecord) -> TrialRecord:
@@ -154,16 +178,6 @@ def _refused(record: TrialRecord) -> TrialRecord:
     if finding in record.findings:
         return record
     return replace(record, verdict="invalid", reason=finding.message, findings=[*record.findings, finding])
-
-
-class SoakedSweep(VirtualSweep):
-    """A simulated sweep to whose trials faults happen."""
-
-    soak: Soak
-
-    def _cell_runner(self, deployment: Any, planned: DeploymentPlan) -> CellRunner:
-        trials = SoakedTrials(self.soak, self._scenario, deployment, self._store, self._trace)
-        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
 
 
 def digest(record: TrialRecord) -> str:
@@ -180,8 +194,7 @@ def one_sweep(soak: Soak, results: Path) -> None:
     store = create_store(results, scenario, source, plan, "simulate", {})
     path = store.path
     while True:
-        sweep = SoakedSweep(scenario, plan, store, Silent())
-        sweep.soak = soak
+        sweep = searching_sweep(scenario, plan, store, Silent(), SoakedBench(soak, scenario, store))
         try:
             with store:
                 sweep.run()

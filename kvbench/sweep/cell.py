@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from kvbench import connectors
 from kvbench.core.metrics.limit import limit_of_cell
-from kvbench.core.records import MAIN_METHODS, Cell, Method, Outputs, TrialRecord
+from kvbench.core.plan.plan import Plan
+from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
 from kvbench.core.search.search import Hint, RateSearch, SearchLimits
-from kvbench.results.finished_cells import Past
 from kvbench.results.run import CellResult
+from kvbench.sweep.bench import CellWorkOf, Site
 from kvbench.sweep.display import Watcher
+from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
-from kvbench.sweep.trial.output_check import Equality, check_prompts, compare, greedy_outputs
-from kvbench.sweep.trial.trial import LoadMode, TrialPlan, TrialRunner
+from kvbench.sweep.trial.load_plan import LoadMode, TrialPlan
+from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0
 """Without a better guess the search starts where this many requests would be in flight: above what
@@ -25,6 +28,7 @@ one request alone offers, and well below what any engine with batching can hold.
 
 CEILING = True
 """A cold search begins by asking what comes out at most: cheaper than to climb there."""
+UNCOMPARED = "outputs were not checked: there is no aggregated server to compare with"
 
 
 @dataclass(frozen=True)
@@ -53,61 +57,28 @@ class Fixed:
         return (own, 1), (other, 1), (other, 3), (own, 3)
 
 
-@dataclass
-class Knowledge:
-    """What earlier cells of a run have taught: the true outputs, and where rates are likely to lie."""
-
-    reference: dict[int, Outputs]
-    rates: dict[Cell, float]
-    past: Past = field(default_factory=Past)
-    """What the run folder held when this process took it over."""
-
-    def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
-        """A rate to start from: the same length on a connector of the same kind, or other lengths."""
-        alike = [
-            rate
-            for known, rate in self.rates.items()
-            if known.input_len == cell.input_len
-            and (known.connector in disaggregated) == (cell.connector in disaggregated)
-        ]
-        if alike:
-            return Hint(alike[-1], trusted=True)
-        own = [
-            (known.input_len, rate) for known, rate in self.rates.items() if known.connector == cell.connector
-        ]
-        return Hint(extrapolated(own, cell.input_len), trusted=len(own) > 1) if own else None
-
-
-def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
-    """A rate for an input length from those of others: a request costs a fixed part and one per token.
-
-    With two lengths known, 1/rate is taken as linear in the length. With one, the fixed part is unknown
-    and the cost is taken to grow by the power 0.7, between none of it and nothing else.
-    """
-    length, rate = min(known, key=lambda pair: abs(pair[0] - input_len))
-    others = [pair for pair in known if pair[0] != length]
-    if not others:
-        return float(rate * (length / input_len) ** 0.7)
-    other_length, other_rate = min(others, key=lambda pair: abs(pair[0] - input_len))
-    slope = (1 / rate - 1 / other_rate) / (length - other_length)
-    cost = 1 / rate + slope * (input_len - length)
-    return 1 / cost if slope > 0 and cost > 0 else rate
+def searched_cells(
+    scenario: Scenario, plan: Plan, watcher: Watcher, fixed: Fixed | None = None
+) -> CellWorkOf:
+    """Searches each cell of a plan for its highest rate, or offers ``fixed``."""
+    pairs = frozenset(each.label for each in plan.deployments if connectors.get(each.connector).disaggregated)
+    return lambda site, knowledge: CellRunner(scenario, site, knowledge, watcher, pairs, fixed)
 
 
 class CellRunner:
-    """Measures the cells of one deployment."""
+    """Measures the cells of one deployment. ``disaggregated``: labels of those that hand KV over."""
 
     def __init__(
         self,
         scenario: Scenario,
-        trials: TrialRunner,
+        site: Site,
         knowledge: Knowledge,
         watcher: Watcher,
         disaggregated: frozenset[str],
         fixed: Fixed | None = None,
     ) -> None:
         self._scenario = scenario
-        self._trials = trials
+        self._site = site
         self._knowledge = knowledge
         self._watcher = watcher
         self._disaggregated = disaggregated
@@ -118,11 +89,11 @@ class CellRunner:
 
         The first result is the main one; others are of further SLO tiers and of other methods.
         """
-        self._trials.prepare()
+        self._site.prepare()
         try:
             return self._run(cell, is_reference=is_reference)
         finally:
-            self._trials.close()
+            self._site.close()
 
     def _run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         latency_s, equality, note = self._check_outputs(cell, is_reference)
@@ -144,43 +115,20 @@ class CellRunner:
     def _methods(self) -> Sequence[Method]:
         search = self._scenario.search
         if self._fixed is not None:
-            return ("trace" if self._trials.trace_rate else "sustained",)
+            return ("trace" if self._site.trace_rate else "sustained",)
         return (search.method, "burst") if search.compare_burst else (search.method,)
 
-    def at_rate(self, cell: Cell, rate: float) -> TrialRecord:
-        """One whole trial at a rate that others get too: with the same requests for every connector."""
-        key = f"equal-in{cell.input_len}-out{cell.output_len}"
-        plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
-        try:
-            record = self._trials.run(plan)
-        finally:
-            self._trials.close()
-        self._watcher.trial_finished(record)
-        return record
-
     def _check_outputs(self, cell: Cell, is_reference: bool) -> tuple[float, Equality | None, str]:
-        deployment = self._trials.deployment
-        if not deployment.connector.true_outputs:
-            return 1.0, None, "outputs were not checked: this connector's KV is invented, by design"
-        self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
-        prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
-        outputs = greedy_outputs(deployment.complete, prompts, cell.output_len)
-        deployment.reset_caches()
-        known = self._knowledge.past.outputs.get((cell.connector, cell.input_len))
-        if known is not None:  # the search began with that latency, and is told the same trials again
-            outputs = replace(outputs, latency_s=known.latency_s)
-        self._trials.keep_outputs(cell.connector, cell.input_len, outputs)
+        alone = self._site.alone(cell)
+        if alone.outputs is None:
+            return alone.latency_s, None, alone.unchecked
         if is_reference:
-            self._knowledge.reference[cell.input_len] = outputs
-            return outputs.latency_s, None, ""
+            self._knowledge.reference[cell.input_len] = alone.outputs
+            return alone.latency_s, None, ""
         reference = self._knowledge.reference.get(cell.input_len)
         if reference is None:
-            return (
-                outputs.latency_s,
-                None,
-                "outputs were not checked: there is no aggregated server to compare with",
-            )
-        return outputs.latency_s, compare(reference, outputs), ""
+            return alone.latency_s, None, UNCOMPARED
+        return alone.latency_s, compare(reference, alone.outputs), ""
 
     def _strategy(self, method: Method, cell: Cell, latency_s: float) -> Strategy:
         search = self._scenario.search
@@ -189,11 +137,11 @@ class CellRunner:
         if method == "fixed":
             return RateList(search.rates)
         if method == "trace" and not self._scenario.slo.given:
-            return OneRate(self._trials.trace_rate)
+            return OneRate(self._site.trace_rate)
         hint = self._knowledge.hint(cell, self._disaggregated) if search.start_rate is None else None
         if hint is not None:
             hint = Hint(self._allowed(hint.rate), hint.trusted)
-        start = self._allowed(search.start_rate or self._trials.trace_rate or _first_guess(latency_s))
+        start = self._allowed(search.start_rate or self._site.trace_rate or _first_guess(latency_s))
         if method == "burst":
             known = self._knowledge.rates.get(cell)
             return Burst(
@@ -241,7 +189,7 @@ class CellRunner:
                     twin_of,
                     method=attempt.method,
                     tier=ask.tier,
-                    searched=isinstance(strategy, Tiered),
+                    searched=strategy.searched,
                     latency_s=latency_s,
                     thorough=ask.thorough,
                 )
@@ -250,7 +198,7 @@ class CellRunner:
                     record = stored.pop(0)
                     past.check(record, plan.trial_id, plan.rate, plan.purpose)
                 else:
-                    record = self._trials.run(plan)
+                    record = self._site.run(plan)
                 strategy.tell(record)
                 records.append(record)
                 median_ms = (record.summary.get("e2el_ms") or {}).get("p50")
@@ -262,7 +210,7 @@ class CellRunner:
 
     def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:
         """How often one load is offered, and which way: once, but for ``Fixed.both_modes``."""
-        has_router = self._trials.deployment.endpoints.direct is not None
+        has_router = self._site.has_direct
         if self._fixed is None or not self._fixed.both_modes or not has_router:
             return ((None, 0),)
         return self._fixed.turns(self._scenario.load.mode)

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.report.live_bar import LiveBar
 from kvbench.results.run import CellResult
-from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
+from kvbench.sweep.trial.load_progress import Progress as LoadProgress
 
 _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "cyan", "measured": "green"}
 

@@ -37,9 +37,10 @@ from kvbench.results.same_conditions import ELSEWHERE, differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed
+from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.display import Silent, Watcher
-from kvbench.sweep.simulate import VirtualSweep
-from kvbench.sweep.sweep import Sweep, carry_out, resume_words, scratch_prefix
+from kvbench.sweep.simulate import SimulatedBench
+from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
 
 GONE_DEADLINE_S: Final = 10.0
 """What a killed run started dies with it; the kernel may need a moment."""
@@ -64,12 +65,10 @@ class Resumed:
 
     def sweep(self, watcher: Watcher) -> Sweep:
         """The sweep that goes on."""
-        parts = (self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
         if self.store.manifest["kind"] != "simulate":
-            return Sweep(*parts)
-        virtual = VirtualSweep(*parts)
-        virtual.measured = self.measured
-        return virtual
+            return deployed_sweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
+        bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
+        return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
 def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False) -> int:

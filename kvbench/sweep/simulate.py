@@ -6,84 +6,73 @@ measured ones are, and are marked *simulated* everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import profile_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.run import Run
 from kvbench.results.store import RunStore
-from kvbench.sweep.calibration import Surroundings, measured_run, surroundings
-from kvbench.sweep.cell import CellRunner, Fixed, Knowledge
+from kvbench.sweep.bench import Site
+from kvbench.sweep.calibration import Surroundings, measured_run
+from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.simulated_trial import VirtualDeployment, VirtualTrials, timing_of
-from kvbench.sweep.sweep import Sweep, carry_out
-from kvbench.sweep.trial.output_check import Equality
+from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, timing_of
+from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
 
 
-class VirtualCells(CellRunner):
-    """Cells whose outputs need no check, since there are none."""
-
-    def _check_outputs(self, cell: Cell, is_reference: bool) -> tuple[float, Equality | None, str]:
-        assert isinstance(self._trials, VirtualTrials)
-        return self._trials.latency_s(cell), None, ""
-
-
-class VirtualSweep(Sweep):
-    """Simulates every cell of a plan.
+class SimulatedBench:
+    """Puts a simulation in the place of each deployment.
 
     ``measured``: a run to take KV links and overheads from. ``labels``: which connector of the scenario a
     deployment's label stands for, where it is not the connector's own; such deployments differ in size, so
-    none learns from another where its rate may lie.
+    none learns from another where its rate may lie. ``trace``: what trials replay, if the scenario has one.
     """
 
     def __init__(
         self,
         scenario: Scenario,
-        plan: Plan,
         store: RunStore,
-        watcher: Watcher,
-        fixed: Fixed | None = None,
-        trace: list[TracedRequest] | None = None,
+        trace: Sequence[TracedRequest] = (),
+        measured: Run | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(scenario, plan, store, watcher, fixed, trace or [])
-        self.measured: Run | None = None
-        self.labels: Mapping[str, str] = {}
+        self._scenario = scenario
+        self._store = store
+        self._trace = trace
+        self._measured = measured
+        self._labels = labels or {}
         self._around: dict[str, str] = dict(store.manifest.get("simulated_with") or {})
 
-    def _skip(self, deployment: DeploymentPlan) -> bool:
-        return deployment.reference_only  # nothing is compared with its outputs
+    @property
+    def alike(self) -> bool:
+        return not self._labels
 
-    def _teaches(self, planned: DeploymentPlan) -> bool:
-        return False
+    def open(self) -> AbstractContextManager[Scenario]:
+        return nullcontext(self._scenario)
 
-    def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Any:
-        label = self.labels.get(planned.label, planned.label)
-        if self.labels:
-            self._knowledge = Knowledge({}, {}, self._past)
-        connector = profile_of(self._scenario, planned.connector, label)
-        backend = connector.transfer_backend if connector.disaggregated else ""
-        around = surroundings(self._scenario, label, backend, self.measured)
-        self._around[planned.label] = _words(around, connector.disaggregated)
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        return False  # nothing is compared with its outputs
+
+    def problem(self, planned: DeploymentPlan) -> None:
+        """Nothing is in the way of a simulation."""
+
+    def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
+        label = self._labels.get(planned.label, "")
+        deployment = SimulatedDeployment.of(self._scenario, planned, label, self._measured)
+        self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
         self._store.update(simulated_with=self._around)
-        return VirtualDeployment.of(planned, connector, around)
-
-    def _cell_runner(self, deployment: Any, planned: DeploymentPlan) -> CellRunner:
-        trials = VirtualTrials(self._scenario, deployment, self._store, self._trace)
-        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
+        return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace))
 
 
 def _words(around: Surroundings, moves: bool) -> str:
@@ -136,10 +125,9 @@ class _Ready:
     fixed: Fixed | None
     measured: Run | None
 
-    def sweep(self, watcher: Watcher) -> VirtualSweep:
-        sweep = VirtualSweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
-        sweep.measured = self.measured
-        return sweep
+    def sweep(self, watcher: Watcher) -> Sweep:
+        bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
+        return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
 def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector
 from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
-from kvbench.core.metrics.limit import note_limit
-from kvbench.core.metrics.metrics import Summary, summarise
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.methods import SATURATED, judged_slo, judged_window
 from kvbench.core.simulation.data import Load, Outcome, System, Tick
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timing_profile
 from kvbench.errors import InputError
+from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
+from kvbench.results.run import Run
 from kvbench.results.store import RunStore
-from kvbench.sweep.calibration import Surroundings
+from kvbench.sweep.bench import Alone
+from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import legs
-from kvbench.sweep.trial.load_plan import Offered, Watch, ceiling_figures, planned
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
-from kvbench.sweep.trial.trial import TrialPlan, TrialRunner, live_json, steady_part, stopped_as
+from kvbench.sweep.trial.judging import (
+    begun_record,
+    ended_record,
+    evidence_of,
+    expected_reuse,
+    judged,
+    stored,
+)
+from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
 
 MODEL_PROFILES: Final = {
     ("qwen3-30b-a3b", 8): "h200-tp8-qwen3-30b-a3b",
@@ -51,20 +56,22 @@ IDLE_CLIENT: Final = ClientFigures(send_lag_p50_ms=0.0, send_lag_p99_ms=0.0, loo
 
 
 @dataclass(frozen=True)
-class VirtualDeployment:
-    """What takes a deployment's place: the planned instances, their connector, and what lies around them.
-
-    ``endpoints`` answers what a cell asks of a real deployment: is there a way past the router?
-    """
+class SimulatedDeployment:
+    """What takes a deployment's place: the planned instances, their connector, and what lies around them."""
 
     plan: DeploymentPlan
     connector: Connector
     around: Surroundings
-    endpoints: SimpleNamespace
 
     @classmethod
-    def of(cls, plan: DeploymentPlan, connector: Connector, around: Surroundings) -> VirtualDeployment:
-        return cls(plan, connector, around, SimpleNamespace(direct=None, router_metrics_url=""))
+    def of(
+        cls, scenario: Scenario, plan: DeploymentPlan, label: str = "", measured: Run | None = None
+    ) -> SimulatedDeployment:
+        """``label``: of the scenario's connector, if not the plan's. ``measured``: as in ``surroundings``."""
+        label = label or plan.label
+        connector = profile_of(scenario, plan.connector, label)
+        backend = connector.transfer_backend if connector.disaggregated else ""
+        return cls(plan, connector, surroundings(scenario, label, backend, measured))
 
     def count(self, role: str) -> int:
         return sum(instance.role == role for instance in self.plan.instances)
@@ -99,7 +106,7 @@ def engine_config(scenario: Scenario) -> EngineConfig:
     )
 
 
-def system_of(scenario: Scenario, deployment: VirtualDeployment) -> System:
+def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
     """The deployment as the simulation takes it."""
     config, shape = engine_config(scenario), scenario.model.shape
     ranks = scenario.deployment.tensor_parallel_size
@@ -123,23 +130,27 @@ def system_of(scenario: Scenario, deployment: VirtualDeployment) -> System:
 # -- trials -------------------------------------------------------------------------------------------
 
 
-class VirtualTrials(TrialRunner):
-    """Runs trials of one deployment on virtual time."""
+class SimulatedSite:
+    """One deployment on virtual time, and its trials."""
+
+    has_direct = False
 
     def __init__(
         self,
         scenario: Scenario,
-        deployment: VirtualDeployment,
+        deployment: SimulatedDeployment,
         store: RunStore,
         trace: Sequence[TracedRequest] = (),
     ) -> None:
-        self.scenario = scenario
-        self.deployment: Any = deployment
         self.system = system_of(scenario, deployment)
+        self._scenario = scenario
+        self._deployment = deployment
         self._store = store
         self._trace = trace
-        self._tiers = scenario.slo.by_tier()
-        self._slo = scenario.slo.main()
+
+    @property
+    def trace_rate(self) -> float:
+        return rate_of(self._trace)
 
     def prepare(self) -> None:
         """Nothing is started."""
@@ -147,63 +158,32 @@ class VirtualTrials(TrialRunner):
     def close(self) -> None:
         """Nothing was."""
 
-    def latency_s(self, cell: Cell) -> float:
+    def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
-        alone = Load.alike([0.0], cell.input_len, cell.output_len, 1e9)
-        return simulate(self.system, alone).records[0].e2el_s or 0.0
+        one = Load.alike([0.0], cell.input_len, cell.output_len, 1e9)
+        return Alone(simulate(self.system, one).records[0].e2el_s or 0.0)
+
+    def outputs(self, input_len: int) -> None:
+        """There are none."""
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""
-        started_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        wanted = plan.wanted(self._seed(plan))
-        offered = planned(self.scenario, wanted, self._trace)
-        watch = Watch(self.scenario, wanted, offered, self._tiers, plan.tier)
-        outcome = simulate(
-            self.system, self._load(plan, offered), lambda tick: watch.progressed(progress_of(tick))
-        )
+        scenario = self._scenario
+        begun = begun_record(scenario, plan, self._store)
+        trial = PlannedTrial.of(scenario, plan, self._trace)
+        asked = self._load(trial)
+        outcome = simulate(self.system, asked, lambda tick: trial.watch.progressed(progress_of(tick)))
         load = LoadResult(outcome.records, "stopped" if outcome.stopped else "complete", outcome.duration_s)
-        decision = watch.decisions.get(next(iter(self._tiers)))
-        slo, window = judged_slo(plan.method, self._slo), judged_window(plan.method, outcome.records)
-        summary = summarise(
-            outcome.records, slo, plan.rate, outcome.duration_s, window or steady_part(decision)
-        )
-        evidence = replace(
-            self._virtual_evidence(plan, outcome, summary), stopped_as=stopped_as(load, decision)
-        )
-        verdict, reason, findings = self._verdict(plan, evidence, load, decision)
-        told = summary.to_json()
-        if len(self._tiers) > 1:
-            told["tiers"] = self._judged_tiers(plan, evidence, load, watch)
-        if watch.decision is not None:
-            told["live"] = live_json(watch.decision)
-        if offered.flood is not None:
-            told |= ceiling_figures(load.records, offered.flood, watch.flooded_s)
-        saturated = [SATURATED] if verdict == "measured" and reason else []
-        record = TrialRecord(
-            trial_id=plan.trial_id,
-            cell=plan.cell,
-            request_rate=plan.rate,
-            seed=wanted.seed,
-            verdict=verdict,
-            reason=reason,
-            purpose=plan.purpose,
-            started_at=started_at,
-            duration_s=outcome.duration_s,
-            summary=told,
-            engine={**self._columns(outcome), **self._expected_reuse(offered, load)},
-            findings=findings,
-            labels=[*self._store.manifest.get("labels", []), *saturated],
-            method=plan.method,
-        )
-        note_limit(record, outcome.records, self._slo)
-        self._store.add_trial(record, outcome.records)
-        return record
+        evidence = self._evidence(trial, load, outcome)
+        columns = {**self._columns(outcome), **expected_reuse(trial.offered, load)}
+        record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
+        return stored(scenario, record, load, self._store)
 
-    def _load(self, plan: TrialPlan, offered: Offered) -> Load:
-        timeout_s, offsets = self.scenario.workload.request_timeout_s, offered.offsets_s.tolist()
-        if offered.requests is None:
-            return Load.alike(offsets, plan.cell.input_len, plan.cell.output_len, timeout_s)
-        requests = offered.requests
+    def _load(self, trial: PlannedTrial) -> Load:
+        timeout_s, offsets = self._scenario.workload.request_timeout_s, trial.offered.offsets_s.tolist()
+        cell, requests = trial.plan.cell, trial.offered.requests
+        if requests is None:
+            return Load.alike(offsets, cell.input_len, cell.output_len, timeout_s)
         hashes = None
         if shares_prefixes(requests):
             hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
@@ -215,16 +195,12 @@ class VirtualTrials(TrialRunner):
             hashes,
         )
 
-    def _virtual_evidence(self, plan: TrialPlan, outcome: Outcome, summary: Summary) -> Evidence:
+    def _evidence(self, trial: PlannedTrial, load: LoadResult, outcome: Outcome) -> Evidence:
         """What the gates look at. Host, router and transport are no part of a model, so they stay unknown."""
-        blocks = self.scenario.model.shape.blocks(plan.cell.input_len, self.system.config.block_tokens)
-        moves = bool(self.system.prefill) and not self._trace
-        return Evidence(
-            records=outcome.records,
-            summary=summary,
-            slo=judged_slo(plan.method, self._slo),
-            method="sustained" if plan.method == "equal_rate" else plan.method,
-            reuse_expected=bool(self._trace) and shares_prefixes(self._trace),
+        blocks = self._scenario.model.shape.blocks(trial.plan.cell.input_len, self.system.config.block_tokens)
+        moves = bool(self.system.prefill) and not trial.trace
+        return replace(
+            evidence_of(self._scenario, trial, load),
             client=IDLE_CLIENT,
             engines=outcome.figures,
             kv_bytes_per_request=blocks * self.system.block_bytes if moves else None,
@@ -246,7 +222,7 @@ class VirtualTrials(TrialRunner):
             "kv_transfer_ms_per_request": None if kv_s is None else kv_s * 1e3,
             "kv_descriptors_per_request": None,
             "kv_transfers": outcome.transfers or None,
-            "kv_source": self.deployment.around.source if moves else "",
+            "kv_source": self._deployment.around.source if moves else "",
             "transport": SIMULATED if moves else "",
             "prefix_hit_rate_prefill": first.hit_rate,
             "prefix_hit_rate_decode": None if last is None else last.hit_rate,

@@ -25,6 +25,11 @@ class Ask:
 class Strategy(Protocol):
     """What a cell asks which rates to try."""
 
+    @property
+    def searched(self) -> bool:
+        """Whether a trial may end as soon as its verdict is sure; else all of its load is offered."""
+        ...
+
     def ask(self) -> Ask | None: ...
     def tell(self, record: TrialRecord) -> None: ...
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
@@ -34,6 +39,8 @@ class Strategy(Protocol):
 
 class RateList:
     """Listed rates, each once, and no answer to a question nobody asked."""
+
+    searched = False
 
     def __init__(self, rates: Sequence[float], purpose: str = "fixed") -> None:
         self._left = [Ask(rate, purpose) for rate in rates]
@@ -58,6 +65,8 @@ class OneRate(RateList):
 class Burst:
     """The burst method's bisection."""
 
+    searched = False
+
     def __init__(self, search: BurstSearch) -> None:
         self._search = search
 
@@ -78,6 +87,8 @@ class Tiered:
     The strictest tier that has no answer yet asks. A trial's verdict for another tier is told to that tier
     only where the trial was long enough to decide it; what one tier has paid for the next gets for nothing.
     """
+
+    searched = True
 
     def __init__(self, searches: Mapping[str, RateSearch]) -> None:
         """``searches``: by tier, the strictest first."""

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import math
 import shlex
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from kvbench import connectors
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import Deployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
-from kvbench.hosts import environment
-from kvbench.launchers.parts.placement import Places
-from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.parts.wire import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
+from kvbench.planning.process_specs import engine_warnings
 from kvbench.planning.trace_files import load_trace, trace_summary
 from kvbench.results.run import CellResult
-from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
-from kvbench.sweep.cell import CellRunner, Fixed, Knowledge
+from kvbench.sweep.bench import Bench, CellWorkOf, Site
+from kvbench.sweep.cell import Fixed, searched_cells
+from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, Watcher
+from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.strategies import common_rates
-from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
-from kvbench.sweep.trial.trial import TrialRunner
+from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 def command(cli: CliOptions, output: Path, console: Console) -> int:
@@ -53,7 +47,10 @@ def command(cli: CliOptions, output: Path, console: Console) -> int:
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
     return carry_out(
-        store, len(plan.cells), console, partial(Sweep, scenario, plan, store, fixed=fixed, trace=trace)
+        store,
+        len(plan.cells),
+        console,
+        partial(deployed_sweep, scenario, plan, store, fixed=fixed, trace=trace),
     )
 
 
@@ -107,9 +104,29 @@ def exit_code(results: Sequence[CellResult]) -> int:
     return EXIT_OK
 
 
-def scratch_prefix(path: Path) -> str:
-    """How a run's temporary folders begin: short, for the sockets in them; known, for a kill leaves them."""
-    return f"kvbench-{path.name[-6:]}-"
+def searching_sweep(
+    scenario: Scenario,
+    plan: Plan,
+    store: RunStore,
+    watcher: Watcher,
+    bench: Bench,
+    fixed: Fixed | None = None,
+) -> Sweep:
+    """The sweep on any bench in which rates are searched for, or ``fixed`` is offered."""
+    return Sweep(scenario, plan, store, watcher, bench, searched_cells(scenario, plan, watcher, fixed))
+
+
+def deployed_sweep(
+    scenario: Scenario,
+    plan: Plan,
+    store: RunStore,
+    watcher: Watcher,
+    fixed: Fixed | None = None,
+    trace: Sequence[TracedRequest] = (),
+) -> Sweep:
+    """The same over deployments that really run."""
+    bench = DeployedBench(scenario, plan, store, watcher, trace)
+    return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
 
 class Sweep:
@@ -121,76 +138,37 @@ class Sweep:
         plan: Plan,
         store: RunStore,
         watcher: Watcher,
-        fixed: Fixed | None = None,
-        trace: Sequence[TracedRequest] = (),
+        bench: Bench,
+        work_of: CellWorkOf,
     ) -> None:
         self._scenario = scenario
         self._plan = plan
         self._store = store
         self._watcher = watcher
-        self._fixed = fixed
-        self._trace = trace
+        self._bench = bench
+        self._work_of = work_of
         self._past = store.past
         self._knowledge = Knowledge({}, {}, store.past)
-        self._run_tag = store.run_tag
         self._results: list[CellResult] = []
-        self._processes: dict[str, dict[str, Any]] = store.processes() if store.resumed else {}
 
     def run(self) -> list[CellResult]:
         """All cells, in the plan's order; each result is stored as soon as it is there.
 
         Raises LaunchError if one of the scenario's hosts cannot be reached at the beginning.
         """
-        with Places(self._scenario, self._run_tag, self._watcher.stage) as self._places:
-            self._reach_hosts()
-            return self._run()
-
-    def _reach_hosts(self) -> None:
-        """Connects to all hosts at once; what they are is put into the run folder."""
-        if not self._places.far:
-            return
-        where = ", ".join(self._scenario.deployment.hosts) or self._scenario.deployment.launcher
-        self._watcher.stage(f"connecting to {where}")
-        self._places.open()
-        self._scenario = self._places.scenario
-        hosts = self._places.environments()
-        if self._past.hosts:
-            self._compare_hosts(hosts)
-            return
-        here = environment.describe()
-        self._store.write_environment({**here, "hosts": hosts})
-        names = [here.get("hostname"), *(each.get("hostname") for each in hosts.values())]
-        self._store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
-
-    def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
-        """Raises StoreError if hosts are not what they were when the run began, unless that was forced."""
-        differs = host_differences(self._past.hosts, hosts)
-        if differs and not self._past.forced:
-            raise StoreError(
-                f"{self._store.path} was begun on other hosts:\n  " + "\n  ".join(differs),
-                hint="go on where it began, or go on all the same with --force, which marks the run",
-            )
-        if differs:
-            self._store.resumed_elsewhere(differs, ELSEWHERE)
-            for each in differs:
-                self._watcher.note(f"not as it was: {each}")
-
-    def _run(self) -> list[CellResult]:
-        for note in engine_warnings(self._scenario):
-            self._watcher.note(note)
-        external = not self._scenario.deployment.engine_options.starts_processes
-        last: DeploymentPlan | None = None
-        for deployment in self._plan.deployments:
-            if external and deployment.reference_only:
-                continue
-            left = self._recall(deployment)
-            if not left and not self._teaches(deployment):
-                continue
-            if not self._skip(deployment):
-                self._measure(deployment)
-                last = deployment
-        self._equal_round(but=last)
-        return self._results
+        with self._bench.open() as scenario:
+            for note in engine_warnings(scenario):
+                self._watcher.note(note)
+            last: DeploymentPlan | None = None
+            for deployment in self._plan.deployments:
+                left = self._recall(deployment)
+                if not left and not self._teaches(deployment):
+                    continue
+                if not self._skip(deployment):
+                    self._measure(deployment)
+                    last = deployment
+            self._equal_round(but=last)
+            return self._results
 
     def _recall(self, planned: DeploymentPlan) -> list[Cell]:
         """Takes over what the folder has of a deployment; returns the cells that are still to be measured.
@@ -217,7 +195,7 @@ class Sweep:
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment without cells of its own still has outputs to give that others need."""
-        if planned.label != self._plan.reference:
+        if planned.label != self._plan.reference or not self._bench.gives_reference(planned):
             return False
         others = [cell for cell in self._plan.cells if cell.connector != planned.label]
         return any(
@@ -226,9 +204,7 @@ class Sweep:
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        problem = (
-            self._places.unusable(deployment) if self._places.far else unusable(self._scenario, deployment)
-        )
+        problem = self._bench.problem(deployment)
         if problem is None:
             return False
         self._store.skip_connector(deployment.label, problem.reason, problem.fix)
@@ -262,67 +238,23 @@ class Sweep:
 
     def _measure_cells(self, planned: DeploymentPlan, left: list[Cell]) -> None:
         """Measures the cells of one deployment, each of which is then no longer among ``left``."""
-        with ExitStack() as stack:
-            deployment = self._bring_up(planned, stack)
+        with self._bench.up(planned) as site:
             if planned.reference_only or not left:
-                self._learn_reference(deployment)
-            runner = self._cell_runner(deployment, planned)
+                self._learn_reference(site)
+            known = self._knowledge if self._bench.alike else Knowledge({}, {}, self._past)
+            work = self._work_of(site, known)
             while left:
-                is_reference = planned.label == self._plan.reference
-                self._finish(*runner.run(left[0], is_reference=is_reference))
+                self._finish(*work.run(left[0], is_reference=planned.label == self._plan.reference))
                 left.pop(0)
             if planned is self._plan.deployments[-1]:
-                self._at_equal_rates(planned, runner)
+                self._at_equal_rates(planned, site)
 
-    def _bring_up(self, planned: DeploymentPlan, stack: ExitStack, round_: str = "") -> Deployment:
-        scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path))
-        specs_dir = Path(stack.enter_context(scratch))
-        session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
-        folder = "-".join(filter(None, (planned.label, round_, session)))
-        self._launcher = self._places.launcher(planned, self._store.logs / folder, specs_dir)
-        planned = with_ports_at(planned, self._scenario.deployment, self._launcher)
-        self._record_processes(planned)
-        count = len(planned.instances)
-        if self._scenario.deployment.engine_options.starts_processes:  # which nobody starts, nor counts
-            self._watcher.stage(f"{planned.label}: starting {count} engine{'s' * (count > 1)}")
-        deployment = stack.enter_context(Deployment(self._scenario, planned, self._launcher))
-        self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
-        return deployment
-
-    def _record_processes(self, planned: DeploymentPlan) -> None:
-        if not self._scenario.deployment.engine_options.starts_processes:
-            return
-        specs = process_specs(self._scenario, planned, self._launcher.log_dir.absolute())
-        self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}
-        self._store.write_plan({**self._plan.to_json(), "processes": self._processes})
-
-    def _learn_reference(self, deployment: Deployment) -> None:
-        workload = self._scenario.workload
-        for length in workload.input_len:
-            if length in self._knowledge.reference:
-                continue
-            prompts = check_prompts(self._scenario.seed, length, self._scenario.model.vocab_size)
-            outputs = greedy_outputs(deployment.complete, prompts, workload.output_len)
-            self._knowledge.reference[length] = outputs
-            self._store.add_outputs(deployment.plan.label, length, outputs)
-
-    def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
-        trials = TrialRunner(
-            self._scenario,
-            deployment,
-            self._store,
-            self._launcher,
-            self._watcher.trial_progress,
-            self._trace,
-        )
-        return CellRunner(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
-
-    @cached_property
-    def _pairs(self) -> frozenset[str]:
-        """Labels of the deployments that hand KV over."""
-        return frozenset(
-            each.label for each in self._plan.deployments if connectors.get(each.connector).disaggregated
-        )
+    def _learn_reference(self, site: Site) -> None:
+        for length in self._scenario.workload.input_len:
+            if length not in self._knowledge.reference:
+                outputs = site.outputs(length)
+                if outputs is not None:
+                    self._knowledge.reference[length] = outputs
 
     def _finish(self, *results: CellResult) -> None:
         """Stores the results of one cell, the main one last: where it stands, the others are."""
@@ -344,9 +276,8 @@ class Sweep:
             if done or not self._equal_cells(planned):
                 continue
             try:
-                with ExitStack() as stack:
-                    deployment = self._bring_up(planned, stack, round_="equal-rate")
-                    self._at_equal_rates(planned, self._cell_runner(deployment, planned))
+                with self._bench.up(planned, round_="equal-rate") as site:
+                    self._at_equal_rates(planned, site)
             except StoreError:
                 raise
             except KvbenchError as error:
@@ -355,7 +286,7 @@ class Sweep:
 
     def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
         search = self._scenario.search
-        if not search.equal_rate or search.method != "sustained" or self._fixed is not None:
+        if not search.equal_rate or search.method != "sustained":
             return []
         rates = common_rates(self._knowledge.rates)
         cells = self._plan.cells_of(planned.label)
@@ -366,6 +297,13 @@ class Sweep:
             if not self._past.tried(cell, "equal_rate")
         ]
 
-    def _at_equal_rates(self, planned: DeploymentPlan, runner: CellRunner) -> None:
+    def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:
+        """One whole trial for each cell, with the same requests for every connector."""
         for cell, rate in self._equal_cells(planned):
-            runner.at_rate(cell, rate)
+            key = f"equal-in{cell.input_len}-out{cell.output_len}"
+            plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
+            try:
+                record = site.run(plan)
+            finally:
+                site.close()
+            self._watcher.trial_finished(record)

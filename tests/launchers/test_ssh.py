@@ -32,7 +32,7 @@ from kvbench.results.same_conditions import ELSEWHERE
 from kvbench.sweep import resume
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.sweep import Sweep
+from kvbench.sweep.sweep import deployed_sweep
 
 REASON = no_hosts_reason()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -322,7 +322,7 @@ def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     plan = plan_of(scenario)
     notes = Notes()
     with create_store(tmp_path / "results", scenario, source, plan, "sweep", {}) as store:
-        Sweep(scenario, plan, store, notes).run()
+        deployed_sweep(scenario, plan, store, notes).run()
     run = the_run(tmp_path / "results")
     (cell,) = run.other_cells
     assert cell.status in ("done", "refused"), cell  # refused: this machine was too busy

@@ -12,7 +12,7 @@ import pytest
 
 from kvbench.core.records import TrialRecord
 from kvbench.results.run import CellResult, Run, load_run
-from kvbench.sweep.cell import tier_verdict
+from kvbench.sweep.strategies import tier_verdict
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RUNS = {path.parent.name: load_run(path.parent) for path in sorted(REFERENCE.glob("*/manifest.json"))}

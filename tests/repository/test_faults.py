@@ -200,7 +200,7 @@ _DATES = {
     "processes/loadgen/clock.py": 1,
     "processes/loadgen/run.py": 1,
     "microbench/cases.py": 1,
-    "sweep/trial/trial.py": 1,
+    "sweep/trial/judging.py": 1,
 }
 _MEASURING = (
     *(
@@ -211,6 +211,7 @@ _MEASURING = (
 )
 _MODULES = (
     *("sweep/cell", "sweep/sweep", "sweep/trial/loadgen_driver", "sweep/trial/trial"),
+    *("sweep/trial/judging", "sweep/trial/readings"),
     *("sweep/selftest/exact_server", "hosts/telemetry", "launchers/parts/heartbeat"),
     *("launchers/parts/liveness", "deployment/liveness", "deployment/deployment"),
 )

@@ -4,50 +4,68 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import TrialRecord
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.cell import CellRunner, Fixed
+from kvbench.sweep.bench import Bench, Site
+from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.simulate import VirtualCells, VirtualSweep
-from kvbench.sweep.simulated_trial import VirtualTrials
-from kvbench.sweep.trial.trial import TrialPlan
+from kvbench.sweep.simulate import SimulatedBench
+from kvbench.sweep.sweep import searching_sweep
+from kvbench.sweep.trial.load_plan import TrialPlan
 
 Tape = dict[TrialPlan, TrialRecord]
 WORDS = ("trials.jsonl", "cells.jsonl", "manifest.json", "plan.json", "environment.json", "scenario.yaml")
 
 
-class TapedTrials(VirtualTrials):
+class TapedSite:
     """A simulated trial is a function of its plan: one that was run before is looked up."""
 
-    def __init__(self, tape: Tape, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, site: Site, tape: Tape, store: RunStore) -> None:
+        self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
+        self.prepare, self.close, self.alone, self.outputs = (
+            site.prepare,
+            site.close,
+            site.alone,
+            site.outputs,
+        )
+        self._run = site.run
         self._tape = tape
+        self._store = store
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         if plan in self._tape:
             self._store.add_trial(self._tape[plan])
         else:
-            self._tape[plan] = super().run(plan)
+            self._tape[plan] = self._run(plan)
         return self._tape[plan]
 
 
-class TapedSweep(VirtualSweep):
-    """A virtual sweep that looks up trials on its tape."""
+class TapedBench:
+    """A simulated bench whose sites look up trials on a tape."""
 
-    tape: Tape
+    alike = True
 
-    def _cell_runner(self, deployment: Any, planned: Any) -> CellRunner:
-        trials = TapedTrials(self.tape, self._scenario, deployment, self._store, self._trace)
-        return VirtualCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs, self._fixed)
+    def __init__(self, bench: Bench, tape: Tape, store: RunStore) -> None:
+        self.open, self.gives_reference, self.problem = bench.open, bench.gives_reference, bench.problem
+        self._up = bench.up
+        self._tape = tape
+        self._store = store
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        with self._up(planned, round_) as site:
+            yield TapedSite(site, self._tape, self._store)
 
 
 class Taped:
@@ -75,9 +93,8 @@ class Taped:
 
     def _run(self, store: RunStore) -> None:
         with store:
-            sweep = TapedSweep(self.scenario, self.plan, store, Silent(), self.fixed)
-            sweep.tape = self.tape
-            sweep.run()
+            bench = TapedBench(SimulatedBench(self.scenario, store), self.tape, store)
+            searching_sweep(self.scenario, self.plan, store, Silent(), bench, self.fixed).run()
 
 
 def write_order(folder: Path) -> list[tuple[str, bytes]]:

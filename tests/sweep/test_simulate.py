@@ -26,14 +26,15 @@ from kvbench.planning.process_specs import profile_of
 from kvbench.results.run import Run, load_run
 from kvbench.sweep.calibration import LOOPBACK, NETWORK, fitted, surroundings
 from kvbench.sweep.simulate import simulable
-from kvbench.sweep.simulate_splits import Choice, Split, split_plan, wanted_splits
+from kvbench.sweep.simulate_splits import Choice, split_plan, wanted_splits
 from kvbench.sweep.simulated_trial import (
-    VirtualDeployment,
+    SimulatedDeployment,
     engine_config,
     prompt_hashes,
     system_of,
     timing_of,
 )
+from kvbench.sweep.split_answers import Split
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -361,7 +362,7 @@ def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_marg
     planned = next(each for each in plan_of(chosen).deployments if each.label == connector)
     profile = profile_of(chosen, planned.connector, planned.label)
     around = surroundings(chosen, connector, profile.transfer_backend, run)
-    system = system_of(chosen, VirtualDeployment.of(planned, profile, around))
+    system = system_of(chosen, SimulatedDeployment(planned, profile, around))
     pairs = [
         replayed(run, trial, system)
         for trial in run.trials

@@ -19,7 +19,6 @@ from kvbench.core.load.traces import TracedRequest, request_rate
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import Deployment
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
@@ -38,11 +37,12 @@ from kvbench.sweep.against.deviation import (
     show,
     write_account,
 )
-from kvbench.sweep.cell import CellRunner
-from kvbench.sweep.display import Display
+from kvbench.sweep.bench import Bench, Site
+from kvbench.sweep.deployed import DeployedBench
+from kvbench.sweep.display import Display, Watcher
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.sweep import Sweep, exit_code
-from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
+from kvbench.sweep.trial.load_plan import TrialPlan
 
 UNCHECKED = "outputs were not checked: the loads of another run were offered, and nothing else"
 
@@ -62,32 +62,44 @@ def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
     return [TracedRequest(offset_s * scale, tokens, row.cell.output_len) for offset_s in sent]
 
 
-class RowTrials(TrialRunner):
-    """Trials whose requests are those of a row."""
+class RowBench:
+    """Deployments that run, to which nothing is offered but rows of another run: they need no reference."""
 
-    def offer(self, cell: Cell, number: int, requests: Sequence[TracedRequest]) -> TrialRecord:
-        """One row's load, whole. Errors as in ``run``."""
-        self._trace = requests
-        plan = TrialPlan(cell, number, request_rate(requests), "against", method="fixed", searched=False)
-        return self.run(plan)
+    alike = True
+
+    def __init__(self, real: Bench) -> None:
+        self.open = real.open
+        self.problem = real.problem
+        self.up = real.up
+
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        return False
 
 
-class RowCells(CellRunner):
-    """Cells to which nothing is offered but rows of another run. ``trial_of``: the trial by the row's key."""
+class RowCells:
+    """Offers each cell of a site the rows that are about it. ``trial_of``: the trial by the row's key."""
 
-    rows: Sequence[LoadRow] = ()
-    trial_of: dict[str, str]
+    def __init__(
+        self,
+        scenario: Scenario,
+        rows: Sequence[LoadRow],
+        site: Site,
+        watcher: Watcher,
+        trial_of: dict[str, str],
+    ) -> None:
+        self._scenario = scenario
+        self._rows = rows
+        self._site = site
+        self._watcher = watcher
+        self._trial_of = trial_of
 
-    def _run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
-        assert isinstance(self._trials, RowTrials)
-        records: list[TrialRecord] = []
-        for row in self.rows:
-            if row.cell.input_len != cell.input_len:
-                continue
-            record = self._trials.offer(cell, len(records) + 1, requests_of(row, self._scenario))
-            self.trial_of[row.key] = record.trial_id
-            self._watcher.trial_finished(record)
-            records.append(record)
+    def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
+        """One trial for each row, whole. Errors as those of a site's ``run``."""
+        self._site.prepare()
+        try:
+            records = [self._offered(cell, number, row) for number, row in enumerate(self._rows_of(cell), 1)]
+        finally:
+            self._site.close()
         if not records:
             return [CellResult(cell, "skipped", reason=ABSENT, method="fixed", main=False)]
         refused = [record for record in records if record.verdict == "invalid"]
@@ -96,26 +108,21 @@ class RowCells(CellRunner):
             return [CellResult(cell, "refused", reason=words, method="fixed", main=False)]
         return [CellResult(cell, "done", reason=UNCHECKED, method="fixed", main=False)]
 
+    def _rows_of(self, cell: Cell) -> list[LoadRow]:
+        return [
+            row
+            for row in self._rows
+            if row.cell.input_len == cell.input_len and label_of(row, self._scenario) == cell.connector
+        ]
 
-class RowSweep(Sweep):
-    """Offers each row to the deployment of its connector. ``trial_of``: the trial by the row's key."""
-
-    rows: Sequence[LoadRow] = ()
-    trial_of: dict[str, str]
-
-    def _skip(self, deployment: DeploymentPlan) -> bool:
-        return deployment.reference_only or super()._skip(deployment)
-
-    def _teaches(self, planned: DeploymentPlan) -> bool:
-        return False
-
-    def _cell_runner(self, deployment: Deployment, planned: DeploymentPlan) -> CellRunner:
-        progress = self._watcher.trial_progress
-        trials = RowTrials(self._scenario, deployment, self._store, self._launcher, progress)
-        cells = RowCells(self._scenario, trials, self._knowledge, self._watcher, self._pairs)
-        cells.rows = [row for row in self.rows if label_of(row, self._scenario) == planned.label]
-        cells.trial_of = self.trial_of
-        return cells
+    def _offered(self, cell: Cell, number: int, row: LoadRow) -> TrialRecord:
+        requests = tuple(requests_of(row, self._scenario))
+        rate = request_rate(requests)
+        plan = TrialPlan(cell, number, rate, "against", method="fixed", searched=False, requests=requests)
+        record = self._site.run(plan)
+        self._trial_of[row.key] = record.trial_id
+        self._watcher.trial_finished(record)
+        return record
 
 
 def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> int:
@@ -133,10 +140,18 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
     store = create_store(output, scenario, source, plan, "bench")
     store.update(against={"run": run.run_id, "time_scale": time_scale(scenario)})
     console.print(f"run folder: {store.path}", markup=False)
+    trial_of: dict[str, str] = {}
     try:
         with store, Display(console, len(plan.cells)) as display:
-            sweep = RowSweep(scenario, plan, store, display)
-            sweep.rows, sweep.trial_of = rows, {}
+            bench = RowBench(DeployedBench(scenario, plan, store, display))
+            sweep = Sweep(
+                scenario,
+                plan,
+                store,
+                display,
+                bench,
+                lambda site, _: RowCells(scenario, rows, site, display, trial_of),
+            )
             results = sweep.run()
     except BaseException:
         # What ended the run is what is to be told, not that its report cannot be written either.
@@ -144,7 +159,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
             report.write_report(store.path)
         raise
     report.write_report(store.path)
-    account = _account(run, scenario, rows, load_run(store.path), sweep.trial_of)
+    account = _account(run, scenario, rows, load_run(store.path), trial_of)
     if account.found:
         write_account(store.path, account)
         show(account, console)

@@ -24,7 +24,6 @@ from kvbench.core.slo import Slo
 from kvbench.errors import EXIT_OK
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import profile_of
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import load_run
@@ -40,10 +39,9 @@ from kvbench.sweep.against.deviation import (
     show,
     write_account,
 )
-from kvbench.sweep.calibration import surroundings
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import simulable
-from kvbench.sweep.simulated_trial import VirtualDeployment, system_of
+from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 
 DRAWS: Final = 5
 
@@ -120,9 +118,5 @@ def _draws(scenario: Scenario) -> str:
 def systems_of(scenario: Scenario) -> Iterator[tuple[str, System]]:
     """What is simulated for each connector, by its label."""
     for planned in plan_of(scenario).deployments:
-        if planned.reference_only:
-            continue
-        connector = profile_of(scenario, planned.connector, planned.label)
-        backend = connector.transfer_backend if connector.disaggregated else ""
-        around = surroundings(scenario, planned.label, backend)
-        yield planned.label, system_of(scenario, VirtualDeployment.of(planned, connector, around))
+        if not planned.reference_only:
+            yield planned.label, system_of(scenario, SimulatedDeployment.of(scenario, planned))

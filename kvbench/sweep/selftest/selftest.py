@@ -45,7 +45,8 @@ from kvbench.sweep.selftest.levels import (
     Selftest,
 )
 from kvbench.sweep.selftest.undisturbed import calmest
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 RESERVED_FDS: Final = 64
 SEED: Final = 1

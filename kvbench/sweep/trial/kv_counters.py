@@ -178,9 +178,7 @@ _PAIR: Final = re.compile(r"([A-Z][A-Za-z0-9 /()]*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+
 
 def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
     """The sums over all such lines. Each counts what came since the one before it."""
-    sums: dict[str, Any] = dict.fromkeys(
-        ("transfers", "seconds", "nbytes", "descriptors", "failures", "expired"), 0.0
-    )
+    sums: dict[str, Any] = dict.fromkeys(_SUMS, 0.0)
     seen = False
     for line in lines:
         match = _LINE.search(line)

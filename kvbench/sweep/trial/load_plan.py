@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.traces import TracedRequest, request_rate, scaled
+from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Method, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_requests
@@ -26,7 +27,9 @@ from kvbench.core.search.sequential_trial import (
 )
 from kvbench.core.slo import Slo
 from kvbench.planning.trace_files import burst_plan
-from kvbench.sweep.trial.loadgen_driver import Progress, Settled
+from kvbench.sweep.trial.load_progress import Progress, Settled
+
+LoadMode = Literal["router", "direct"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,56 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class TrialPlan:
+    """What is to be offered, and by which way: None is the scenario's.
+
+    ``twin_of``: the number of the trial whose load this one repeats, request by request; it may be its own.
+    Caches are emptied before such trials, since their prompts come twice. 0: a load like no other.
+    ``seed_key``: what takes the cell's place in the seed, so that several connectors get the same load.
+    ``searched``: the trial may end when its verdict for ``tier`` is sure; else all of it is offered.
+    ``latency_s``: of one request alone, 0 if unknown. ``requests``: what is offered instead of the scenario's
+    load or trace.
+    """
+
+    cell: Cell
+    number: int
+    rate: float
+    purpose: str
+    mode: LoadMode | None = None
+    twin_of: int = 0
+    method: Method = "sustained"
+    tier: str = ""
+    searched: bool = True
+    seed_key: str = ""
+    latency_s: float = 0.0
+    thorough: bool = False
+    requests: tuple[TracedRequest, ...] = ()
+
+    @property
+    def trial_id(self) -> str:
+        method = "" if self.method in ("sustained", "trace") else f"{self.method.replace('_', '-')}-"
+        return f"{self.cell.key}-{method}{self.number:02d}"
+
+    def seed(self, seed: int) -> int:
+        """The trial's own, from the run's: that of the trial whose load it repeats, if it repeats one."""
+        return trial_seed(seed, self.seed_key or self.cell.key, self.twin_of or self.number)
+
+    def wanted(self, seed: int) -> Wanted:
+        """What is to be offered, with the trial's own seed from the run's."""
+        return Wanted(
+            self.cell,
+            self.rate,
+            self.seed(seed),
+            self.method,
+            self.searched,
+            self.purpose == "ceiling",
+            self.latency_s,
+            self.thorough,
+            self.purpose == "confirm",
+        )
+
+
+@dataclass(frozen=True)
 class Offered:
     """The planned sends in seconds, and the requests themselves where they are not all alike."""
 
@@ -64,6 +117,12 @@ class Offered:
     @property
     def length_s(self) -> float:
         return float(self.offsets_s[-1]) if self.n else 0.0
+
+
+def rate_of(trace: Sequence[TracedRequest]) -> float:
+    """Requests per second of a trace; 0 without one, or where all its requests come at once."""
+    rate = request_rate(trace) if trace else 0.0
+    return rate if math.isfinite(rate) else 0.0
 
 
 def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
@@ -138,6 +197,11 @@ class Watch:
         """That of the tier that the trial was run for."""
         return self.decisions.get(self._asked)
 
+    @property
+    def main_decision(self) -> Decision | None:
+        """That of the strictest tier, by which the trial's own verdict is given."""
+        return self.decisions.get(next(iter(self._tiers), ""))
+
     def progressed(self, progress: Progress) -> bool:
         """Takes in what became known; True if the trial may end."""
         for name, live in self._trials.items():
@@ -156,6 +220,24 @@ class Watch:
         self._flood_ends_s = np.append(self._flood_ends_s, ends)
         self.flooded_s = progress.t_s
         return flood.is_over(self._flood_ends_s, progress.t_s)
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial with all that is offered in it, and who sees when that was long enough."""
+
+    plan: TrialPlan
+    trace: Sequence[TracedRequest]
+    """What its requests are taken from; empty where they are all alike."""
+    offered: Offered
+    watch: Watch
+
+    @classmethod
+    def of(cls, scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] = ()) -> PlannedTrial:
+        """``trace``: the scenario's, if it has one."""
+        trace, wanted = plan.requests or trace, plan.wanted(scenario.seed)
+        offered = planned(scenario, wanted, trace)
+        return cls(plan, trace, offered, Watch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier))
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:

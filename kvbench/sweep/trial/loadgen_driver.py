@@ -1,4 +1,4 @@
-"""Drives the load generator's processes: their specs, progress, end, and what they found as one load.
+"""Drives the load generator's processes: their specs, their end, and what they found as one load.
 
 The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
 from one common start. Records come out in scheduled order, progress and client figures joined.
@@ -15,18 +15,17 @@ import selectors
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbench.core.load.workers import joined_client, joined_records, require_common_start
 from kvbench.core.plan.process_modules import LOADGEN_MODULE
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Far, Launcher, Process
 from kvbench.processes.common.record_file import read_records
+from kvbench.sweep.trial.load_progress import LoadResult, Progress, joined_progress
 
 _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
 CAUSE_CHARS = 300
@@ -41,42 +40,6 @@ IDLE_S = 0.1
 POLL_S = 0.05
 TOGETHER_S = 0.05
 """Several workers are told to start so much later, in which each of them hears of it."""
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen."""
-
-    index: int
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2el_s: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the generator counts while it runs. ``settled``: what became final since the last progress."""
-
-    t_s: float = 0.0
-    sent: int = 0
-    done: int = 0
-    met: int = 0
-    missed: int = 0
-    in_flight: int = 0
-    waiting_first: int = 0
-    lag_ms: float = 0.0
-    settled: tuple[Settled, ...] = ()
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Records of every planned request that was sent or due, and the client's own figures."""
-
-    records: list[RequestRecord]
-    reason: str
-    duration_s: float
-    client: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Spare:
@@ -198,8 +161,9 @@ class LoadGenerator:
                     if self._spare is not None:
                         self._spare.prepare()
             elif kind == "progress":
-                worker.progress = _progress(event)
-                if on_progress(self._progress(worker.progress.settled)) and not stopping:
+                worker.progress = Progress.from_json(event)
+                told = [each.progress for each in self._workers]
+                if on_progress(joined_progress(told, worker.progress.settled)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
@@ -269,21 +233,6 @@ class LoadGenerator:
     def _tell_all(self, words: str) -> None:
         for worker in self._workers:
             _say(worker.process, words)
-
-    def _progress(self, settled: tuple[Settled, ...]) -> Progress:
-        """The workers' counts together, as each last told them."""
-        told = [worker.progress for worker in self._workers]
-        return Progress(
-            t_s=max(each.t_s for each in told),
-            sent=sum(each.sent for each in told),
-            done=sum(each.done for each in told),
-            met=sum(each.met for each in told),
-            missed=sum(each.missed for each in told),
-            in_flight=sum(each.in_flight for each in told),
-            waiting_first=sum(each.waiting_first for each in told),
-            lag_ms=max(each.lag_ms for each in told),
-            settled=settled,
-        )
 
     def _planned(self) -> int:
         """Requests in the plan: the lines of its trace if it has one."""
@@ -360,12 +309,6 @@ class _Worker:
             self._silent_cpu_s = None
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
-
-
-def _progress(event: Mapping[str, Any]) -> Progress:
-    known = {key: event[key] for key in Progress.__dataclass_fields__ if key in event}
-    known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
-    return Progress(**known)
 
 
 def ended_early(process: Process) -> ProcessDiedError:

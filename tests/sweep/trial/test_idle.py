@@ -21,7 +21,8 @@ from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
-from kvbench.sweep.trial.trial import TrialPlan, TrialRunner
+from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.trial.trial import TrialRunner
 
 pytestmark = pytest.mark.timeout(90)
 CELL = Cell("aggregated", 16, 1)

@@ -1,0 +1,93 @@
+"""The seam between a sweep and what it measures: deployments that run, are simulated, or replay a load.
+
+A sweep knows a ``Bench``, which brings deployments up, and the ``Site`` of each one that is up. What is done
+with a cell there is ``CellWork``: rates are searched for (``cell.py``), or the loads of another run offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.records import Cell, Outputs, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import Problem
+from kvbench.results.run import CellResult
+from kvbench.sweep.knowledge import Knowledge
+from kvbench.sweep.trial.load_plan import TrialPlan
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What single requests on the idle site tell. ``outputs``: None where they are not to be compared, and
+    ``unchecked`` says why, if anybody expected it.
+    """
+
+    latency_s: float
+    outputs: Outputs | None = None
+    unchecked: str = ""
+
+
+class Site(Protocol):
+    """One deployment that is up."""
+
+    @property
+    def trace_rate(self) -> float:
+        """Requests per second of the scenario's trace; 0 without one."""
+
+    @property
+    def has_direct(self) -> bool:
+        """Whether its servers can be reached past its router."""
+
+    def prepare(self) -> None:
+        """What the next trial needs may be started; ``close`` ends it."""
+
+    def close(self) -> None: ...
+
+    def alone(self, cell: Cell) -> Alone:
+        """Latency and greedy outputs of single requests of a cell. Raises KvbenchError."""
+
+    def outputs(self, input_len: int) -> Outputs | None:
+        """Greedy outputs that others are compared with, stored; None where there are none."""
+
+    def run(self, plan: TrialPlan) -> TrialRecord:
+        """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""
+
+
+class Bench(Protocol):
+    """Where the deployments of a plan are brought up, one after the other."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether a rate found on one deployment tells where another's may lie."""
+
+    def open(self) -> AbstractContextManager[Scenario]:
+        """Around all deployments: reaches what they share. Gives the scenario as it is known from then on.
+
+        Raises LaunchError, or StoreError if a run cannot be gone on with here.
+        """
+
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        """Whether a deployment is to be brought up only for the outputs that others are compared with."""
+
+    def problem(self, planned: DeploymentPlan) -> Problem | None:
+        """Why a deployment cannot be brought up here; None if it can, or if its start will tell."""
+
+    def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
+        """A deployment from start to stop. ``round_``: names a further time of the same one.
+
+        Raises KvbenchError, at the start or from what is asked of the site.
+        """
+
+
+class CellWork(Protocol):
+    """What is done with the cells of one site."""
+
+    def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
+        """What came of a cell, the main result first. ``is_reference``: others are compared with it."""
+
+
+CellWorkOf: TypeAlias = Callable[[Site, Knowledge], CellWork]

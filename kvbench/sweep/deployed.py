@@ -1,0 +1,168 @@
+"""Deployments that really run: the bench of ``kvbench sweep`` and ``kvbench bench``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.records import Cell, Outputs
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.deployment import Deployment
+from kvbench.errors import Problem, StoreError
+from kvbench.hosts import environment
+from kvbench.launchers.base import Launcher
+from kvbench.launchers.parts.placement import Places
+from kvbench.launchers.parts.ports import with_ports_at
+from kvbench.planning.process_specs import process_specs, unusable
+from kvbench.results.same_conditions import ELSEWHERE, host_differences
+from kvbench.results.store import RunStore
+from kvbench.sweep.bench import Alone, Site
+from kvbench.sweep.display import Watcher
+from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
+from kvbench.sweep.trial.trial import TrialRunner
+
+INVENTED: Final = "outputs were not checked: this connector's KV is invented, by design"
+
+
+def scratch_prefix(path: Path) -> str:
+    """How a run's temporary folders begin: short, for the sockets in them; known, for a kill leaves them."""
+    return f"kvbench-{path.name[-6:]}-"
+
+
+class DeployedSite:
+    """A deployment that is up, its trials, and what it answers to single requests."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        deployment: Deployment,
+        trials: TrialRunner,
+        store: RunStore,
+        watcher: Watcher,
+    ) -> None:
+        self.trace_rate = trials.trace_rate
+        self.has_direct = deployment.endpoints.direct is not None
+        self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
+        self._scenario = scenario
+        self._deployment = deployment
+        self._store = store
+        self._watcher = watcher
+
+    def alone(self, cell: Cell) -> Alone:
+        """The greedy outputs are stored, for who goes on with the run."""
+        if not self._deployment.connector.true_outputs:
+            return Alone(1.0, unchecked=INVENTED)
+        self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
+        outputs = self._greedy(cell.input_len, cell.output_len)
+        self._deployment.reset_caches()
+        known = self._store.past.outputs.get((cell.connector, cell.input_len))
+        if known is not None:  # the search began with that latency, and is told the same trials again
+            outputs = Outputs(outputs.texts, known.latency_s)
+        self._store.add_outputs(cell.connector, cell.input_len, outputs)
+        return Alone(outputs.latency_s, outputs)
+
+    def outputs(self, input_len: int) -> Outputs | None:
+        outputs = self._greedy(input_len, self._scenario.workload.output_len)
+        self._store.add_outputs(self._deployment.plan.label, input_len, outputs)
+        return outputs
+
+    def _greedy(self, input_len: int, output_len: int) -> Outputs:
+        prompts = check_prompts(self._scenario.seed, input_len, self._scenario.model.vocab_size)
+        return greedy_outputs(self._deployment.complete, prompts, output_len)
+
+
+class DeployedBench:
+    """Starts each deployment's processes, here or on the scenario's hosts, and stops them after it.
+
+    ``trace``: what trials replay, if the scenario has one.
+    """
+
+    alike = True
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        plan: Plan,
+        store: RunStore,
+        watcher: Watcher,
+        trace: Sequence[TracedRequest] = (),
+    ) -> None:
+        self._scenario = scenario
+        self._plan = plan
+        self._store = store
+        self._watcher = watcher
+        self._trace = trace
+        self._places = Places(scenario, store.run_tag, watcher.stage)
+        self._processes: dict[str, dict[str, Any]] = store.processes() if store.resumed else {}
+
+    @contextmanager
+    def open(self) -> Iterator[Scenario]:
+        with self._places:
+            self._reach_hosts()
+            yield self._scenario
+
+    def _reach_hosts(self) -> None:
+        """Connects to all hosts at once; what they are is put into the run folder."""
+        if not self._places.far:
+            return
+        where = ", ".join(self._scenario.deployment.hosts) or self._scenario.deployment.launcher
+        self._watcher.stage(f"connecting to {where}")
+        self._places.open()
+        self._scenario = self._places.scenario
+        hosts = self._places.environments()
+        if self._store.past.hosts:
+            self._compare_hosts(hosts)
+            return
+        here = environment.describe()
+        self._store.write_environment({**here, "hosts": hosts})
+        names = [here.get("hostname"), *(each.get("hostname") for each in hosts.values())]
+        self._store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
+
+    def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
+        """Raises StoreError if hosts are not what they were when the run began, unless that was forced."""
+        past = self._store.past
+        differs = host_differences(past.hosts, hosts)
+        if differs and not past.forced:
+            raise StoreError(
+                f"{self._store.path} was begun on other hosts:\n  " + "\n  ".join(differs),
+                hint="go on where it began, or go on all the same with --force, which marks the run",
+            )
+        if differs:
+            self._store.resumed_elsewhere(differs, ELSEWHERE)
+            for each in differs:
+                self._watcher.note(f"not as it was: {each}")
+
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        return not (planned.reference_only and not self._scenario.deployment.engine_options.starts_processes)
+
+    def problem(self, planned: DeploymentPlan) -> Problem | None:
+        return self._places.unusable(planned) if self._places.far else unusable(self._scenario, planned)
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
+        folder = "-".join(filter(None, (planned.label, round_, session)))
+        with tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path)) as specs_dir:
+            launcher = self._places.launcher(planned, self._store.logs / folder, Path(specs_dir))
+            planned = with_ports_at(planned, self._scenario.deployment, launcher)
+            self._announce(planned, launcher)
+            with Deployment(self._scenario, planned, launcher) as deployment:
+                self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
+                progress = self._watcher.trial_progress
+                trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)
+                yield DeployedSite(self._scenario, deployment, trials, self._store, self._watcher)
+
+    def _announce(self, planned: DeploymentPlan, launcher: Launcher) -> None:
+        """Puts what is about to be started into plan.json; what nobody starts is not counted either."""
+        if not self._scenario.deployment.engine_options.starts_processes:
+            return
+        specs = process_specs(self._scenario, planned, launcher.log_dir.absolute())
+        self._processes[planned.label] = {spec.name: spec.to_json() for spec in specs}
+        self._store.write_plan({**self._plan.to_json(), "processes": self._processes})
+        count = len(planned.instances)
+        self._watcher.stage(f"{planned.label}: starting {count} engine{'s' * (count > 1)}")

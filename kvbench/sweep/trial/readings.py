@@ -1,0 +1,137 @@
+"""What is read of a deployment around a trial, as one value: metrics before and after it, logs, samples."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from kvbench.core.gates.evidence import EngineFigures, HostFigures, RouterFigures
+from kvbench.core.metrics.engine_use import sampled_use
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.deployment import Deployment
+from kvbench.sweep.trial.evidence import (
+    Reading,
+    engine_figures,
+    engine_summary,
+    router_figures,
+    transport_of,
+    with_slots,
+)
+from kvbench.sweep.trial.host_samples import Observer
+from kvbench.sweep.trial.kv_counters import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
+from kvbench.sweep.trial.load_progress import LoadResult
+
+LOG_WAIT_S: Final = 2.5
+"""A KV log line that comes more seldom than this is not waited for after each trial."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric tells.
+    ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
+    """
+
+    before: Reading
+    after: Reading
+    logged: Mapping[str, RoleKv]
+    rows: Sequence[Mapping[str, Any]]
+    host: HostFigures
+    slots: int | None = None
+
+    @cached_property
+    def engines(self) -> dict[str, EngineFigures]:
+        """By role."""
+        return with_slots(engine_figures(self.before, self.after, self.logged), self.rows, self.slots)
+
+    @property
+    def transport(self) -> str:
+        """The transport that really ran, as far as the engines tell."""
+        return transport_of(self.after)
+
+    @property
+    def kv_lost(self) -> float:
+        """Requests whose KV was given up or failed to move."""
+        return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
+
+    def router(self, seconds: float) -> RouterFigures:
+        """What kvbench's router did in a load of so many seconds."""
+        return replace(router_figures(self.before, self.after), seconds=seconds)
+
+    def columns(self, load: LoadResult) -> dict[str, Any]:
+        """The engine columns of the result table."""
+        return engine_summary(self.before, self.after, self.engines, load, self.logged)
+
+    def use(self) -> dict[str, dict[str, Any]]:
+        """How much of each role's engines was in use, as JSON."""
+        return {role: each.to_json() for role, each in sampled_use(self.rows, self.slots).items()}
+
+
+class MetricsReader:
+    """Reads what the engines of one deployment tell of themselves, trial after trial."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
+
+    def before(self) -> Reading:
+        """/metrics of each instance before a load; what was logged of KV so far is another trial's."""
+        pages = self._deployment.metrics()
+        if self._reads_logs(pages):
+            self._logged_kv(pages)
+            pages = self._deployment.metrics()
+        return pages
+
+    def after(self, before: Reading, observer: Observer, slots: int | None) -> Readings:
+        """The whole of a trial's readings, once it is drained."""
+        pages = self._deployment.metrics()
+        return Readings(before, pages, self._logged_kv(pages), observer.rows, observer.host, slots)
+
+    def _reads_logs(self, pages: Reading) -> bool:
+        """Whether KV moves and no engine tells of it in its metrics."""
+        told = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
+        return self._deployment.connector.disaggregated and not any(told)
+
+    def _logged_kv(self, pages: Reading) -> dict[str, RoleKv]:
+        """What engines without KV metrics log of their transfers since the last call.
+
+        Their lines come at intervals. If they come often, one interval is waited for, so that a trial's
+        transfers are all counted and no others; if not, only means of a transfer are taken from them.
+        """
+        if not self._reads_logs(pages):
+            return {}
+        whole = self._log_interval_s() <= LOG_WAIT_S
+        if whole:
+            deadline = time.monotonic() + self._log_interval_s() + 0.5
+            while time.monotonic() < deadline:
+                self._deployment.check_alive()
+                self._kv_logs.poll()
+                time.sleep(0.05)
+        return self._kv_logs.take(whole=whole)
+
+    def _log_interval_s(self) -> float:
+        told = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
+        try:
+            return float(next(filter(None, told), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
+        except ValueError:
+            return DEFAULT_LOG_INTERVAL_S
+
+
+def kv_bytes_per_request(
+    scenario: Scenario, input_len: int, engines: Mapping[str, EngineFigures]
+) -> tuple[float | None, float]:
+    """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
+
+    The block size is what the engines tell. None if that, or the model's shape, is not known.
+    """
+    shape, deployed = scenario.model.shape, scenario.deployment
+    blocks = {role.block_tokens for role in engines.values() if role.block_tokens}
+    if not shape.known or len(blocks) != 1:
+        return None, 0.0
+    block_tokens = blocks.pop()
+    per_block = float(shape.block_bytes(block_tokens, deployed.tensor_parallel_size) * shape.regions())
+    partial = not deployed.engine_options.kv_bytes_certain and input_len % block_tokens > 0
+    return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
