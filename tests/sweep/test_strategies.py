@@ -107,7 +107,7 @@ def test_what_a_refused_flood_passed_on_is_no_ceiling(verdict: VerdictKind) -> N
     assert ask is not None
     one.tell(record(ask, verdict, completion_rate=39.3, completion_steady=True))
     assert one.ask() == Ask(35.37, "start", "", verdict == "measured")
-    root = search.root()
+    root = search.estimate()
     assert (root is not None and root.upper < 50) == (verdict == "measured")
 
 

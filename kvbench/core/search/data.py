@@ -112,7 +112,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Told:
+class TrialOutcome:
     """One trial's outcome, and what it had been asked for; no purpose if it was not asked."""
 
     rate: float
@@ -132,7 +132,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchAnswer:
     """What is known of the highest rate that meets the SLO.
 
     By verdicts alone, ``max_request_rate`` is ``lower``: the highest rate that was met, and ``upper`` the

@@ -27,7 +27,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.data import Told
+from kvbench.core.search.data import TrialOutcome
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -58,7 +58,7 @@ ARRIVALS_MOST: Final = 1.03
 
 
 @dataclass(frozen=True)
-class Point:
+class RatePoint:
     """One trial: its rate, and what it says.
 
     ``misses`` of ``n`` broke the SLO where ``attainment`` of them should not, and ``clump`` of them count as
@@ -80,7 +80,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Root:
+class RateEstimate:
     """Median and 5 and 95 % quantiles of the rate looked for."""
 
     median: float
@@ -93,7 +93,7 @@ class Root:
         return (self.upper / self.lower - 1) / 2
 
 
-def point_of(told: Told, attainment: float) -> Point | None:
+def point_of(told: TrialOutcome, attainment: float) -> RatePoint | None:
     """What one trial says of the rate looked for; None if nothing.
 
     ``attainment``: the share asked for, where the trial tells none (as verdicts without figures do).
@@ -105,19 +105,19 @@ def point_of(told: Told, attainment: float) -> Point | None:
         completed = measured.completion_rate if measured is not None else None
         if measured is None or not completed or completed >= SATURATED * rate or measured.grows:
             return None
-        return Point(rate, capacity=completed, capacity_error=CEILING_ERROR * completed)
+        return RatePoint(rate, capacity=completed, capacity_error=CEILING_ERROR * completed)
     bound: Literal["above", "below"] = "below" if told.verdict == "met" else "above"
     if measured is None:
-        return None if told.verdict == "undecided" else Point(rate, bound=bound)
+        return None if told.verdict == "undecided" else RatePoint(rate, bound=bound)
     capacity, capacity_error = measured.capacity, measured.capacity_error or 0.0
     if measured.grows or measured.attainment is None or not measured.n:
-        return Point(rate, bound=bound, capacity=capacity, capacity_error=capacity_error)
+        return RatePoint(rate, bound=bound, capacity=capacity, capacity_error=capacity_error)
     if measured.offered_rate:
         surplus = (measured.offered_rate / rate) ** ARRIVALS
         rate *= min(max(surplus, 1 / ARRIVALS_MOST), ARRIVALS_MOST)
     mean = measured.target is None
     error = measured.score_error if measured.score_error is not None else math.inf
-    return Point(
+    return RatePoint(
         rate,
         misses=(1.0 - measured.attainment) * measured.n,
         n=0 if mean else measured.n,
@@ -130,7 +130,7 @@ def point_of(told: Told, attainment: float) -> Point | None:
     )
 
 
-def fit(points: Sequence[Point], low: float, high: float) -> Root:
+def fit(points: Sequence[RatePoint], low: float, high: float) -> RateEstimate:
     """The posterior within [low, high], taken for log-uniform before anything is known.
 
     Raises ValueError without points.
@@ -147,10 +147,10 @@ def fit(points: Sequence[Point], low: float, high: float) -> Root:
         low, high = max(low, float(quantiles[0]) / span), min(high, float(quantiles[-1]) * span)
         if high <= low * (1 + 1e-9):
             break
-    return Root(float(quantiles[2]), float(quantiles[1]), float(quantiles[3]))
+    return RateEstimate(float(quantiles[2]), float(quantiles[1]), float(quantiles[3]))
 
 
-def _posterior(points: Sequence[Point], roots: FloatArray) -> FloatArray:
+def _posterior(points: Sequence[RatePoint], roots: FloatArray) -> FloatArray:
     shares = np.zeros((len(roots), len(STEEPNESS)))
     scores = np.zeros((len(roots), len(SLOPES)))
     told = np.zeros_like(shares)
@@ -175,7 +175,7 @@ def _posterior(points: Sequence[Point], roots: FloatArray) -> FloatArray:
     return np.asarray(_summed(shares) * _summed(scores + _queue(points, roots)), np.float64)
 
 
-def _queue(points: Sequence[Point], roots: FloatArray) -> FloatArray | float:
+def _queue(points: Sequence[RatePoint], roots: FloatArray) -> FloatArray | float:
     """Log density of root and slope by the sharpest capacity: a queue's line is at −1 there."""
     seen = [(p.capacity, p.capacity_error / p.capacity) for p in points if p.capacity is not None]
     if not seen:
@@ -191,7 +191,7 @@ def _summed(log: FloatArray) -> FloatArray:
     return np.asarray(np.exp(log - log.max()).sum(axis=1), np.float64)
 
 
-def _hazard(point: Point, roots: FloatArray, off: float = 0.0) -> FloatArray:
+def _hazard(point: RatePoint, roots: FloatArray, off: float = 0.0) -> FloatArray:
     """−log of the share within the SLO, by root and steepness, at a rate that is off by so much."""
     over = point.rate * (1 + off) / roots[:, None] - 1
     allowed = -np.log(min(point.attainment, 1 - 1e-6))
@@ -199,7 +199,7 @@ def _hazard(point: Point, roots: FloatArray, off: float = 0.0) -> FloatArray:
     return np.asarray(np.minimum(hazard, 50.0), np.float64)
 
 
-def _of_share(point: Point, clump: float, roots: FloatArray) -> FloatArray:
+def _of_share(point: RatePoint, clump: float, roots: FloatArray) -> FloatArray:
     """Log likelihood by root and steepness, averaged over what the rate may really have been."""
     total = np.zeros((len(roots), len(STEEPNESS)))
     for off, weight in ((-1.5, 0.25), (0.0, 0.5), (1.5, 0.25)):
@@ -209,13 +209,13 @@ def _of_share(point: Point, clump: float, roots: FloatArray) -> FloatArray:
     return np.asarray(np.log(total + 1e-9), np.float64)
 
 
-def _information(point: Point, clump: float, roots: FloatArray) -> FloatArray:
+def _information(point: RatePoint, clump: float, roots: FloatArray) -> FloatArray:
     """Fisher's information of one trial about the root, up to a factor."""
     hazard = _hazard(point, roots)
     return np.asarray(point.n / clump * hazard**2 / np.expm1(hazard), np.float64)
 
 
-def _of_score(point: Point, roots: FloatArray) -> FloatArray:
+def _of_score(point: RatePoint, roots: FloatArray) -> FloatArray:
     """Log likelihood by root and slope; a score near −1 is only known to be as bad as that."""
     assert point.score is not None
     expected = SLOPES[None, :] * (1 - point.rate / roots[:, None])

@@ -21,13 +21,13 @@ from kvbench.core.gates.gates import judge
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import RequestRecord, VerdictKind
-from kvbench.core.search.search import Answer, Hint, Probe, RateSearch, SearchLimits
+from kvbench.core.search.search import Hint, Probe, RateSearch, SearchAnswer, SearchLimits
 
 Trial = Callable[[float], VerdictKind]
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512, precision=0.05, max_trials=30)
 
 
-def run(search: RateSearch, trial: Trial) -> Answer:
+def run(search: RateSearch, trial: Trial) -> SearchAnswer:
     """Drive a search to its end, and hold it to its promises on the way."""
     limits = search.limits
     while (probe := search.ask()) is not None:

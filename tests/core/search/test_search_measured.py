@@ -15,15 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
-from kvbench.core.search.posterior import Point, fit, point_of
-from kvbench.core.search.search import Answer, Hint, Measured, Probe, RateSearch, SearchLimits, Told
+from kvbench.core.search.posterior import RatePoint, fit, point_of
+from kvbench.core.search.search import (
+    Hint,
+    Measured,
+    Probe,
+    RateSearch,
+    SearchAnswer,
+    SearchLimits,
+    TrialOutcome,
+)
 
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
 Outcome = tuple[VerdictKind, Measured | None]
 Trial = Callable[[Probe], Outcome]
 
 
-def run(search: RateSearch, trial: Trial) -> Answer:
+def run(search: RateSearch, trial: Trial) -> SearchAnswer:
     """Drive a search to its end, and hold it to its promises on the way."""
     limits = search.limits
     while (probe := search.ask()) is not None:
@@ -254,7 +262,7 @@ def test_trials_that_cannot_tell_are_tried_once_more_and_then_left() -> None:
     assert 8 <= answer.lower <= 12
 
 
-def run_on(search: RateSearch, trial: Trial) -> Answer:
+def run_on(search: RateSearch, trial: Trial) -> SearchAnswer:
     while (probe := search.ask()) is not None:
         search.tell(probe.rate, *trial(probe))
     return search.answer()
@@ -281,7 +289,7 @@ def test_above_a_refused_rate_nothing_is_claimed() -> None:
 
 def test_a_contradiction_widens_the_interval() -> None:
     def told(*misses: int) -> float:
-        return fit([Point(10, each, 400, 10) for each in misses], 0.5, 512).width
+        return fit([RatePoint(10, each, 400, 10) for each in misses], 0.5, 512).width
 
     # Twice as many misses as allowed, and none at all, at one rate: less sure than twice as allowed.
     assert told(60, 0) > told(20, 20)
@@ -289,17 +297,19 @@ def test_a_contradiction_widens_the_interval() -> None:
 
 def test_a_point_is_no_more_than_its_trial() -> None:
     measured = Measured(0.9, n=100, effective_n=20, target=0.9, score=-0.1, offered_rate=10.4)
-    point = point_of(Told(10, "undecided", "bisect", measured), 0.95)
+    point = point_of(TrialOutcome(10, "undecided", "bisect", measured), 0.95)
     assert point is not None
     assert (point.n, point.clump, point.attainment) == (100, 5, 0.9)
     assert point.misses == pytest.approx(10)
     assert 10 < point.rate < 10.4
-    mean = point_of(Told(10, "met", "bisect", Measured(0.9, n=100, score=0.1, score_error=0.02)), 0.95)
+    mean = point_of(
+        TrialOutcome(10, "met", "bisect", Measured(0.9, n=100, score=0.1, score_error=0.02)), 0.95
+    )
     assert mean is not None
     assert (mean.n, mean.score_error) == (0, 0.02)
-    assert point_of(Told(10, "invalid", "bisect", measured), 0.95) is None
-    assert point_of(Told(10, "undecided", "bisect"), 0.95) is None
-    grows = point_of(Told(10, "missed", "expand", Measured(grows=True, capacity=9.0)), 0.95)
+    assert point_of(TrialOutcome(10, "invalid", "bisect", measured), 0.95) is None
+    assert point_of(TrialOutcome(10, "undecided", "bisect"), 0.95) is None
+    grows = point_of(TrialOutcome(10, "missed", "expand", Measured(grows=True, capacity=9.0)), 0.95)
     assert grows is not None
     assert (grows.bound, grows.capacity) == ("above", 9.0)
     with pytest.raises(ValueError, match="at least one"):

@@ -10,7 +10,7 @@ from serving import decided, first_tokens
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.search.ceiling import plan_flood
-from kvbench.core.search.data import Answer, Measured
+from kvbench.core.search.data import Measured, SearchAnswer
 from kvbench.core.search.search import RateSearch, SearchLimits
 from kvbench.core.search.sequential_trial import Criterion, LiveConfig, LiveTrial, trial_length_s
 from kvbench.core.simulation.known_queues import md1_max_rate
@@ -37,7 +37,7 @@ def flood(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[
 
 def find(
     server: FirstTokens, alone_s: float, limit_s: float, max_rate: float, seed: int, target: float = 0.9
-) -> Answer:
+) -> SearchAnswer:
     """As the sweep does it: a cold start at four requests under way, and a ceiling probe first."""
     start = min(4.0 / alone_s, max_rate)
     search = RateSearch(SearchLimits(start, 0.01, max_rate, attainment=target), ceiling=True)

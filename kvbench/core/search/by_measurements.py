@@ -1,0 +1,178 @@
+"""Searches a rate by what trials measured: a yes or no is the least that a trial tells.
+
+With the shares of late requests, a posterior of the rate is kept (``kvbench.core.search.posterior``); each
+trial goes to its median, so that all of them measure where it matters:
+
+1. From 0.9 × the ceiling, a hint, or the start rate: **expand** × 1.15, × 1.3, × 2 or further, if the margins
+   say so, but not beyond the capacity, until both a yes and a no, or "cannot tell", were seen.
+   While all trials are missed, steps down are halves as long as some requests are in time.
+2. **Bisect**: to the median of the posterior, again and again. There trials are *thorough*: a quick yes comes
+   before a queue has built up.
+3. **Confirm**: a further trial at the median, once that is sharp. If it leaves the median near itself and the
+   interval within the precision, and if it is met, or another trial at that rate or up to the precision above
+   it was, the search is over and that rate is the answer. Else there is a further trial at the new median. If
+   ``max_trials`` comes first, the answer goes down to the highest rate met within the precision below the
+   median; without one it is *undecided*.
+
+An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it cannot be told
+whether the SLO holds is close to the one looked for. Contradictions need no rule: the posterior moves and
+widens, and there are more trials.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from kvbench.core.search.data import Probe, Purpose, SearchAnswer, Status, TrialOutcome
+from kvbench.core.search.posterior import RateEstimate
+from kvbench.core.search.trial_history import (
+    DOWN_COLD,
+    UP_TRUSTED,
+    TrialHistory,
+    reached_target,
+    step_factor,
+)
+
+DOWN_NEAR: Final = 2.0
+"""The longest step down from a trial in which some requests were in time: the rate cannot be far."""
+CLOSE: Final = 0.75
+"""From this share of the capacity on a queue takes its time to build up, and a quick yes is none."""
+UP_MOST: Final = 3.0
+BELOW_CAPACITY: Final = 0.97
+"""The longest step up, as a factor, and as a share of the capacity."""
+WIDTH: Final = 1.2
+NEAR: Final = 1.7
+SHIFT: Final = 0.4
+"""In units of the precision: the interval's half-width at the end, and from which on a trial may confirm; how
+far the median may move by the trial that confirms."""
+CONFIRM_BELOW: Final = 0.1
+CONFIRM_STEP: Final = 0.06
+CONFIRM_MOST: Final = 0.28
+"""In units of the precision: so far below the median a trial is to confirm, or every other one would fail;
+so much further for each that has failed; and at most."""
+
+
+def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
+    """The next trial, None when the search is over. There must be an outcome beside a ceiling's."""
+    if _settled(history, estimate) is not None:
+        return None
+    limits, tried, tallies = history.limits, history.tried, history.bracket.tallies
+    lowest, highest = min(each.rate for each in tried), max(each.rate for each in tried)
+    some_good = any(each.verdict != "missed" for each in tried)
+    some_bad = any(each.verdict != "met" for each in tried)
+    if not some_good and lowest <= limits.min_rate:
+        return history.confirm_lowest()
+    if not some_bad and highest >= limits.max_rate:
+        return history.confirm_highest(highest)
+    capacity, target = _capacity(history), estimate.median
+    if not some_bad:
+        step = min(highest * step_factor(UP_TRUSTED, len(tried)), BELOW_CAPACITY * capacity)
+        target = min(max(target, step), highest * UP_MOST)
+    elif not some_good:
+        near = any(_some_in_time(each) for each in tried if each.rate == lowest)
+        step = lowest / (DOWN_NEAR if near else step_factor(DOWN_COLD, len(tried)))
+        target = max(target, step) if near or len(tried) < 3 else step
+    unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
+    sharp = estimate.width <= limits.precision * NEAR
+    if sharp and some_good and some_bad:
+        target /= 1 + _aim_below(history) * limits.precision
+    target = history.inside(min(target, unusable / (1 + limits.precision)))
+    if target in tallies and not history.usable(tallies[target]):
+        return None
+    if unusable < math.inf and sum(each.rate == target for each in tried) >= 2:
+        return None
+    purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
+    return Probe(target, purpose, thorough=target > CLOSE * capacity or (some_good and some_bad))
+
+
+def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
+    """The best answer so far: the rate that a trial has confirmed, or else the most likely one."""
+    settled, agrees = _settled(history, estimate), _agreement(history)
+    if settled is None:
+        settled, agrees = _fallen_back(history, estimate), "the highest rate met: {:g}"
+    rate = settled if settled is not None else history.inside(estimate.median)
+    status: Status = "converged"
+    reason = agrees.format(rate)
+    if settled is None:
+        status, reason = _unsettled(history, estimate, finished)
+    limits, tried = history.limits, history.tried
+    lower, upper = min(estimate.lower, rate), max(estimate.upper, rate)
+    known: tuple[float | None, float | None, float | None, Literal["", "above", "below"]]
+    known = (rate, lower, upper, "")
+    if settled is None and all(each.verdict == "missed" for each in tried):
+        # Nothing but misses: any rate would be a guess.
+        known = (None, None, history.bracket.upper, "below" if tried else "")
+        if tried and history.trials_left <= 0:
+            status, reason = "exhausted", f"max_trials = {limits.max_trials} came before any rate was met"
+    elif settled is not None and settled >= limits.max_rate:
+        status, reason = "censored", f"not missed at {rate:g}, the highest rate allowed: raise max_rate"
+        known = (rate, lower, None, "above")
+    found, low, high, censored = known
+    figures, trials = history.figures(found), len(history.outcomes)
+    return SearchAnswer(found, low, high, censored, status, settled is not None, trials, reason, **figures)
+
+
+def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) -> tuple[Status, str]:
+    """Why there is no answer that can be relied on."""
+    rate, limits = history.inside(estimate.median), history.limits
+    if history.trials_left > 0:
+        if not finished:
+            return "undecided", "the search was not finished"
+        return "undecided", f"trials at {history.bracket.unusable or rate:g} and around it were refused"
+    if estimate.width <= limits.precision * WIDTH:
+        return "undecided", (
+            f"max_trials = {limits.max_trials} came before a trial at {rate:g} or up to "
+            f"{limits.precision:.0%} above it was met"
+        )
+    return "exhausted", f"max_trials = {limits.max_trials} came before the precision asked for"
+
+
+def _aim_below(history: TrialHistory) -> float:
+    failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
+    return min(CONFIRM_BELOW + CONFIRM_STEP * failed, CONFIRM_MOST)
+
+
+def _capacity(history: TrialHistory) -> float:
+    """The least that a trial saw the system pass on at most; inf if none saw its limit."""
+    return min((point.capacity for point in history.points if point.capacity), default=math.inf)
+
+
+def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
+    """The rate that a trial of its own has confirmed, if the search is over."""
+    last, precision = history.outcomes[-1], history.limits.precision
+    if last.purpose != "confirm" or last.verdict not in ("met", "undecided") or last.measured is None:
+        return None
+    if history.support(last.rate) is None:
+        return None
+    if all(each.verdict == "met" for each in history.tried) and _capacity(history) == math.inf:
+        return None  # nothing bounds it from above
+    moved = abs(math.log(history.inside(estimate.median) / last.rate))
+    sharp = estimate.width <= precision * WIDTH
+    return last.rate if sharp and moved <= precision * SHIFT else None
+
+
+def _agreement(history: TrialHistory) -> str:
+    """How the last trial confirms its rate: only one that was met does so by itself."""
+    last = history.outcomes[-1]
+    support = None if last.verdict == "met" else history.support(last.rate)
+    return (
+        "a further trial at {:g} agrees"
+        if support is None
+        else f"met at {support.rate:g}; a further trial at {{:g}} leaves the answer there"
+    )
+
+
+def _fallen_back(history: TrialHistory, estimate: RateEstimate) -> float | None:
+    """Out of trials, but the rate is sharp: the highest that was met within the precision below it."""
+    precision = history.limits.precision
+    if history.trials_left > 0 or estimate.width > precision * WIDTH:
+        return None
+    median = history.inside(estimate.median)
+    met = (each.rate for each in history.tried if reached_target(each) and each.rate <= median)
+    best = max(met, default=0.0)
+    return best if best * (1 + precision) >= median else None
+
+
+def _some_in_time(outcome: TrialOutcome) -> bool:
+    return outcome.measured is not None and bool(outcome.measured.n and outcome.measured.attainment)

@@ -1,0 +1,169 @@
+"""What a search knows: its trials so far, and what follows from them whichever rule goes on from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Literal
+
+from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
+from kvbench.core.search.posterior import RateEstimate, RatePoint, fit, point_of
+
+UP_COLD: Final = (2.0,)
+DOWN_COLD: Final = (2.0, 4.0)
+UP_TRUSTED: Final = (1.15, 1.3, 2.0)
+DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0)
+"""Factors of the first, second, ... step away from the start; the last one repeats."""
+UNSURE_TRIALS: Final = 2
+"""A rate is left alone after so many undecided trials without figures."""
+_DIGITS: Final = 4
+"""Rates are rounded to so many significant digits: what is asked for is what is printed."""
+
+
+@dataclass
+class RateTally:
+    """All outcomes of one rate. ``unsure``: undecided trials without figures."""
+
+    mets: int = 0
+    misses: int = 0
+    last: Literal["met", "missed", ""] = ""
+    refused_in_a_row: int = 0
+    unsure: int = 0
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Highest met rate below the lowest missed one. ``unusable``: the lowest unusable rate between them."""
+
+    lower: float | None
+    upper: float | None
+    unusable: float | None
+    tallies: dict[float, RateTally] = field(default_factory=dict)
+
+    @property
+    def top(self) -> float | None:
+        """The rate to stay below."""
+        return self.unusable if self.unusable is not None else self.upper
+
+
+@dataclass(frozen=True)
+class TrialHistory:
+    """The outcomes of one search in order, and the limits that it keeps to."""
+
+    limits: SearchLimits
+    outcomes: tuple[TrialOutcome, ...] = ()
+
+    @property
+    def trials_left(self) -> int:
+        return self.limits.max_trials - len(self.outcomes)
+
+    @cached_property
+    def tried(self) -> list[TrialOutcome]:
+        """All outcomes but ceilings and refusals."""
+        return [each for each in self.outcomes if each.purpose != "ceiling" and each.verdict != "invalid"]
+
+    @cached_property
+    def points(self) -> list[RatePoint]:
+        """What each trial says of the rate looked for, where it says something."""
+        target = self.limits.attainment
+        return [point for each in self.outcomes if (point := point_of(each, target)) is not None]
+
+    @cached_property
+    def estimate(self) -> RateEstimate | None:
+        """The posterior of the rate looked for; None before anything was measured."""
+        if not self.points or all(each.measured is None for each in self.outcomes):
+            return None
+        return fit(self.points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05)
+
+    @cached_property
+    def bracket(self) -> Bracket:
+        """By verdicts alone. A rate's newest verdict counts."""
+        tallies: dict[float, RateTally] = {}
+        for outcome in self.outcomes:
+            if outcome.purpose == "ceiling":
+                continue
+            tally = tallies.setdefault(outcome.rate, RateTally())
+            if outcome.verdict == "invalid":
+                tally.refused_in_a_row += 1
+                continue
+            tally.refused_in_a_row = 0
+            if outcome.verdict == "met":
+                tally.last, tally.mets = "met", tally.mets + 1
+            elif outcome.verdict == "missed":
+                tally.last, tally.misses = "missed", tally.misses + 1
+            elif outcome.measured is None:
+                tally.unsure += 1
+        upper = min((rate for rate, tally in tallies.items() if tally.last == "missed"), default=None)
+        below = math.inf if upper is None else upper
+        lower = max(
+            (rate for rate, tally in tallies.items() if tally.last == "met" and rate < below), default=None
+        )
+        above = 0.0 if lower is None else lower
+        unusable = [rate for rate, each in tallies.items() if not self.usable(each) and above < rate < below]
+        return Bracket(lower, upper, min(unusable, default=None), tallies)
+
+    def usable(self, tally: RateTally) -> bool:
+        """Whether a trial at that rate may still bring a verdict."""
+        unsure = tally.unsure >= UNSURE_TRIALS and tally.last == ""
+        return tally.refused_in_a_row <= self.limits.max_retries and not unsure
+
+    def unconfirmed(self, rate: float) -> bool:
+        """Whether a met rate was met once only and can be tried again."""
+        tally = self.bracket.tallies[rate]
+        return tally.mets < 2 and self.usable(tally)
+
+    def confirm_highest(self, rate: float) -> Probe | None:
+        """The further trial that a met rate needs where no higher one is allowed."""
+        return Probe(rate, "confirm") if self.unconfirmed(rate) else None
+
+    def confirm_lowest(self) -> Probe | None:
+        """The further trial that a missed rate needs where no lower one is allowed."""
+        lowest = min(self.bracket.tallies)
+        tally = self.bracket.tallies[lowest]
+        once = tally.last == "missed" and tally.misses < 2
+        return Probe(lowest, "confirm") if once and self.usable(tally) else None
+
+    def support(self, rate: float) -> TrialOutcome | None:
+        """A trial that was met at that rate or up to the precision above it: the nearest, then the newest."""
+        top = rate * (1 + self.limits.precision) * (1 + 1e-9)
+        met = [each for each in reversed(self.tried) if reached_target(each) and rate <= each.rate <= top]
+        return min(met, key=lambda each: each.rate, default=None)
+
+    def figures(self, rate: float | None) -> dict[str, Any]:
+        """The curve, and the attainment of the trial that the rate rests on, or else of the newest at it."""
+        figures: dict[str, Any] = {"curve": tuple(each.to_json() for each in self.outcomes)}
+        if rate is None:
+            return figures
+        at_rate = (each for each in reversed(self.tried) if each.rate == rate)
+        outcome = self.support(rate) or next(at_rate, None)
+        if outcome is not None and outcome.measured is not None and outcome.measured.n:
+            figures.update(
+                attainment=outcome.measured.attainment,
+                attainment_lower=outcome.measured.attainment_lower,
+                attainment_upper=outcome.measured.attainment_upper,
+                n=outcome.measured.n,
+            )
+        return figures
+
+    def inside(self, rate: float) -> float:
+        """The rate that can be asked for: rounded, and within the limits."""
+        return min(max(rounded(rate), self.limits.min_rate), self.limits.max_rate)
+
+
+def reached_target(outcome: TrialOutcome) -> bool:
+    """Whether a trial was met, with a share no smaller than the one asked for where both are known."""
+    measured = outcome.measured
+    if measured is None or measured.target is None or measured.attainment is None:
+        return outcome.verdict == "met"
+    return outcome.verdict == "met" and measured.attainment >= measured.target
+
+
+def step_factor(factors: Sequence[float], taken: int) -> float:
+    """The factor of the next step after so many taken."""
+    return factors[min(max(taken, 1), len(factors)) - 1]
+
+
+def rounded(rate: float) -> float:
+    return float(f"{rate:.{_DIGITS}g}")
