@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvbench.connectors.parts.versions import Release, Releases, is_sglang, release
+from kvbench.core.plan.engine_versions import Release, Releases, is_sglang, release
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import InputError
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.scenario.schedulers import RayOptions
 from kvbench.errors import LaunchError, MissingLibraryError
-from kvbench.launchers.parts.channel import CLOSE_GRACE_S, SEND_DEADLINE_S, TAIL_LINES, Inbox, ended_words
+from kvbench.launchers.agents.channel import CLOSE_GRACE_S, SEND_DEADLINE_S, TAIL_LINES, Inbox, ended_words
 from kvbench.launchers.parts.ray_bundles import Bundle, bundles_of, listed, missing, placed, unique_names
 
 CONNECT_DEADLINE_S: Final = 5.0

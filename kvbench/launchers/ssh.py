@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvbench.core.scenario.hosts import Ssh
 from kvbench.errors import LaunchError, MissingLibraryError
-from kvbench.launchers.parts.channel import (
+from kvbench.launchers.agents.channel import (
     CLOSE_GRACE_S,
     READ_BYTES,
     SEND_DEADLINE_S,

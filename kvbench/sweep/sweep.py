@@ -22,9 +22,9 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import Deployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.hosts import environment
-from kvbench.launchers.parts.placement import Places
+from kvbench.launchers.agents.wire import HostLostError
 from kvbench.launchers.parts.ports import with_ports_at
-from kvbench.launchers.parts.wire import HostLostError
+from kvbench.launchers.placement.placement import Places
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import Wish, resolve
 from kvbench.planning.plan import plan_of

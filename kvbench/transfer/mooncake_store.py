@@ -32,10 +32,10 @@ from kvbench.core.plan.processes import unproxied
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Problem
 from kvbench.transfer.parts import mooncakewheel
-from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import inherited
-from kvbench.transfer.parts.servers import Master, available_bytes, master_binary
-from kvbench.transfer.parts.storepeer import Notes, Store
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.servers import Master, available_bytes, master_binary
+from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 # The segment holds what is offered, what was written last, what is being written and what it replaced.
 GENERATIONS = 4

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvbench.transfer import mooncake
 from kvbench.transfer.base import Layout
-from kvbench.transfer.parts import ucx
 from kvbench.transfer.parts.blocks import (
     Span,
     merge_runs,
@@ -17,6 +16,7 @@ from kvbench.transfer.parts.blocks import (
     split_spans,
     unpack_ids,
 )
+from kvbench.transfer.parts.nixl import ucx
 
 IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
 

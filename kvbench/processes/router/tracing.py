@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbench.processes.common.spans import Span
-from kvbench.processes.router.legs import Timing
+from kvbench.processes.router.backend_request import Timing
 
 
 def request_spans(timing: Timing, began_s: float, ended_s: float, error: str) -> Iterator[Span]:

@@ -95,7 +95,7 @@ class Exchange:
             raise TransferError(REFUSED)
 
 
-class Stream:
+class TcpStream:
     """One connection to a peer, and the thread that works off its exchanges, in order.
 
     A small exchange on an idle connection is made without the thread, which would cost it several times its
@@ -205,7 +205,7 @@ class Stream:
         self._sock.close()
 
 
-class Server:
+class TcpServer:
     """The target's side: a thread accepts at each address, one serves each connection."""
 
     def __init__(self, addresses: Sequence[str], own_id: bytes, memory: memoryview) -> None:
