@@ -157,7 +157,7 @@ class Budget:
                 self._changed.notify_all()
 
 
-class MooncakeStore(Store):
+class MooncakeObjectStore(Store):
     """One client; the holder of the segment if ``segment_bytes`` is not 0."""
 
     def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
@@ -294,7 +294,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
         master = Master(self._host)
         try:
             settings = {**self._settings, "master": master.address}
-            store = MooncakeStore(settings, address, layout.nbytes, room)
+            store = MooncakeObjectStore(settings, address, layout.nbytes, room)
             store.touch(room)
         except BaseException:
             master.close()
@@ -310,7 +310,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
             raise TransferError(f"no mooncake_master answers at {provided['master']}: {error}") from error
         _require_metadata_server(self._settings["metadata_server"], deadline_s)
         settings = {**self._settings, "master": str(provided["master"])}
-        return MooncakeStore(settings, self._address, self._layout.nbytes, 0)
+        return MooncakeObjectStore(settings, self._address, self._layout.nbytes, 0)
 
     def transport(self) -> str:
         for line in self.native_log():

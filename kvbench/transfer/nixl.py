@@ -32,14 +32,14 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Problem, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts.blocks import MIN_PART_BYTES, Span, paired_spans, split_spans
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, paired_spans, split_spans
 from kvbench.transfer.parts.native import inherited, version_of
 from kvbench.transfer.parts.nixl.nixlagent import (
     DISTRIBUTIONS,
     INSTALL,
     AgentsEndpoint,
     NixlAgent,
-    Place,
+    NixlPlace,
     import_api,
     installed,
 )
@@ -173,8 +173,8 @@ class UcxEndpoint(AgentsEndpoint):
         """Read the peer's key: metadata alone does not show that anyone is there."""
         began = time.monotonic()
         ctypes.memset(self._scratch, 0, KEY_BYTES)
-        here, there = Place(ctypes.addressof(self._scratch), "DRAM"), Place(key_address, "DRAM")
-        handle = agent.by_span("read", [Span(0, 0, KEY_BYTES)], here, there, name)
+        here, there = NixlPlace(ctypes.addressof(self._scratch), "DRAM"), NixlPlace(key_address, "DRAM")
+        handle = agent.by_span("read", [BlockSpan(0, 0, KEY_BYTES)], here, there, name)
         try:
             done = agent.start(handle)
             while not done and time.monotonic() < until:
@@ -204,7 +204,7 @@ class UcxEndpoint(AgentsEndpoint):
             parts.append((agent, agent.by_block(op, here, (known.tables[0], known.layout, remote))))
             pieces = count
         else:
-            here_at, there_at = Place(self._address, self._kind), Place(known.address, self._kind)
+            here_at, there_at = NixlPlace(self._address, self._kind), NixlPlace(known.address, self._kind)
             dealt = split_spans(wanted, len(self._agents), MIN_PART_BYTES) if wanted else []
             for agent, name, spans in zip(self._agents, known.agents, dealt, strict=False):
                 parts.append((agent, agent.by_span(op, spans, here_at, there_at, name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -291,7 +292,10 @@ def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
     """The error for an agent that did not come up, with what to do about the usual reasons."""
     said = " | ".join([why, *words[-3:]])
     hint = f"try it by hand: ssh {host} PYTHON -m {AGENT_MODULE}"
-    if "No module named" in said and "kvbench" in said:
+    if re.search(r"No module named '?kvbench\.", said):  # a kvbench that has no such module
+        said = f"another kvbench is installed there, and here it is {__version__} ({why})"
+        hint = f"install kvbench {__version__} there: kvbench hosts install SCENARIO"
+    elif "No module named" in said and "kvbench" in said:
         said = f"kvbench is not installed there ({why})"
         hint = (
             "kvbench hosts install SCENARIO does it; by hand: copy the wheel there, then "

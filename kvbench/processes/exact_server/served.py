@@ -13,7 +13,7 @@ MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """A client that leaves more than this unread is dropped. A log may be that long."""
 
 
-class ClientConnection:
+class ExactClient:
     """One client. One request at a time is served; what it sends beyond that waits in ``buffer``."""
 
     __slots__ = ("buffer", "fd", "head", "held", "kernel", "sock", "stamp", "stream", "then")
@@ -70,7 +70,7 @@ class ServedStream:
         self.request_id = request_id
         self.arrival = arrival
         self.kernel = kernel
-        self.connection: ClientConnection | None = None
+        self.connection: ExactClient | None = None
         self.prompt_tokens = self.output_len = self.plain = self.last_tokens = 0
         self.first_due = self.due = self.ended = 0.0
         self.head = self.last = b""

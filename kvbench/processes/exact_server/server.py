@@ -17,7 +17,7 @@ from typing import Final
 from kvbench.processes.exact_server import wire
 from kvbench.processes.exact_server.ledger import Ledger
 from kvbench.processes.exact_server.script import Playwright
-from kvbench.processes.exact_server.served import ClientConnection, ServedStream
+from kvbench.processes.exact_server.served import ExactClient, ServedStream
 from kvbench.processes.exact_server.sockets import ask_for_stamps, listen, stamp_of
 from kvbench.processes.exact_server.spec import ExactSpec
 from kvbench.processes.exact_server.timetable import Timetable
@@ -42,7 +42,7 @@ class ExactServer:
         self.kernel_stamps = ask_for_stamps(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._connections: dict[int, ClientConnection] = {}
+        self._connections: dict[int, ExactClient] = {}
         self._timetable = Timetable(spec)
         self._ledger = Ledger(spec, self.kernel_stamps)
         self._stopping = False
@@ -147,7 +147,7 @@ class ExactServer:
         elif not connection.held or connection.then == "reset":
             self._close(connection, "")
 
-    def _write(self, connection: ClientConnection, data: bytes) -> bool:
+    def _write(self, connection: ExactClient, data: bytes) -> bool:
         """Sends or keeps; False if the client is gone."""
         try:
             sent = connection.keep(data) if connection.held else connection.sock.send(data)
@@ -164,13 +164,13 @@ class ExactServer:
         if stream.connection is not None:
             self._keep_rest(stream.connection, rest)
 
-    def _keep_rest(self, connection: ClientConnection, rest: bytes) -> None:
+    def _keep_rest(self, connection: ExactClient, rest: bytes) -> None:
         connection.held += rest
         self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
         if connection.stream is not None:
             connection.stream.send = connection.keep
 
-    def _flush(self, connection: ClientConnection) -> None:
+    def _flush(self, connection: ExactClient) -> None:
         try:
             sent = connection.sock.send(connection.held)
         except BlockingIOError:
@@ -201,7 +201,7 @@ class ExactServer:
         stream.head = stream.last = b""
         self._ledger.ended(outcome)
 
-    def _close(self, connection: ClientConnection, why: str) -> None:
+    def _close(self, connection: ExactClient, why: str) -> None:
         if self._connections.pop(connection.fd, None) is None:
             return
         stream = connection.stream
@@ -227,7 +227,7 @@ class ExactServer:
         if wait > 0:
             # epoll's own timeout has whole milliseconds only.
             select.select([self._epoll.fileno()], (), (), wait)
-        asking: list[ClientConnection] = []
+        asking: list[ExactClient] = []
         for fd, events in self._epoll.poll(0):
             connection = self._connections.get(fd)
             if connection is None:
@@ -257,12 +257,12 @@ class ExactServer:
             except OSError:
                 return
             sock.setblocking(False)
-            connection = ClientConnection(sock)
+            connection = ExactClient(sock)
             self._ledger.connections += 1
             self._connections[connection.fd] = connection
             self._epoll.register(connection.fd, select.EPOLLIN)
 
-    def _read(self, connection: ClientConnection) -> bool:
+    def _read(self, connection: ExactClient) -> bool:
         """Takes in what has come; True if a whole request may be there."""
         while True:
             try:
@@ -281,7 +281,7 @@ class ExactServer:
                 break
         return connection.stream is None
 
-    def _serve_next(self, connection: ClientConnection) -> None:
+    def _serve_next(self, connection: ExactClient) -> None:
         """Serves the next whole request of a connection, if there is one and nothing is being served."""
         while connection.stream is None and connection.buffer and connection.then == "keep":
             try:
@@ -304,7 +304,7 @@ class ExactServer:
                     self._close(connection, "")
                 return
 
-    def _answer(self, connection: ClientConnection, head: wire.Head, body: bytes) -> None:
+    def _answer(self, connection: ExactClient, head: wire.Head, body: bytes) -> None:
         path, _, query = head.target.decode("latin-1").partition("?")
         if head.method == b"POST" and path == "/v1/completions":
             self._admit(connection, head, wire.parse_body(body))
@@ -319,7 +319,7 @@ class ExactServer:
         if self._write(connection, data) and head.close and not connection.held:
             self._close(connection, "")
 
-    def _admit(self, connection: ClientConnection, head: wire.Head, wanted: wire.WantedAnswer) -> None:
+    def _admit(self, connection: ExactClient, head: wire.Head, wanted: wire.WantedAnswer) -> None:
         stream = ServedStream(len(self._ledger.streams), head.request_id, connection.stamp, connection.kernel)
         stream.output_len = wanted.output_len or self._spec.output_len
         stream.prompt_tokens = wanted.prompt_tokens

@@ -19,7 +19,7 @@ STALL_S: Final = 0.005
 """A beat that is late by more is a stall of the loop."""
 
 
-class ClientFigures:
+class GeneratorFigures:
     """What is counted of the client during one trial."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from kvbench.core.records import RequestError
 from kvbench.processes.loadgen.answer import ServerAnswer
-from kvbench.processes.loadgen.heartbeat import ClientFigures
+from kvbench.processes.loadgen.heartbeat import GeneratorFigures
 from kvbench.processes.loadgen.sockets.clock import SLACK_NS, StampClock
 from kvbench.processes.loadgen.sockets.log import Log, new_log
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
@@ -21,12 +21,12 @@ _ID_BITS: Final = 0xFFFFFFFF
 Failure = tuple[RequestError, str]
 
 
-class Run(Protocol):
+class RequestRun(Protocol):
     """The run of a plan, as far as an HTTP request knows it."""
 
     loop: SocketLoop
     clock: StampClock
-    figures: ClientFigures
+    figures: GeneratorFigures
     monotonic: Callable[[], float]
 
     def take_soon(self, http_request: HttpRequest) -> None:
@@ -40,7 +40,7 @@ class HttpRequestOwner(Protocol):
     """Whose request it is: told once, of the answer or the failure."""
 
     @property
-    def run(self) -> Run: ...
+    def run(self) -> RequestRun: ...
 
     def answered(self, http_request: HttpRequest) -> None:
         """Its answer is whole."""

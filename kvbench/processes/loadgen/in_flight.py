@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from kvbench.core.records import ROUTER_TIMES, RequestRecord, timing_header
 from kvbench.processes.loadgen.answer import ServerAnswer
-from kvbench.processes.loadgen.http_request import Failure, HttpRequest, Run
+from kvbench.processes.loadgen.http_request import Failure, HttpRequest, RequestRun
 from kvbench.processes.loadgen.plan import PlannedRequest
 from kvbench.processes.loadgen.sockets.clock import gaps
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
@@ -20,7 +20,7 @@ DECIMALS: Final = 7
 _TIMING_HEADERS: Final = {name: timing_header(name) for name in ROUTER_TIMES}
 
 
-class InFlightRun(Run, Protocol):
+class InFlightRun(RequestRun, Protocol):
     """The run of a plan, as far as its requests know it."""
 
     pools: Sequence[ConnectionPool]

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.api_key import hidden
-from kvbench.processes.loadgen.heartbeat import BEAT_S, ClientFigures
+from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
 from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.plan import PlannedRequest
@@ -70,7 +70,7 @@ class LoadRun:
         self.loop = loop
         self.pools = pools
         self.clock = StampClock()
-        self.figures = ClientFigures()
+        self.figures = GeneratorFigures()
         self.monotonic = time.monotonic
         self.records: list[RequestRecord] = []
         """Of all requests that came due, in scheduled order."""

@@ -1,6 +1,6 @@
-"""The two legs of a request: the whole answer of P, and D's answer spliced through to the client.
+"""The requests to P and D behind a client's: P's whole answer, and D's answer spliced through to the client.
 
-They are driven by what their connections tell: in the ordinary course a leg needs no task and no future.
+They are driven by what their connections tell: in the ordinary course one needs no task and no future.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMING_HEADERS: Final = tuple(timing_header(name) for name in ROUTER_TIMES)
 
 
 class BackendError(Exception):
-    """A leg failed: the answer that the client gets, and the class that is counted."""
+    """A request to P or D failed: the answer that the client gets, and the class that is counted."""
 
     def __init__(self, error: str, status: int, body: bytes, content_type: str = "application/json") -> None:
         super().__init__(f"{error} ({status})")
@@ -82,11 +82,11 @@ class Timing:
 
 
 class RequestOwner(Protocol):
-    """Who hears of a leg's end, once: of one of these, unless the leg was dropped before."""
+    """Who hears of a backend request's end, once: of one of these, unless it was dropped before."""
 
-    def leg_done(self, leg: BackendRequest) -> None: ...
+    def backend_answered(self, request: BackendRequest) -> None: ...
 
-    def leg_failed(self, failure: BackendError) -> None: ...
+    def backend_failed(self, failure: BackendError) -> None: ...
 
 
 class BackendRequest(Gathering):
@@ -101,7 +101,7 @@ class BackendRequest(Gathering):
         self._opening: asyncio.Task[None] | None = None
 
     def start(self, data: bytes) -> None:
-        """Sends a prepared request, at once if a connection is idle. Raises LegError if that fails."""
+        """Sends a prepared request, at once if a connection is idle. Raises BackendError if that fails."""
         connection = self.backend.pool.take()
         if connection is not None:
             self._begin(connection, data)
@@ -113,7 +113,7 @@ class BackendRequest(Gathering):
             connection = await self.backend.pool.connect()
         except OSError as error:
             self._opening = None
-            self._owner.leg_failed(
+            self._owner.backend_failed(
                 BackendError.of(self.backend, "connect", 502, f"cannot be reached: {error}")
             )
             return
@@ -121,7 +121,7 @@ class BackendRequest(Gathering):
         try:
             self._begin(connection, data)
         except BackendError as failure:
-            self._owner.leg_failed(failure)
+            self._owner.backend_failed(failure)
 
     def _begin(self, connection: ClientConnection, data: bytes) -> None:
         self._connection = connection
@@ -137,7 +137,7 @@ class BackendRequest(Gathering):
         """The request was sent; the stamp is from just before."""
 
     def drop(self) -> None:
-        """Gives the leg up: its connection is dropped, and so the backend's request."""
+        """Gives it up: its connection is dropped, and so the backend's request."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -146,7 +146,7 @@ class BackendRequest(Gathering):
             connection.abort()
 
     def answer(self) -> Reply:
-        """The whole answer, once it is done. Raises LegError unless it is a success."""
+        """The whole answer, once it is done. Raises BackendError unless it is a success."""
         try:
             reply = self.whole()
         except ConnectionError as error:
@@ -158,11 +158,11 @@ class BackendRequest(Gathering):
     def on_end(self) -> None:
         self._connection = None
         self.done = True
-        self._owner.leg_done(self)
+        self._owner.backend_answered(self)
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         self._connection = None
-        self._owner.leg_failed(BackendError.broken(self.backend, broken(cause, malformed)))
+        self._owner.backend_failed(BackendError.broken(self.backend, broken(cause, malformed)))
 
 
 class PrefillRequest(BackendRequest):

@@ -29,7 +29,7 @@ class Liar:
     async def before(
         self, request: Request, body: ClientBody, request_id: str, p: RouterBackend | None
     ) -> RouterBackend | None:
-        """The prefill server to send it to in truth; None: to D alone. Raises LegError to fail it."""
+        """The prefill server to send it to in truth; None: to D alone. Raises BackendError to fail it."""
         self._count += 1
         late = self._count - QUIET
         if self._lie == "decode_only" and late > 0:

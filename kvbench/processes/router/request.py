@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class RoutedRequest:
-    """A request from its arrival to the end of its answer, driven by what its legs tell.
+    """A request from its arrival to the end of its answer, driven by what its requests to P and D tell.
 
-    It ends once: with D's answer when all legs have succeeded, with the first failure of a leg, when its
-    time is up, or when the client leaves. Whatever is under way then is dropped.
+    It ends once: with D's answer when both have succeeded, with the first failure of one, when its time is
+    up, or when the client leaves. Whatever is under way then is dropped.
 
     A body that the connector does not change (that of ``aggregated``) is not looked at: if it is no JSON
     object, D says so. Else that is a 400 of the router's own.
@@ -67,7 +67,7 @@ class RoutedRequest:
             raise
         self._enter()
         if failure is not None:
-            self.leg_failed(failure)
+            self.backend_failed(failure)
 
     def _enter(self) -> None:
         dispatch = self._dispatch
@@ -149,15 +149,15 @@ class RoutedRequest:
 
     # what happens on the way
 
-    def leg_done(self, leg: BackendRequest) -> None:
-        """A leg's answer has come."""
+    def backend_answered(self, request: BackendRequest) -> None:
+        """P or D has answered."""
         if self._over:
             return
         try:
-            if leg is self._prefill:
-                self._prefilled(leg)
+            if request is self._prefill:
+                self._prefilled(request)
             else:
-                leg.answer()
+                request.answer()
             decode = self._decode
             if decode is None or not decode.done:
                 return
@@ -174,28 +174,30 @@ class RoutedRequest:
             log.error("a request cannot be passed on", exc_info=error)
             message = "internal error; see the router's log"
             error = BackendError("internal", 500, error_body(500, message))
-        self.leg_failed(error)
+        self.backend_failed(error)
 
-    def _prefilled(self, leg: BackendRequest) -> None:
+    def _prefilled(self, request: BackendRequest) -> None:
         """P has answered: that is what D waits for, or was only to be known."""
         self._timing.prefill_answered = time.monotonic()
-        reply = leg.answer()
+        reply = request.answer()
         try:
             answer = reply.json()
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise BackendError.of(leg.backend, "bad_answer", 502, "answered no JSON object")
+            raise BackendError.of(request.backend, "bad_answer", 502, "answered no JSON object")
         connector = self._dispatch.connector
         if connector.dispatch != "sequential":
             return
         missing = connector.missing_in_prefill_response(answer)
         if missing:
-            raise BackendError.of(leg.backend, "bad_answer", 502, f"the answer lacks {', '.join(missing)}")
+            raise BackendError.of(
+                request.backend, "bad_answer", 502, f"the answer lacks {', '.join(missing)}"
+            )
         self._send_decode(answer)
 
-    def leg_failed(self, failure: BackendError) -> None:
-        """A leg has failed, and so the request. It is counted before the client can know of it."""
+    def backend_failed(self, failure: BackendError) -> None:
+        """P or D has failed, and so the request. It is counted before the client can know of it."""
         if not self._over:
             self._end(failure.error)
             _answer_failure(self._response, failure)
@@ -203,7 +205,7 @@ class RoutedRequest:
     def expire(self) -> None:
         """The request's time is up."""
         message = f"no complete answer within {self._dispatch.deadlines.limit_s:g} s"
-        self.leg_failed(BackendError("timeout", 504, error_body(504, message, "timeout")))
+        self.backend_failed(BackendError("timeout", 504, error_body(504, message, "timeout")))
 
     def _left(self) -> None:
         """The client is gone, and with this the requests on P and D are too."""
@@ -216,9 +218,9 @@ class RoutedRequest:
 
     def _end(self, error: str) -> None:
         self._over = True
-        for leg in (self._prefill, self._decode):
-            if leg is not None:
-                leg.drop()
+        for each in (self._prefill, self._decode):
+            if each is not None:
+                each.drop()
         if self._lying is not None:
             self._lying.cancel()
         self._prefill = self._decode = self._lying = None  # no circles, which would have to be collected

@@ -77,7 +77,7 @@ class Requests:
         return self._lines.get(block=block)
 
 
-class Worker:
+class MeasuredSide:
     """Owns the memory and the endpoint, and answers requests."""
 
     def __init__(self, spec: Mapping[str, Any], log: NativeLog) -> None:
@@ -261,7 +261,7 @@ class Conversation:
         except OSError:
             return
 
-    def serve(self, worker: Worker) -> None:
+    def serve(self, worker: MeasuredSide) -> None:
         """Until ``quit`` or the end of stdin."""
         epoll = select.epoll()
         epoll.register(self.requests.wake, select.EPOLLIN)
@@ -281,7 +281,7 @@ class Conversation:
             if line is None or not self._one(worker, line):
                 return
 
-    def _one(self, worker: Worker, line: bytes) -> bool:
+    def _one(self, worker: MeasuredSide, line: bytes) -> bool:
         """One request; whatever is wrong with it becomes its answer. False: it was the last one."""
         number, mark = -1, self.log.mark()
         try:
@@ -312,7 +312,7 @@ def main() -> NoReturn:
         if not isinstance(spec, dict) or set(spec) != SPEC_KEYS:
             raise TransferError(f"the spec must have exactly these keys: {', '.join(sorted(SPEC_KEYS))}")
         sharp_sleeps()
-        worker = Worker(spec, talk.log)
+        worker = MeasuredSide(spec, talk.log)
         ready = worker.ready()
     except Exception as error:
         time.sleep(LAST_WORDS_S)

@@ -19,7 +19,7 @@ class BlockRun(NamedTuple):
     blocks: int
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """``nbytes`` contiguous bytes at byte offsets of the local and the remote buffer."""
 
     local: int
@@ -48,12 +48,12 @@ def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
     return runs
 
 
-def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[Span]:
+def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[BlockSpan]:
     """Runs of blocks as byte spans, once for every region of the two buffers."""
     size = local.block_bytes
     wanted = list(runs)
     return [
-        Span(local.offset(region, run.local), remote.offset(region, run.remote), run.blocks * size)
+        BlockSpan(local.offset(region, run.local), remote.offset(region, run.remote), run.blocks * size)
         for region in range(local.regions)
         for run in wanted
     ]
@@ -61,14 +61,14 @@ def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[Span]
 
 def paired_spans(
     local: Sequence[int], remote: Sequence[int], here: Layout, there: Layout, merge: bool = True
-) -> list[Span]:
+) -> list[BlockSpan]:
     """Pairs of blocks as byte spans of two buffers; every block of every region apart unless ``merge``."""
     if merge:
         return spans(merge_runs(local, remote), here, there)
     return spans([BlockRun(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
 
 
-def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list[Span]]:
+def split_spans(wanted: Sequence[BlockSpan], parts: int, least: int = 1) -> list[list[BlockSpan]]:
     """Spans dealt out to at most ``parts`` lists of about equal bytes; a span may be cut.
 
     No list but the last one gets fewer than ``least`` bytes, so that what is small stays whole.
@@ -77,7 +77,7 @@ def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list
         return [list(wanted)]
     total = sum(span.nbytes for span in wanted)
     share = max(-(-total // parts), least, 1)
-    dealt: list[list[Span]] = [[]]
+    dealt: list[list[BlockSpan]] = [[]]
     room = share
     for span in wanted:
         local, remote, left = span
@@ -86,7 +86,7 @@ def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list
                 dealt.append([])
                 room = share
             take = min(left, room)
-            dealt[-1].append(Span(local, remote, take))
+            dealt[-1].append(BlockSpan(local, remote, take))
             local, remote, left, room = local + take, remote + take, left - take, room - take
     return dealt
 

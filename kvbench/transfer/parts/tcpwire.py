@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Op
-from kvbench.transfer.parts.blocks import Span
+from kvbench.transfer.parts.blocks import BlockSpan
 
 ID_BYTES = 16
 HEADER = struct.Struct("<BI")
@@ -73,7 +73,9 @@ def receive_exactly(sock: socket.socket, count: int) -> bytes:
 class Exchange:
     """One request and its answer, ready to go as often as it is asked for."""
 
-    def __init__(self, op: Op, part: Sequence[Span], memory: memoryview, done: Callable[[str], None]) -> None:
+    def __init__(
+        self, op: Op, part: Sequence[BlockSpan], memory: memoryview, done: Callable[[str], None]
+    ) -> None:
         head = bytearray(HEADER.pack(OPS.index(op), len(part)))
         head += struct.pack(f"<{2 * len(part)}Q", *(n for span in part for n in (span.remote, span.nbytes)))
         views = [memory[span.local : span.local + span.nbytes] for span in part]

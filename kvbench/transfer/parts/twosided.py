@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
-from kvbench.transfer.parts.blocks import Span, paired_spans, split_spans
+from kvbench.transfer.parts.blocks import BlockSpan, paired_spans, split_spans
 from kvbench.transfer.parts.control import ControlChannel, Door, dial
 from kvbench.transfer.parts.native import import_native
 from kvbench.transfer.parts.threaded import ThreadedEndpoint
@@ -155,7 +155,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         known = self._known(peer)
         began = time.perf_counter()
         spans = paired_spans(local, remote, self._layout, known.layout, self._merge)
-        lanes: list[list[Span]] = split_spans(spans, self.lanes, LEAST_PART_BYTES)
+        lanes: list[list[BlockSpan]] = split_spans(spans, self.lanes, LEAST_PART_BYTES)
         here = [[(span.local, span.nbytes) for span in lane] for lane in lanes]
         there = [[(span.remote, span.nbytes) for span in lane] for lane in lanes]
         plan = _Plan(next(self._numbers), here, there)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from commands import tagged, wait_until
 
+from kvbench.core.plan.process_modules import AGENT_MODULE
 from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
 from kvbench.launchers.agents.agent_client import AgentClient
@@ -380,6 +381,18 @@ def test_no_agent_over_there_says_what_to_do(command: list[str], words: str, hin
     with pytest.raises(LaunchError, match=words) as caught:
         AgentClient(PipeChannel("bare", command))
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("package", ["kvbench", "kvbench/processes"])
+def test_a_kvbench_without_that_agent_is_refused(tmp_path: Path, package: str) -> None:
+    for folder in ("kvbench", package):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "__init__.py").touch()
+    command = [sys.executable, "-m", AGENT_MODULE]
+    with pytest.raises(LaunchError, match=rf"another kvbench is installed there.* {__version__} ") as caught:
+        AgentClient(PipeChannel("old", command, {"PYTHONPATH": str(tmp_path)}))
+    assert f"install kvbench {__version__} there: kvbench hosts install" in caught.value.hint
+    assert "Traceback" not in caught.value.message
 
 
 def test_a_channel_tells_why_it_ended() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.errors import MissingLibraryError, TransferError
 from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
-from kvbench.transfer.parts.blocks import Span
+from kvbench.transfer.parts.blocks import BlockSpan
 from kvbench.transfer.parts.native import import_native, version_of
 
 # The meta package picks the variant that suits the machine's CUDA; each variant also works alone.
@@ -118,7 +118,9 @@ class NixlAgent:
         regions = self._np.arange(layout.regions, dtype=self._np.int32)[:, None] * layout.blocks
         return (regions + self._np.asarray(blocks, dtype=self._np.int32)).ravel()
 
-    def by_span(self, op: Op, spans: Sequence[Span], here: Place, there: Place, peer: str) -> Any:
+    def by_span(
+        self, op: Op, spans: Sequence[BlockSpan], here: NixlPlace, there: NixlPlace, peer: str
+    ) -> Any:
         """A transfer of spans of bytes."""
         table = self._np.array(spans, dtype=self._np.uint64).reshape(-1, 3)
         sides = []
@@ -165,7 +167,7 @@ class NixlAgent:
                     self._agent.deregister_memory(self._registered.pop(), self._plugins)
 
 
-class Place:
+class NixlPlace:
     """Where spans lie: the address of byte 0, NIXL's kind of memory, and its device."""
 
     __slots__ = ("address", "device", "kind")

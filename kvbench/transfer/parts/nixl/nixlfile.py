@@ -14,7 +14,7 @@ from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
 from kvbench.transfer.parts.blocks import paired_spans
 from kvbench.transfer.parts.neighbour import Neighbour, file_of
-from kvbench.transfer.parts.nixl.nixlagent import AgentsEndpoint, NixlAgent, Place
+from kvbench.transfer.parts.nixl.nixlagent import AgentsEndpoint, NixlAgent, NixlPlace
 
 
 @dataclass
@@ -88,7 +88,7 @@ class FileEndpoint(AgentsEndpoint):
             here = (self._table, self._layout, local)
             handle = agent.by_block(op, here, (known.table, known.layout, remote)) if wanted else None
         else:
-            places = Place(self._address, "DRAM"), Place(0, "FILE", known.fd)
+            places = NixlPlace(self._address, "DRAM"), NixlPlace(0, "FILE", known.fd)
             handle = agent.by_span(op, wanted, *places, agent.name)
         ticket = self.ticket(peer, op, len(local), began, [(agent, handle)] if wanted else [])
         ticket.descriptors = len(wanted)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.transfer.base import Nic, nics_of
+from kvbench.transfer.base import TransferNic, nics_of
 from kvbench.transfer.parts.native import inherited
 
 TLS = {"tcp": "tcp", "rdma": "ib", "cma": "cma,tcp", "shm": "posix,self"}
@@ -43,7 +43,7 @@ def env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
     return variables
 
 
-def devices(nics: Sequence[Nic], protocol: str) -> str:
+def devices(nics: Sequence[TransferNic], protocol: str) -> str:
     """UCX_NET_DEVICES: interfaces, or RDMA devices with their port."""
     port = ":1" if protocol == "rdma" else ""
     return ",".join(nic.name if ":" in nic.name else nic.name + port for nic in nics)
