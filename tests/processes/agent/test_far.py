@@ -388,9 +388,9 @@ def test_a_kvbench_without_that_agent_is_refused(tmp_path: Path, package: str) -
     for folder in ("kvbench", package):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "__init__.py").touch()
-    command = [sys.executable, "-m", AGENT_MODULE]
+    command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} -m {AGENT_MODULE}"]
     with pytest.raises(LaunchError, match=rf"another kvbench is installed there.* {__version__} ") as caught:
-        AgentClient(PipeChannel("old", command, {"PYTHONPATH": str(tmp_path)}))
+        AgentClient(PipeChannel("old", command))
     assert f"install kvbench {__version__} there: kvbench hosts install" in caught.value.hint
     assert "Traceback" not in caught.value.message
 
