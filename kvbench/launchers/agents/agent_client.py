@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvbench.core.plan.process_modules import AGENT_MODULE
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
+from kvbench.launchers.agents.refusals import another_version, no_agent
 from kvbench.launchers.agents.wire import (
     BEAT_S,
     CHUNK_BYTES,
@@ -210,11 +209,7 @@ class AgentClient:
         self.seen_unix_s = time.time()
         theirs = (hello.get("version"), hello.get("protocol"))
         if theirs != (__version__, PROTOCOL):
-            raise LaunchError(
-                f"{self.name} has kvbench {theirs[0]} (protocol {theirs[1]}), and here it is {__version__} "
-                f"(protocol {PROTOCOL})",
-                hint="all hosts need the same: kvbench hosts install SCENARIO",
-            )
+            raise another_version(self.name, hello)
         return hello
 
     def _listen(self) -> None:
@@ -286,23 +281,3 @@ class AgentClient:
                 answer.set_exception(HostLostError(f"the host {self.name} is lost: {why}"))
         for process in processes:
             process.ended(LOST)
-
-
-def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
-    """The error for an agent that did not come up, with what to do about the usual reasons."""
-    said = " | ".join([why, *words[-3:]])
-    hint = f"try it by hand: ssh {host} PYTHON -m {AGENT_MODULE}"
-    if re.search(r"No module named '?kvbench\.", said):  # a kvbench that has no such module
-        said = f"another kvbench is installed there, and here it is {__version__} ({why})"
-        hint = f"install kvbench {__version__} there: kvbench hosts install SCENARIO"
-    elif "No module named" in said and "kvbench" in said:
-        said = f"kvbench is not installed there ({why})"
-        hint = (
-            "kvbench hosts install SCENARIO does it; by hand: copy the wheel there, then "
-            "python3 -m venv WORKDIR/venv && WORKDIR/venv/bin/pip install kvbench-*.whl"
-        )
-    elif "not found" in said or "No such file" in said:
-        hint = (
-            "set deployment.hosts.NAME.python to a Python there that has kvbench; or: kvbench hosts install"
-        )
-    return LaunchError(f"no agent came up on {host}: {said}", hint=hint)

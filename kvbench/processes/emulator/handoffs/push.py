@@ -8,15 +8,14 @@ D may come before P's prefill has ended, or even before P has seen the request: 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from kvbench.errors import InputError, KvbenchError, TransferError
+from kvbench.errors import TransferError
 from kvbench.processes import http1
 from kvbench.processes.emulator.engine import RunningEngine
+from kvbench.processes.emulator.handoffs.bootstrap import answer_query, worker_address
 from kvbench.processes.emulator.handoffs.handoff import (
     RENEWALS_PER_LEASE,
     Handoff,
@@ -66,12 +65,8 @@ class PushProducer(Handoff):
         self._bootstrap = await http1.serve(self._query, self.spec.host, self.spec.side_channel_port or 0)
 
     def _query(self, request: http1.Request, response: http1.Response) -> None:
-        if request.method != "GET" or request.path != "/query":
-            response.send(404, http1.error_body(404, "the bootstrap server answers GET /query"))
-            return
         worker = f"tcp://{self.spec.host}:{self._rpc.port}"
-        answer = {"0": {"engine_id": self.config.engine_id, "worker_addr": {"0": {"0": worker}}}}
-        response.send(200, json.dumps(answer).encode())
+        answer_query(request, response, self.config.engine_id, worker)
 
     def accept(self, live: LiveRequest, wanted: Generate) -> None:
         params = producer_params(wanted)
@@ -275,7 +270,7 @@ class PushConsumer(Handoff):
         key = (source.bootstrap, source.engine_id)
         client = self._clients.get(key)
         if client is None:
-            host, port = await _worker_address(source, self.transfers.timeout_s)
+            host, port = await worker_address(source.bootstrap, source.engine_id, self.transfers.timeout_s)
             client = self._clients.setdefault(key, RpcClient(host, port))
         return client
 
@@ -299,30 +294,3 @@ class PushConsumer(Handoff):
         await super().close()
         for client in self._clients.values():
             await client.close()
-
-
-async def _worker_address(source: _Source, timeout_s: float) -> tuple[str, int]:
-    """Asks P's bootstrap server for the side channel of the named engine. Raises TransferError."""
-    try:
-        pool = http1.Pool(source.bootstrap, connect_timeout_s=timeout_s)
-    except InputError as error:
-        raise TransferError(f"remote_bootstrap_addr: {error.message}") from None
-    try:
-        reply = await asyncio.wait_for(http1.fetch(pool, pool.request("GET", "/query")), timeout_s)
-        found: dict[str, str] = {
-            str(rank["engine_id"]): rank["worker_addr"]["0"]["0"] for rank in reply.json().values()
-        }
-    except asyncio.TimeoutError:
-        raise TransferError(f"no answer from the bootstrap server {source.bootstrap}") from None
-    except (OSError, KvbenchError) as error:
-        raise TransferError(f"cannot reach the bootstrap server {source.bootstrap}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TransferError(f"{source.bootstrap} is no bootstrap server: {error!r}") from None
-    finally:
-        await pool.close()
-    address = urlsplit(found.get(source.engine_id, ""))
-    if not address.hostname or not address.port:
-        raise TransferError(
-            f"{source.bootstrap} serves engine {', '.join(found) or 'none'}, not {source.engine_id}"
-        )
-    return address.hostname, address.port
