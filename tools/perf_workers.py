@@ -20,11 +20,11 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import PipeChannel
+from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
-from kvbench.launchers.parts.agent_client import Agent
-from kvbench.launchers.parts.channel import PipeChannel
-from kvbench.launchers.parts.remote import RemoteLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
@@ -94,18 +94,18 @@ def row_of(where: str, workers: int, planned_rate: float, load: LoadResult) -> R
 @contextlib.contextmanager
 def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
     """So many agents on this machine, each of which is a host to kvbench."""
-    agents: dict[str, Agent] = {}
+    agents: dict[str, AgentClient] = {}
     try:
         for index in range(count):
             command = [sys.executable, "-m", "kvbench.processes.agent", "--tag", "perf-workers"]
             channel = PipeChannel(f"host{index}", command)
-            agents[f"host{index}"] = Agent(channel, str(folder))
+            agents[f"host{index}"] = AgentClient(channel, str(folder))
 
         def host_of(name: str) -> str:
             worker = name.rpartition("-w")[2]
             return f"host{int(worker) % count if worker.isdecimal() else 0}"
 
-        addresses: dict[str, Agent] = {}
+        addresses: dict[str, AgentClient] = {}
         yield RemoteLauncher(agents, host_of, "perf-workers", folder / "logs", addresses)
     finally:
         for agent in agents.values():

@@ -31,7 +31,7 @@ VENV_DEADLINE_S = 300.0
 
 # The build's own needs; installed first and used without isolation, so that they are pinned too.
 BUILD_PACKAGES = ("setuptools",)
-COMPILED = tuple(ROOT / "kvbench" / "processes" / name for name in ("loadgen", "http1"))
+COMPILED = tuple(ROOT / "kvbench" / "processes" / name for name in ("loadgen/sockets", "http1"))
 
 Connectors = dict[str, dict[str, str]]
 """Connector name → status, detail and fix, as kvbench.planning.doctor.doctor tells them."""
@@ -135,7 +135,7 @@ def install_packages() -> None:
 
 def compiled_note() -> str:
     """What to say if the hot paths could not be compiled; empty if they were."""
-    names = ("http1._heads", "http1._splice", "loadgen._reads")
+    names = ("http1._heads", "http1._splice", "loadgen.sockets._reads")
     code = "import " + ", ".join(f"kvbench.processes.{name}" for name in names)
     if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
         return ""

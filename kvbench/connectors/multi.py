@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role, Seat
-from kvbench.connectors.parts.versions import Releases
+from kvbench.core.plan.engine_versions import Releases
 
 _TIER: dict[str, JsonValue] = {
     "kv_connector": "OffloadingConnector",

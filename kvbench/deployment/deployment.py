@@ -23,8 +23,7 @@ from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
 from kvbench.hosts.api_key import bearer, hidden
 from kvbench.hosts.telemetry import Metrics, scrape
-from kvbench.launchers.base import Launcher, Process
-from kvbench.launchers.local import GRACE_S
+from kvbench.launchers.base import GRACE_S, Launcher, Process
 from kvbench.launchers.parts.ports import require_free_ports
 from kvbench.planning.process_specs import (
     dispatch_spec,

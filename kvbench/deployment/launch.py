@@ -19,8 +19,8 @@ from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import Deployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.parts.placement import Places
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
+from kvbench.launchers.placement.placement import Places
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of

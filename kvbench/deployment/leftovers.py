@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.parts import tagged
-from kvbench.launchers.parts.fleet import Fleet
-from kvbench.launchers.parts.placement import fleet_of
+from kvbench.launchers.placement.placement import fleet_of
 from kvbench.planning.overrides import CliOptions, resolve
 
 HERE = ""

@@ -149,6 +149,8 @@ class Far(Protocol):
         """Whether a connection to ``address:port`` is taken there."""
 
 
+GRACE_S: Final = 3.0
+"""Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
 POLL_S: Final = 0.02
 
 

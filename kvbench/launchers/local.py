@@ -16,15 +16,12 @@ from typing import IO, Any
 
 from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec, unproxied
 from kvbench.errors import LaunchError
-from kvbench.launchers.base import stop_in_reverse
+from kvbench.hosts.log_tail import tail_of
+from kvbench.launchers.base import GRACE_S, stop_in_reverse
 from kvbench.launchers.parts.here import Here
 from kvbench.launchers.parts.log_bound import LogBound
 
 _GUARD = str(Path(__file__).parent / "parts" / "guard.py")
-GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
-
-
 TRACKER_GRACE_S = 2.0
 """Seconds that a Python resource tracker has to clean up after the killed. It needs a tenth of one."""
 
@@ -257,15 +254,3 @@ def child_environment(
         RUN_TAG_ENV: run_tag,
     }
     return {**env, **unproxied(env, beside)}
-
-
-def tail_of(path: Path, lines: int) -> list[str]:
-    """The last lines of a text file, read from its last 16 KiB; empty if it is not there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 16_384))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return []
-    return [line for line in text.splitlines() if line.strip()][-lines:]

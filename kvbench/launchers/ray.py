@@ -12,26 +12,19 @@ import importlib.util
 import inspect
 import logging
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.scenario.schedulers import RayOptions
 from kvbench.errors import LaunchError, MissingLibraryError
-from kvbench.launchers.parts.channel import CLOSE_GRACE_S, SEND_DEADLINE_S, TAIL_LINES, Inbox, ended_words
+from kvbench.launchers.parts.ray_actor import ActorChannel, agent_actor, first_line
 from kvbench.launchers.parts.ray_bundles import Bundle, bundles_of, listed, missing, placed, unique_names
 
 CONNECT_DEADLINE_S: Final = 5.0
-START_DEADLINE_S: Final = 120.0
-"""A node under load takes half a minute to start a worker process."""
 WAIT_S: Final = 1.0
-UNSENT: Final = 64
-"""Lines on their way; more wait for the oldest."""
 
 
 def problem() -> str:
@@ -138,9 +131,9 @@ class RayNodesOf:
                     f"the Ray cluster at {address} does not let us in: its token is missing here, or another",
                     hint="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or its _PATH) as its nodes have them",
                 ) from error
-            raise no_cluster(address, _first_line(error)) from error
+            raise no_cluster(address, first_line(error)) from error
         except Exception as error:
-            text = _first_line(error)
+            text = first_line(error)
             hint = "look with `ray status`"
             if "ersion" in text:
                 hint = "install the cluster's versions of Ray and Python here"
@@ -207,7 +200,7 @@ class RayNodesOf:
 
         wanted: Bundle = self._bundles[bundle]
         own = {name: amount for name, amount in wanted.resources.items() if name not in ("CPU", "GPU")}
-        remote = ray.remote(concurrency_groups={"send": 1, "receive": 1})(_agent_actor())
+        remote = ray.remote(concurrency_groups={"send": 1, "receive": 1})(agent_actor())
         return remote.options(
             num_cpus=wanted.resources.get("CPU", 0),
             num_gpus=wanted.resources.get("GPU", 0),
@@ -217,164 +210,6 @@ class RayNodesOf:
                 placement_group=self._group, placement_group_bundle_index=bundle
             ),
         ).remote()
-
-
-class ActorChannel:
-    """A channel over an actor that runs the agent as its child. Raises LaunchError."""
-
-    def __init__(self, host: str, actor: Any, command: str, run_tag: str) -> None:
-        import ray
-
-        self.host = host
-        self._actor = actor
-        self._inbox = Inbox(host)
-        self._closing = threading.Event()
-        self._sending = threading.Lock()
-        self._unsent: list[Any] = []
-        try:
-            started = actor.start.remote(command, {RUN_TAG_ENV: run_tag})
-            failure = ray.get(started, timeout=START_DEADLINE_S)
-        except Exception as error:
-            ray.kill(actor)
-            raise LaunchError(
-                f"the Ray node {host} starts no agent: {_first_line(error)}",
-                hint="look with `ray list actors`",
-            ) from error
-        if failure:
-            ray.kill(actor)
-            raise LaunchError(f"the Ray node {host} starts no agent: {failure}")
-        self._reader = threading.Thread(target=self._read, name=f"channel-{host}", daemon=True)
-        self._reader.start()
-
-    @property
-    def ended(self) -> str:
-        return self._inbox.ended
-
-    def send(self, line: bytes) -> None:
-        import ray
-
-        with self._sending:
-            if self._inbox.ended or self._closing.is_set():
-                raise self._inbox.closed()
-            self._unsent.append(self._actor.send.remote(line + b"\n"))
-            if len(self._unsent) < UNSENT:
-                return
-            done, self._unsent = ray.wait(self._unsent, num_returns=UNSENT // 2, timeout=SEND_DEADLINE_S)
-            if not done:
-                raise self._inbox.stuck()
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        return self._inbox.receive(timeout_s)
-
-    def close(self) -> None:
-        import ray
-
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
-            ray.get(self._actor.close.remote(CLOSE_GRACE_S / 2), timeout=CLOSE_GRACE_S)
-        with contextlib.suppress(Exception):
-            ray.kill(self._actor)
-        self._reader.join(timeout=2.0)
-        self._inbox.close()
-
-    def _read(self) -> None:
-        import ray
-
-        while True:
-            try:
-                lines, ended = ray.get(self._actor.receive.remote(WAIT_S))
-            except Exception as error:
-                lines, ended = [], f"the agent on {self.host} ended with its actor: {_first_line(error)}"
-            else:
-                ended = ended and ended_words(self.host, ended[0], ended[1])
-            for line in lines:
-                self._inbox.put(line)
-            if ended:
-                self._inbox.finish(ended)
-                return
-
-
-def _agent_actor() -> type:
-    """The actor's class. Made in a function, so that Ray sends its code: kvbench may be missing there.
-
-    It uses the standard library alone for the same reason.
-    """
-    import ray
-
-    class KvbenchAgent:
-        def __init__(self) -> None:
-            self.child: Any = None
-            self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-            self.said: list[str] = []
-            self.over = False
-
-        def start(self, command: str, env: dict[str, str]) -> str:
-            import subprocess
-            import sys
-
-            # The cluster's own Python comes first: it is the one that has kvbench, if one has.
-            path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-            try:
-                self.child = subprocess.Popen(
-                    ["sh", "-c", command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={**os.environ, "PATH": path, **env},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return str(error)
-            for each in (self.read_out, self.read_err):
-                threading.Thread(target=each, daemon=True).start()
-            return ""
-
-        def read_out(self) -> None:
-            for line in self.child.stdout:
-                self.lines.put(line.rstrip(b"\n"))
-            self.child.wait()
-            self.lines.put(None)
-
-        def read_err(self) -> None:
-            for line in self.child.stderr:
-                self.said = [*self.said[1 - TAIL_LINES :], line.decode("utf-8", "replace").strip()]
-
-        @ray.method(concurrency_group="send")  # type: ignore[untyped-decorator]
-        def send(self, data: bytes) -> None:
-            with contextlib.suppress(OSError, ValueError):  # its end is told by ``receive``
-                self.child.stdin.write(data)
-                self.child.stdin.flush()
-
-        @ray.method(concurrency_group="receive")  # type: ignore[untyped-decorator]
-        def receive(self, timeout_s: float) -> tuple[list[bytes], tuple[int, list[str]] | None]:
-            lines: list[bytes] = []
-            size = 0
-            if not self.over:
-                with contextlib.suppress(queue.Empty):
-                    line = self.lines.get(timeout=timeout_s)
-                    while line is not None:
-                        lines.append(line)
-                        size += len(line)
-                        if size > 1 << 20:
-                            break
-                        line = self.lines.get_nowait()
-                    self.over = line is None
-            return lines, ((self.child.returncode, self.said) if self.over else None)
-
-        def close(self, grace_s: float) -> None:
-            import signal
-            import subprocess
-
-            with contextlib.suppress(OSError, ValueError):
-                self.child.stdin.close()
-            try:
-                self.child.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.child.pid, signal.SIGKILL)
-
-    return KvbenchAgent
 
 
 def _require_answer(address: str) -> None:
@@ -412,8 +247,3 @@ def _causes(error: BaseException | None) -> str:
         names.append(f"{type(error).__name__} {error}")
         error = error.__cause__ or error.__context__
     return "\n".join(names)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:300]

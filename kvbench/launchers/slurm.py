@@ -23,7 +23,7 @@ from typing import Final
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.scenario.schedulers import SlurmOptions
 from kvbench.errors import LaunchError
-from kvbench.launchers.parts.channel import PipeChannel
+from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.parts.slurm_words import (
     ENDED,
     SQUEUE_FORMAT,

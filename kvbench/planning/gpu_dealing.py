@@ -1,7 +1,7 @@
 """Deals the GPUs of a host out to the instances of a plan, and says where they are too few.
 
-Hosts that agents reach have their GPUs in ``deployment.hosts.*.devices`` (launchers/parts/fleet.py); pods get
-theirs from Kubernetes. Here it is about this machine, and about commands that are only printed.
+Hosts that agents reach have their GPUs in ``deployment.hosts.*.devices`` (launchers/agents/fleet.py); pods
+get theirs from Kubernetes. Here it is about this machine, and about commands that are only printed.
 """
 
 from __future__ import annotations

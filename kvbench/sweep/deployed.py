@@ -16,8 +16,8 @@ from kvbench.deployment.deployment import Deployment
 from kvbench.errors import Problem, StoreError
 from kvbench.hosts import environment
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.parts.placement import Places
 from kvbench.launchers.parts.ports import with_ports_at
+from kvbench.launchers.placement.placement import Places
 from kvbench.planning.process_specs import process_specs, unusable
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore

@@ -17,7 +17,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
-from kvbench.launchers.parts.wire import HostLostError
+from kvbench.launchers.agents.wire import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of

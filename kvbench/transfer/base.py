@@ -34,16 +34,18 @@ from kvbench.version import __version__
 Op = Literal["read", "write"]
 
 
-class Nic(NamedTuple):
+class TransferNic(NamedTuple):
     """A NIC of this side: an RDMA device or an interface, and the interface's address."""
 
     name: str
     address: str = ""
 
 
-def nics_of(options: Mapping[str, Any]) -> tuple[Nic, ...]:
+def nics_of(options: Mapping[str, Any]) -> tuple[TransferNic, ...]:
     """The option ``nics``; empty where none are named."""
-    return tuple(Nic(str(nic["name"]), str(nic.get("address", ""))) for nic in options.get("nics") or ())
+    return tuple(
+        TransferNic(str(nic["name"]), str(nic.get("address", ""))) for nic in options.get("nics") or ()
+    )
 
 
 def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:

@@ -15,7 +15,14 @@ from typing import Any
 from kvbench.errors import MissingLibraryError, Problem
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, version_of
-from kvbench.transfer.parts.twosided import INSTALL, LIBRARY_LIMIT_S, Pair, Part, TwoSidedEndpoint, Way
+from kvbench.transfer.parts.twosided import (
+    INSTALL,
+    LIBRARY_LIMIT_S,
+    Part,
+    TwoSidedEndpoint,
+    TwoSidedPair,
+    Way,
+)
 
 
 def check() -> Problem | None:
@@ -34,7 +41,7 @@ def load() -> dict[str, str]:
     return version_of("torch")
 
 
-class GlooPair(Pair):
+class GlooPair(TwoSidedPair):
     """A process group of two."""
 
     def __init__(self, group: Any, rank: int, whole: Any, lanes: int) -> None:
@@ -81,7 +88,7 @@ class GlooEndpoint(TwoSidedEndpoint):
             for nic in self._nics
         ]
 
-    def pair(self, store: Any, rank: int) -> Pair:
+    def pair(self, store: Any, rank: int) -> TwoSidedPair:
         options = self._distributed.ProcessGroupGloo._Options()
         options._devices = self._devices()
         options._timeout = timedelta(seconds=LIBRARY_LIMIT_S)

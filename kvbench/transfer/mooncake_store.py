@@ -32,10 +32,11 @@ from kvbench.core.plan.processes import unproxied
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout
 from kvbench.transfer.parts import mooncakewheel
-from kvbench.transfer.parts.keyed import KeyedEndpoint
+from kvbench.transfer.parts.mooncakecodes import OBJECT_NOT_FOUND, require_all, words
 from kvbench.transfer.parts.native import inherited
-from kvbench.transfer.parts.servers import Master, available_bytes, master_binary
-from kvbench.transfer.parts.storepeer import Notes, Store
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.servers import Master, available_bytes, master_binary
+from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 # The segment holds what is offered, what was written last, what is being written and what it replaced.
 GENERATIONS = 4
@@ -48,47 +49,6 @@ TOUCH_S = 3.0
 METADATA_S = 3.0
 # The library's own buffer, which zero copy leaves unused; with none at all, gets of small objects fail.
 LOCAL_BUFFER_BYTES = 16 << 20
-
-# mooncake-store/include/types.h, ErrorCode
-NAMES = {
-    -1: "INTERNAL_ERROR",
-    -10: "BUFFER_OVERFLOW",
-    -101: "SEGMENT_NOT_FOUND",
-    -102: "SEGMENT_ALREADY_EXISTS",
-    -103: "CLIENT_NOT_FOUND",
-    -200: "NO_AVAILABLE_HANDLE",
-    -400: "INVALID_KEY",
-    -500: "WRITE_FAIL",
-    -600: "INVALID_PARAMS",
-    -601: "ILLEGAL_CLIENT",
-    -700: "INVALID_WRITE",
-    -701: "INVALID_READ",
-    -702: "INVALID_REPLICA",
-    -703: "REPLICA_IS_NOT_READY",
-    -704: "OBJECT_NOT_FOUND",
-    -705: "OBJECT_ALREADY_EXISTS",
-    -706: "OBJECT_HAS_LEASE",
-    -707: "LEASE_EXPIRED",
-    -712: "REPLICA_IS_GONE",
-    -800: "TRANSFER_FAIL",
-    -801: "CHECKSUM_MISMATCH",
-    -900: "RPC_FAIL",
-    -901: "RPC_TIMEOUT",
-    -1010: "UNAVAILABLE_IN_CURRENT_STATUS",
-}
-HINTS = {
-    -200: "the segment is full: raise the target's option segment_bytes",
-    -704: "it was never put, or was put out by others for want of room",
-    -800: "the process that holds the segment is gone, or an address is not registered",
-    -900: "the master is gone, or does not answer",
-}
-OBJECT_NOT_FOUND = -704
-
-
-def words(code: int) -> str:
-    """A return code as its name, with what it most often means."""
-    name = f"{NAMES.get(code, 'unknown code')} ({code})"
-    return f"{name}: {HINTS[code]}" if code in HINTS else name
 
 
 def check() -> Problem | None:
@@ -157,7 +117,7 @@ class Budget:
                 self._changed.notify_all()
 
 
-class MooncakeStore(Store):
+class MooncakeObjectStore(Store):
     """One client; the holder of the segment if ``segment_bytes`` is not 0."""
 
     def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
@@ -202,12 +162,12 @@ class MooncakeStore(Store):
             names = keys[some]
             with self._budget.of(len(names)):
                 codes = call(names, addresses[some], [nbytes] * len(names))
-            _all_well(what, codes, wanted)
+            require_all(what, codes, wanted)
 
     def remove(self, keys: Sequence[str]) -> None:
         if keys:
             codes = self._client.batch_remove(keys, True)
-            _all_well("remove", [0 if code == OBJECT_NOT_FOUND else code for code in codes], 0)
+            require_all("remove", [0 if code == OBJECT_NOT_FOUND else code for code in codes], 0)
 
     def touch(self, room: int) -> None:
         """Write once to about all of the segment, so that no measured write meets a page that is not there.
@@ -235,15 +195,6 @@ class MooncakeStore(Store):
             self.master.close()
         else:
             self._client.close()
-
-
-def _all_well(what: str, codes: Sequence[int], wanted: int) -> None:
-    """Raises TransferError that names the first code that is not the wanted one."""
-    for code in codes:
-        if code != wanted:
-            wrong = sum(other != wanted for other in codes)
-            said = words(code) if code < 0 else f"{code} of {wanted} bytes"
-            raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {said}")
 
 
 def _require_metadata_server(server: str, deadline_s: float) -> None:
@@ -294,7 +245,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
         master = Master(self._host)
         try:
             settings = {**self._settings, "master": master.address}
-            store = MooncakeStore(settings, address, layout.nbytes, room)
+            store = MooncakeObjectStore(settings, address, layout.nbytes, room)
             store.touch(room)
         except BaseException:
             master.close()
@@ -310,7 +261,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
             raise TransferError(f"no mooncake_master answers at {provided['master']}: {error}") from error
         _require_metadata_server(self._settings["metadata_server"], deadline_s)
         settings = {**self._settings, "master": str(provided["master"])}
-        return MooncakeStore(settings, self._address, self._layout.nbytes, 0)
+        return MooncakeObjectStore(settings, self._address, self._layout.nbytes, 0)
 
     def transport(self) -> str:
         for line in self.native_log():

@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.errors import MissingLibraryError, Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, inherited, version_of
-from kvbench.transfer.parts.twosided import LIBRARY_LIMIT_S, Pair, Part, TwoSidedEndpoint, Way
+from kvbench.transfer.parts.twosided import LIBRARY_LIMIT_S, Part, TwoSidedEndpoint, TwoSidedPair, Way
 
 INSTALL = "pip install torch, a build with CUDA"
 NO_GPU = Problem(
@@ -93,7 +93,7 @@ class _Memory:
         }
 
 
-class NcclPair(Pair):
+class NcclPair(TwoSidedPair):
     """A communicator of two ranks, with a stream of its own."""
 
     def __init__(self, torch: Any, group: Any, rank: int, whole: Any) -> None:
@@ -144,7 +144,7 @@ class NcclEndpoint(TwoSidedEndpoint):
         memory = _Memory(address, layout.nbytes)
         self._whole = self._torch.as_tensor(memory, device=f"cuda:{self._device}")
 
-    def pair(self, store: Any, rank: int) -> Pair:
+    def pair(self, store: Any, rank: int) -> TwoSidedPair:
         options = self._distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=LIBRARY_LIMIT_S)
         group = self._distributed.ProcessGroupNCCL(store, rank, 2, options)

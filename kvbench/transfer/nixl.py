@@ -32,20 +32,20 @@ from typing import Any
 
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts.blocks import MIN_PART_BYTES, Span, paired_spans, split_spans
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, paired_spans, split_spans
 from kvbench.transfer.parts.native import inherited, version_of
-from kvbench.transfer.parts.nixlagent import (
+from kvbench.transfer.parts.nixl.nixlagent import (
     DISTRIBUTIONS,
     INSTALL,
-    Agent,
     AgentsEndpoint,
-    Place,
+    NixlAgent,
+    NixlPlace,
     import_api,
     installed,
 )
-from kvbench.transfer.parts.nixlfile import FileEndpoint
-from kvbench.transfer.parts.ucx import TLS, devices, epoll_descriptors, transport_in_log
-from kvbench.transfer.parts.ucx import env as ucx_env
+from kvbench.transfer.parts.nixl.nixlfile import FileEndpoint
+from kvbench.transfer.parts.nixl.ucx import TLS, devices, epoll_descriptors, transport_in_log
+from kvbench.transfer.parts.nixl.ucx import env as ucx_env
 
 PROTOCOLS = ("tcp", "rdma", "cma", "shm", "posix")
 KEY_BYTES = 16
@@ -89,7 +89,7 @@ class UcxEndpoint(AgentsEndpoint):
         nics = nics_of(options)
         self._kind = "VRAM" if options.get("memory") == "cuda" else "DRAM"
         self._probing = threading.Lock()
-        self._owner: dict[int, Agent] = {}
+        self._owner: dict[int, NixlAgent] = {}
         params = {"ucx_error_handling_mode": "none" if protocol == "shm" else "peer"}
         if threads := int(options.get("num_threads", 0)):
             params["num_threads"] = str(threads)
@@ -119,7 +119,7 @@ class UcxEndpoint(AgentsEndpoint):
     def _open(self, params: Mapping[str, str]) -> None:
         """One more agent, and the descriptors by which it says that there is something to do."""
         before = epoll_descriptors()
-        agent = Agent("UCX", params)
+        agent = NixlAgent("UCX", params)
         self._agents.append(agent)
         self._owner |= dict.fromkeys(epoll_descriptors() - before, agent)
 
@@ -169,12 +169,12 @@ class UcxEndpoint(AgentsEndpoint):
             self.forget(peer["id"])
             raise
 
-    def _probe(self, agent: Agent, name: str, key_address: int, until: float) -> None:
+    def _probe(self, agent: NixlAgent, name: str, key_address: int, until: float) -> None:
         """Read the peer's key: metadata alone does not show that anyone is there."""
         began = time.monotonic()
         ctypes.memset(self._scratch, 0, KEY_BYTES)
-        here, there = Place(ctypes.addressof(self._scratch), "DRAM"), Place(key_address, "DRAM")
-        handle = agent.by_span("read", [Span(0, 0, KEY_BYTES)], here, there, name)
+        here, there = NixlPlace(ctypes.addressof(self._scratch), "DRAM"), NixlPlace(key_address, "DRAM")
+        handle = agent.by_span("read", [BlockSpan(0, 0, KEY_BYTES)], here, there, name)
         try:
             done = agent.start(handle)
             while not done and time.monotonic() < until:
@@ -198,13 +198,13 @@ class UcxEndpoint(AgentsEndpoint):
         known = self._peers[peer]
         count = len(local) * self._layout.regions
         wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
-        parts: list[tuple[Agent, Any]] = []
+        parts: list[tuple[NixlAgent, Any]] = []
         if wanted and len(self._agents) == 1 and len(wanted) == count:
             agent, here = self._agents[0], (self._tables[0], self._layout, local)
             parts.append((agent, agent.by_block(op, here, (known.tables[0], known.layout, remote))))
             pieces = count
         else:
-            here_at, there_at = Place(self._address, self._kind), Place(known.address, self._kind)
+            here_at, there_at = NixlPlace(self._address, self._kind), NixlPlace(known.address, self._kind)
             dealt = split_spans(wanted, len(self._agents), MIN_PART_BYTES) if wanted else []
             for agent, name, spans in zip(self._agents, known.agents, dealt, strict=False):
                 parts.append((agent, agent.by_span(op, spans, here_at, there_at, name)))
@@ -218,7 +218,7 @@ class UcxEndpoint(AgentsEndpoint):
             with agent.lock:
                 agent.progress()
 
-    def _called(self) -> Iterable[Agent]:
+    def _called(self) -> Iterable[NixlAgent]:
         """Agents with something to do, or all if none says so: asking all eight costs the busy one time."""
         if self._ready is None:
             return self._agents

@@ -26,11 +26,11 @@ from typing import Any
 
 from kvbench.errors import KvbenchError, MissingLibraryError, Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
-from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import VERBS_LIBRARIES, preload, version_of
-from kvbench.transfer.parts.omniexample import ExampleConnector
-from kvbench.transfer.parts.servers import Master, free_port
-from kvbench.transfer.parts.storepeer import Notes, Store
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.omniexample import ExampleConnector
+from kvbench.transfer.parts.stores.servers import Master, free_port
+from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 DISTRIBUTION = "vllm-omni"
 INSTALL = "pip install vllm-omni, beside the vllm of the same version"
@@ -85,7 +85,7 @@ def _yuanrong(endpoint: OmniEndpoint, layout: Layout) -> dict[str, Any]:
 
 
 KINDS: dict[str, Kind] = {
-    "example": Kind("kvbench.transfer.parts.omniexample:ExampleConnector", _example, "tcp"),
+    "example": Kind("kvbench.transfer.parts.stores.omniexample:ExampleConnector", _example, "tcp"),
     "SharedMemoryConnector": Kind(
         f"{CONNECTORS}.shm_connector:SharedMemoryConnector", _shared_memory, "shared memory"
     ),

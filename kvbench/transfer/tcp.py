@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.tcpwire import ID_BYTES, OPS, Exchange, Server, Stream, receive_exactly
+from kvbench.transfer.parts.tcpwire import ID_BYTES, OPS, Exchange, TcpServer, TcpStream, receive_exactly
 from kvbench.transfer.parts.threads import SWITCH_INTERVAL_S
 
 PROTOCOLS = ("tcp",)
@@ -31,7 +31,7 @@ class _Transfer:
     """What a ticket stands for: exchanges on streams, those still under way, and the first error."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[Stream, Exchange]] = []
+        self.jobs: list[tuple[TcpStream, Exchange]] = []
         self.parts = 0
         self.error = ""
         self._lock = threading.Lock()
@@ -57,8 +57,8 @@ class TcpEndpoint(Endpoint):
         self._merge = bool(options.get("merge", True))
         self._layout = Layout(0, 0, 0)
         self._memory = memoryview(b"")
-        self._server: Server | None = None
-        self._peers: dict[str, tuple[Layout, list[Stream]]] = {}
+        self._server: TcpServer | None = None
+        self._peers: dict[str, tuple[Layout, list[TcpStream]]] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watch = select.epoll()
         self._watch.register(self._wake, select.EPOLLIN)
@@ -68,7 +68,7 @@ class TcpEndpoint(Endpoint):
         self._layout = layout
         self._memory = memoryview((ctypes.c_char * layout.nbytes).from_address(address)).cast("B")
         self._own_id = os.urandom(ID_BYTES)
-        self._server = Server(self._addresses, self._own_id, self._memory)
+        self._server = TcpServer(self._addresses, self._own_id, self._memory)
 
     def reshape(self, layout: Layout) -> bool:
         self._layout = layout
@@ -100,7 +100,7 @@ class TcpEndpoint(Endpoint):
                 sock.close()
             raise TransferError(f"cannot reach {host}:{port}: {error}") from error
         self.forget(peer["id"])
-        streams = [Stream(sock, self._wake, self._watch) for sock in socks]
+        streams = [TcpStream(sock, self._wake, self._watch) for sock in socks]
         self._peers[peer["id"]] = (Layout(**peer["layout"]), streams)
 
     def forget(self, peer: str) -> None:

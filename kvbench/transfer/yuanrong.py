@@ -26,10 +26,10 @@ from typing import Any
 
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
-from kvbench.transfer.parts.keyed import KeyedEndpoint
 from kvbench.transfer.parts.native import import_native, version_of
-from kvbench.transfer.parts.servers import available_bytes, free_port, start_server
-from kvbench.transfer.parts.storepeer import Notes, Store
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.servers import available_bytes, free_port, start_server
+from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 DISTRIBUTION = "openyuanrong-datasystem"
 INSTALL = f"pip install {DISTRIBUTION}"
@@ -61,7 +61,7 @@ def package_folder() -> Path:
     return Path(next(iter(folders))) / "datasystem"
 
 
-class Worker:
+class YuanrongWorker:
     """A worker with its own metastore, in a folder of its own, which ends with this process."""
 
     def __init__(self, host: str, memory_bytes: int) -> None:
@@ -115,7 +115,7 @@ def sweep_folders() -> None:
 class YuanrongStore(Store):
     """One client of a worker."""
 
-    def __init__(self, address: str, worker: Worker | None, deadline_s: float) -> None:
+    def __init__(self, address: str, worker: YuanrongWorker | None, deadline_s: float) -> None:
         client: Any = import_native("yr.datasystem.kv_client", INSTALL)
         host, _, port = address.rpartition(":")
         self._worker = worker
@@ -187,7 +187,7 @@ class YuanrongEndpoint(KeyedEndpoint):
     def provide(self, address: int, layout: Layout) -> tuple[Store, dict[str, Any]]:
         room = (2 * self._copies + 4) * layout.nbytes + SPARE_BYTES
         room = int(self._options.get("segment_bytes") or min(room, available_bytes() // 4))
-        worker = None if self._named else Worker(self._host, room)
+        worker = None if self._named else YuanrongWorker(self._host, room)
         place = worker.address if worker else self._named
         try:
             return YuanrongStore(place, worker, READY_S), {"worker": place, "room": room}

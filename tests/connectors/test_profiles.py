@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from kvbench import connectors
 from kvbench.connectors.base import Connector, Neighbours, PrefillPeer, Role, Seat
 from kvbench.connectors.mooncake import IN_VLLM
-from kvbench.connectors.parts.versions import (
+from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.plan.engine_versions import (
     NEWEST_KNOWN,
     Releases,
     dotted,
@@ -25,7 +26,6 @@ from kvbench.connectors.parts.versions import (
     release,
     version_in,
 )
-from kvbench.core.physics.model_shapes import MODELS
 from kvbench.engines.base import Instance
 from kvbench.engines.vllm import ENGINE, VllmOptions
 from kvbench.errors import InputError

@@ -12,7 +12,7 @@ from kvbench.core.scenario.options import EngineOptions
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.deployment.deployment import Deployment
 from kvbench.errors import InputError
-from kvbench.launchers.parts.placement import Places
+from kvbench.launchers.placement.placement import Places
 from kvbench.planning.doctor.scenario import memory_checks, model_check
 from kvbench.planning.init_machine import Installed, Machine, able_connectors
 from kvbench.planning.plan import plan_of

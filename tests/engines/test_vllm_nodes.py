@@ -15,7 +15,7 @@ from commands import kvbench
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.errors import InputError, LaunchError, ScenarioError
-from kvbench.launchers.parts.fleet import device_env
+from kvbench.launchers.agents.fleet import device_env
 from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs

@@ -15,7 +15,8 @@ import pytest
 from processes import lives
 
 from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
-from kvbench.launchers.local import LocalLauncher, LocalProcess, tail_of
+from kvbench.hosts.log_tail import tail_of
+from kvbench.launchers.local import LocalLauncher, LocalProcess
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbench.hosts.procfs import cpu_s, family, is_stopped
-from kvbench.launchers.parts.heartbeat import Pulse
+from kvbench.launchers.parts.heartbeat import Heartbeat
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
@@ -29,7 +29,7 @@ def test_any_answer_counts_and_a_late_one_too() -> None:
             name: f"http://127.0.0.1:{sock.getsockname()[1]}/x"
             for name, sock in (("well", well), ("late", late))
         }
-        with Pulse(urls, every_s=0.1) as pulse:
+        with Heartbeat(urls, every_s=0.1) as heartbeat:
             held, _ = late.accept()
             with held:
                 for _ in range(4):
@@ -37,30 +37,32 @@ def test_any_answer_counts_and_a_late_one_too() -> None:
                     with connection:
                         assert connection.recv(1000).startswith(b"GET /x HTTP/1.1\r\nhost: 127.0.0.1:")
                         connection.sendall(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n")
-                until(lambda: pulse.silent_s()["late"] > 0.3)
+                until(lambda: heartbeat.silent_s()["late"] > 0.3)
                 held.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                until(lambda: pulse.silent_s()["late"] < 0.3)
+                until(lambda: heartbeat.silent_s()["late"] < 0.3)
 
 
 def test_who_refuses_or_hangs_up_has_not_answered() -> None:
     with socket.create_server(("127.0.0.1", 0)) as rude:
         port = rude.getsockname()[1]
-        with Pulse({"rude": f"http://127.0.0.1:{port}", "gone": "http://127.0.0.1:9"}, every_s=0.05) as pulse:
+        with Heartbeat(
+            {"rude": f"http://127.0.0.1:{port}", "gone": "http://127.0.0.1:9"}, every_s=0.05
+        ) as heartbeat:
             for _ in range(3):
                 rude.accept()[0].close()
-            until(lambda: min(pulse.silent_s().values()) > 0.2)
+            until(lambda: min(heartbeat.silent_s().values()) > 0.2)
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="no plain http"):
-        Pulse({"a": "https://127.0.0.1:1"})
+        Heartbeat({"a": "https://127.0.0.1:1"})
 
 
 def test_closing_twice_and_without_a_start() -> None:
-    pulse = Pulse({})
-    pulse.close()
-    pulse.close()
-    assert pulse.silent_s() == {}
+    heartbeat = Heartbeat({})
+    heartbeat.close()
+    heartbeat.close()
+    assert heartbeat.silent_s() == {}
 
 
 def test_a_family_its_state_and_its_time() -> None:

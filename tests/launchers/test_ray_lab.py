@@ -21,8 +21,8 @@ import pytest
 
 from kvbench.core.scenario.schedulers import RayOptions
 from kvbench.errors import LaunchError
-from kvbench.launchers.parts.agent_client import Agent
-from kvbench.launchers.parts.channel import Channel, ChannelClosedError
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.ray import RayNodesOf
 from tools.raylab import RayLab
 
@@ -109,7 +109,7 @@ def test_each_role_gets_the_node_that_its_resource_names(lab: RayLab) -> None:
             "loadgen": ("pre0",),
         }
         assert (nodes.address("pre0"), nodes.address("dec0")) == ("127.0.0.2", "127.0.0.3")
-        agents = [Agent(nodes.channel(name, agent("roles"))) for name in ("pre0", "dec0")]
+        agents = [AgentClient(nodes.channel(name, agent("roles"))) for name in ("pre0", "dec0")]
         assert all(abs(each.clock_ahead_s()) < 0.1 for each in agents)  # one machine: one clock
         for each in agents:
             each.close()
@@ -187,7 +187,7 @@ def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
 OWNER = """
 import sys
 from kvbench.core.scenario.schedulers import RayOptions
-from kvbench.launchers.parts.agent_client import Agent
+from kvbench.launchers.agents.agent_client import Agent
 from kvbench.launchers.ray import RayNodesOf
 wanted = {"prefill": {"resources": {"prefill_node": 1}}, "decode": {"resources": {"decode_node": 1}}}
 options = RayOptions.model_validate({"address": sys.argv[1], **wanted})

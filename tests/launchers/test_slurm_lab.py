@@ -17,8 +17,8 @@ import pytest
 
 from kvbench.core.scenario.schedulers import SlurmOptions
 from kvbench.errors import LaunchError
-from kvbench.launchers.parts.agent_client import Agent
-from kvbench.launchers.parts.channel import Channel, ChannelClosedError
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.slurm import SlurmJob
 from tools.slurmlab import SlurmLab, problem, step_daemons
 
@@ -109,7 +109,7 @@ def test_a_pool_of_nodes_is_dealt_out_and_agents_answer(lab: SlurmLab) -> None:
     with SlurmJob(options(), (1, 1), "pool") as job:
         (prefill,), (decode,) = job.hosts["prefill"], job.hosts["decode"]
         assert {prefill, decode} == {"pre0", "dec0"}
-        agents = [Agent(job.channel(node, agent("pool"))) for node in (prefill, decode)]
+        agents = [AgentClient(job.channel(node, agent("pool"))) for node in (prefill, decode)]
         assert [each.name for each in agents] == [prefill, decode]
         assert all(abs(each.clock_ahead_s()) < 0.05 for each in agents)  # one machine: one clock
         for each in agents:
@@ -197,7 +197,7 @@ def test_a_cancelled_job_ends_its_channels_with_the_reason(lab: SlurmLab) -> Non
 OWNER = """
 import sys
 from kvbench.core.scenario.schedulers import SlurmOptions
-from kvbench.launchers.parts.agent_client import Agent
+from kvbench.launchers.agents.agent_client import Agent
 from kvbench.launchers.slurm import SlurmJob
 command = f"exec {sys.executable} -m kvbench.processes.agent --tag orphan"
 with SlurmJob(SlurmOptions(time="10"), (1, 1), "orphan") as job:

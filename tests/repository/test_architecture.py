@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,125 @@ def test_what_differs_between_engines_is_asked_of_their_options() -> None:
 )
 def test_the_rule_sees_names(code: str, count: int) -> None:
     assert len(list(by_name(ast.parse(code)))) == count
+
+
+# ------------------------------------------------------------------ no circle, not even for types
+
+Graph = Mapping[str, set[str]]
+
+
+def module_name(path: Path) -> str:
+    """Of a file; a package's ``__init__`` has the package's own name."""
+    return ".".join(("kvbench", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def targets(code: ast.AST, modules: set[str]) -> Iterator[str]:
+    """The modules of kvbench that code imports anywhere: in functions and under TYPE_CHECKING too.
+
+    ``from kvbench.a import b`` is an import of ``kvbench.a.b`` where that is a module, and otherwise of the
+    ``__init__`` of ``kvbench.a``. That Python runs the ``__init__`` of packages on the way does not count.
+    """
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "kvbench imports by full names"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if whole in modules or node.module in modules:
+                    yield whole if whole in modules else str(node.module)
+
+
+@cache
+def import_graph() -> Graph:
+    """Module → the modules of kvbench that it imports."""
+    modules = {module_name(path): path for path in MODULES}
+    return {
+        name: set(targets(ast.parse(path.read_text()), set(modules))) - {name}
+        for name, path in modules.items()
+    }
+
+
+def circle(graph: Graph) -> list[str]:
+    """One circle of a graph; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def rooms_of(package: str, graph: Graph) -> dict[str, set[str]]:
+    """What lies directly in a package, each with all below it, and which of these imports which.
+
+    So a package may import the modules beside it, and others beside it may import the package, as a choice
+    imports ``parts`` and those import ``base``. The package's ``__init__`` is one of its modules.
+    """
+
+    def room(module: str) -> str:
+        inside = module.removeprefix(package).lstrip(".")
+        return inside.partition(".")[0] or "__init__"
+
+    def within(module: str) -> bool:
+        return module == package or module.startswith(f"{package}.")
+
+    rooms: dict[str, set[str]] = {}
+    for module, imports in graph.items():
+        if within(module):
+            others = {room(each) for each in imports if within(each)} - {room(module)}
+            rooms.setdefault(room(module), set()).update(others)
+    return rooms
+
+
+def layers() -> list[set[str]]:
+    """The rooms of kvbench from the top down, as import-linter's first contract has them."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    lines = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    return [set(line.replace("|", " ").replace(":", " ").split()) for line in lines]
+
+
+PACKAGES = sorted(module_name(path) for path in MODULES if path.name == "__init__.py")
+
+
+def test_no_module_is_in_a_circle() -> None:
+    assert circle(import_graph()) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_between_the_rooms_of_a_package(package: str) -> None:
+    assert circle(rooms_of(package, import_graph())) == []
+
+
+def test_every_import_runs_downward() -> None:
+    depth = {room: number for number, rooms in enumerate(layers()) for room in rooms}
+    depth["kvbench"] = -1  # the face, above all
+    lowest = max(depth.values())
+    upward = []
+    for module, imports in import_graph().items():
+        room = module.split(".")[min(1, module.count("."))]
+        for each in imports:
+            other = each.split(".")[min(1, each.count("."))]
+            beside = depth[other] == depth[room] == lowest
+            if other != room and depth[other] <= depth[room] and not beside:
+                upward.append(f"{module} -> {each}")
+    assert upward == []
+
+
+def test_the_graph_sees_imports_for_types_and_in_functions() -> None:
+    code = (
+        "if TYPE_CHECKING:\n  from kvbench.core import slo\n"
+        "def f():\n  from kvbench.errors import InputError\n  import kvbench.files\n"
+    )
+    modules = {"kvbench", "kvbench.core", "kvbench.core.slo", "kvbench.errors", "kvbench.files"}
+    assert set(targets(ast.parse(code), modules)) == {"kvbench.core.slo", "kvbench.errors", "kvbench.files"}
+
+
+def test_circles_are_seen() -> None:
+    graph = {"p": {"p.a"}, "p.a": {"p.b.c"}, "p.b.c": set(), "p.b.d": {"p.a"}}
+    assert circle(graph) == []  # an __init__ may import what is in its package
+    assert set(circle(rooms_of("p", graph))) == {"a", "b"}
+    assert set(circle({**graph, "p.b.c": {"p"}})) == {"p", "p.a", "p.b.c"}

@@ -33,7 +33,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.deployment.liveness import ProcessWatch
 from kvbench.errors import ProcessHungError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.processes.loadgen.clock import SLACK_NS, arrivals
+from kvbench.processes.loadgen.sockets.clock import SLACK_NS, arrivals
 from kvbench.results.run import Run
 from tests.microbench.test_microbench import NIC_FAULTS
 from tools.faults import DOC_PATH, JSON_PATH, README_PATH, document, summary, with_summary
@@ -188,16 +188,16 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
 
 
 # Where the wall clock may be read in what measures: for dates that are told, and to put stamps of the kernel,
-# which are of that clock, on the monotonic one (processes/loadgen/clock.py and
+# which are of that clock, on the monotonic one (processes/loadgen/sockets/clock.py and
 # processes/exact_server/sockets.py see when it is set).
 _DATES = {
     "processes/emulator/answers.py": 1,
     "processes/emulator/lies.py": 1,
     "processes/emulator/metrics.py": 1,
-    "processes/emulator/pull.py": 1,
+    "processes/emulator/handoffs/pull.py": 1,
     "processes/emulator/server.py": 1,
     "processes/exact_server/sockets.py": 1,
-    "processes/loadgen/clock.py": 1,
+    "processes/loadgen/sockets/clock.py": 1,
     "processes/loadgen/run.py": 1,
     "microbench/cases.py": 1,
     "sweep/trial/judging.py": 1,

@@ -17,9 +17,9 @@ import uvloop
 
 from kvbench.core.records import RequestRecord
 from kvbench.processes.loadgen.__main__ import dispatched
-from kvbench.processes.loadgen.loop import Loop
 from kvbench.processes.loadgen.plan import planned_requests
-from kvbench.processes.loadgen.run import Trial
+from kvbench.processes.loadgen.run import LoadRun
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.spec import LoadSpec
 
 HOST = "127.0.0.1"
@@ -127,7 +127,7 @@ def trial_here(
     spec: LoadSpec, stop_after_s: float = math.inf, warm: int = 2
 ) -> tuple[list[RequestRecord], dict[str, Any], list[dict[str, Any]]]:
     """A trial on this thread: records, end event, progress events."""
-    loop = Loop()
+    loop = SocketLoop()
     plan = planned_requests(spec)
     pools, begin = dispatched(spec, plan, loop)
     for pool in pools:
@@ -138,7 +138,7 @@ def trial_here(
         progress.append(line)
         return True
 
-    trial = Trial(spec, plan, loop, pools, report, begin)
+    trial = LoadRun(spec, plan, loop, pools, report, begin)
     end = trial.run(StopAt(time.monotonic() + stop_after_s))
     progress += trial.last_lines()
     for pool in pools:

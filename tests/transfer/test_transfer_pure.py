@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from kvbench.transfer import mooncake
 from kvbench.transfer.base import Layout
-from kvbench.transfer.parts import ucx
 from kvbench.transfer.parts.blocks import (
-    Span,
+    BlockSpan,
     merge_runs,
     pack_ids,
     paired_spans,
@@ -17,6 +16,7 @@ from kvbench.transfer.parts.blocks import (
     split_spans,
     unpack_ids,
 )
+from kvbench.transfer.parts.nixl import ucx
 
 IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
 
@@ -75,7 +75,7 @@ def test_packing_is_short_for_runs() -> None:
 def test_streams_share_all_bytes_about_equally(sizes: list[int], parts: int) -> None:
     wanted, at = [], 0
     for size in sizes:
-        wanted.append(Span(at, 10_000 + at, size))
+        wanted.append(BlockSpan(at, 10_000 + at, size))
         at += size + 1
     dealt = split_spans(wanted, parts)
     assert 1 <= len(dealt) <= parts
@@ -117,7 +117,7 @@ def test_without_merging_each_block_of_each_region_is_a_span(
     assert {span.nbytes for span in wanted} <= {512}
     merged = paired_spans(*ids, local, remote)
 
-    def moved(some: list[Span]) -> set[tuple[int, int]]:
+    def moved(some: list[BlockSpan]) -> set[tuple[int, int]]:
         return {(s.local + n, s.remote + n) for s in some for n in range(0, s.nbytes, 512)}
 
     assert moved(wanted) == moved(merged)
@@ -125,7 +125,7 @@ def test_without_merging_each_block_of_each_region_is_a_span(
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 200))
 def test_small_parts_stay_whole(sizes: list[int], parts: int, least: int) -> None:
-    wanted = [Span(1000 * n, 1000 * n, size) for n, size in enumerate(sizes)]
+    wanted = [BlockSpan(1000 * n, 1000 * n, size) for n, size in enumerate(sizes)]
     dealt = split_spans(wanted, parts, least)
     assert len(dealt) <= max(parts, 1)
     if parts > 1:

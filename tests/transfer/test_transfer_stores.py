@@ -33,8 +33,8 @@ from kvbench.microbench.cases import run_cases
 from kvbench.microbench.settings import Settings
 from kvbench.transfer import mooncake_store, nccl, omni, yuanrong
 from kvbench.transfer.base import Layout
-from kvbench.transfer.parts.control import Channel, Door, dial
-from kvbench.transfer.parts.omniexample import ExampleConnector
+from kvbench.transfer.parts.control import ControlChannel, Door, dial
+from kvbench.transfer.parts.stores.omniexample import ExampleConnector
 from kvbench.transfer.parts.threads import Threads
 from tests.transfer.test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
 
@@ -637,7 +637,7 @@ def test_threads_take_more_jobs_than_they_are_and_the_one_that_is_warm_first() -
 
 
 def test_a_door_opens_for_its_key_only() -> None:
-    def echo(channel: Channel, hello: dict[str, Any]) -> None:
+    def echo(channel: ControlChannel, hello: dict[str, Any]) -> None:
         channel.serve(lambda message: {**hello, **message})
 
     door = Door("127.0.0.1", echo)
@@ -661,7 +661,7 @@ class dialled:  # noqa: N801 - used like a function
     def __init__(self, door: Door, hello: dict[str, Any]) -> None:
         self._channel = dial(door.address, hello, DEADLINE_S)
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> ControlChannel:
         return self._channel
 
     def __exit__(self, *error: Any) -> None:

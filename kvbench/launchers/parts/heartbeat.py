@@ -23,7 +23,7 @@ LOOK_S: Final = 0.25
 """How often a waiting thread looks whether it is to end."""
 
 
-class Pulse:
+class Heartbeat:
     """Asks servers for a sign of life, from ``start`` to ``close``. ``urls``: what to ask, by name.
 
     Raises ValueError for a URL that is not plain http.
@@ -35,9 +35,9 @@ class Pulse:
         self._looked = time.monotonic()
         self._answered = dict.fromkeys(urls, self._looked)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self.start()
         return self
 

@@ -11,10 +11,9 @@ from urllib.parse import urljoin
 
 from kvbench.errors import KvbenchError
 from kvbench.hosts.procfs import cpu_s, family, is_stopped
+from kvbench.launchers.agents.far_process import RemoteProcess
 from kvbench.launchers.base import Process
-from kvbench.launchers.local import LocalProcess
-from kvbench.launchers.parts.far_process import RemoteProcess
-from kvbench.launchers.parts.heartbeat import Pulse
+from kvbench.launchers.parts.heartbeat import Heartbeat
 
 STATE_S: Final = 0.5
 """How often it is looked whether processes are stopped."""
@@ -34,14 +33,14 @@ class Liveness:
     """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
 
     What it costs them is one small request in two seconds (``heartbeat.py``). Processes on other hosts are
-    looked at by the agents there, which tell what they see (``processes/agent/lifewatch.py``).
+    looked at by the agents there, which tell what they see (``processes/agent/liveness.py``).
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
         # No page of this name need be there, and nobody works for it: an engine's health page may generate
         # a token, a router's asks everybody behind it.
-        asked = [each.spec for each in processes if isinstance(each, LocalProcess) and each.spec.ready_url]
-        self._pulse = Pulse({each.name: urljoin(each.ready_url, "/version") for each in asked})
+        asked = [each.spec for each in _here(processes) if each.spec.ready_url]
+        self._heartbeat = Heartbeat({each.name: urljoin(each.ready_url, "/version") for each in asked})
         self._far: dict[str, list[RemoteProcess]] = {}
         for each in processes:
             if isinstance(each, RemoteProcess):
@@ -53,11 +52,11 @@ class Liveness:
         self._taken: dict[str, tuple[float, float]] = {}
 
     def start(self) -> None:
-        self._pulse.start()
+        self._heartbeat.start()
         self._tell_agents("watch")
 
     def close(self) -> None:
-        self._pulse.close()
+        self._heartbeat.close()
         self._tell_agents("unwatch")
 
     def _tell_agents(self, what: str) -> None:
@@ -78,15 +77,14 @@ class Liveness:
         self._looked_at = now
         if now - self._families_at > FAMILY_S:
             self._families_at = now
-            here = [each for each in processes if isinstance(each, LocalProcess)]
-            self._families = {each.name: family(each.pid) for each in here}
+            self._families = {each.name: family(each.pid) for each in _here(processes)}
         return self._told() or self._stopped(processes, now) or self._silent(processes, now)
 
     def _told(self) -> tuple[Process, str, str] | None:
         for process in (each for processes in self._far.values() for each in processes):
             if process.hung is not None and process.poll() is None:
-                what, mend = process.hung
-                return process, f"on the host {process.host}: {what}", f"on {process.host}: {mend}"
+                what, fix = process.hung
+                return process, f"on the host {process.host}: {what}", f"on {process.host}: {fix}"
         return None
 
     def _stopped(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
@@ -109,7 +107,7 @@ class Liveness:
         return None
 
     def _silent(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
-        silent = self._pulse.silent_s()
+        silent = self._heartbeat.silent_s()
         for process in processes:
             seconds = silent.get(process.name, 0.0)
             if seconds < SILENT_S / 2:
@@ -127,3 +125,8 @@ class Liveness:
                     "look into its log, and at its stacks with `py-spy dump` or gdb while it hangs",
                 )
         return None
+
+
+def _here(processes: Sequence[Process]) -> list[Process]:
+    """Those of this machine."""
+    return [each for each in processes if not isinstance(each, RemoteProcess)]

@@ -59,7 +59,7 @@ _PAIR: Final = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/]*)=")
 
 
 @dataclass(frozen=True)
-class Group:
+class SlurmGroup:
     """One part of a job: its nodes serve ``roles`` together."""
 
     roles: tuple[str, ...]
@@ -102,17 +102,17 @@ class Component:
         return f"Slurm job {self.job_id} is {self.state}{why}"
 
 
-def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[Group]:
+def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[SlurmGroup]:
     """The parts of the job that the options ask for: one for each role that has nodes of its own.
 
     ``loadgen_only``: the servers run already, and only the load generator is to be placed.
     """
     if loadgen_only:
-        return [Group(("loadgen",), _merged(options, options.loadgen or SlurmNodes(), 1))]
+        return [SlurmGroup(("loadgen",), _merged(options, options.loadgen or SlurmNodes(), 1))]
     own = [role for role in SCHEDULED_ROLES if getattr(options, role) is not None]
     shared = tuple(role for role in ("prefill", "decode") if role not in own)
-    groups = [Group(shared, _merged(options, SlurmNodes(), 2))] if shared else []
-    return groups + [Group((role,), _merged(options, getattr(options, role), 1)) for role in own]
+    groups = [SlurmGroup(shared, _merged(options, SlurmNodes(), 2))] if shared else []
+    return groups + [SlurmGroup((role,), _merged(options, getattr(options, role), 1)) for role in own]
 
 
 def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes:
@@ -127,7 +127,7 @@ def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes
     )
 
 
-def salloc_command(options: SlurmOptions, groups: Sequence[Group], job_name: str) -> list[str]:
+def salloc_command(options: SlurmOptions, groups: Sequence[SlurmGroup], job_name: str) -> list[str]:
     """The command that asks for all groups as one job, heterogeneous if there are several."""
     words = ["salloc", "--no-shell"]
     for index, group in enumerate(groups):
@@ -221,7 +221,7 @@ def parse_job(text: str) -> list[Component]:
 
 
 def placed(
-    groups: Sequence[Group], nodes: Sequence[Sequence[str]], prefill: int, decode: int
+    groups: Sequence[SlurmGroup], nodes: Sequence[Sequence[str]], prefill: int, decode: int
 ) -> dict[str, tuple[str, ...]]:
     """Role → its nodes, from the nodes of each group. ``prefill``, ``decode``: instances of each.
 

@@ -18,9 +18,9 @@ from kvbench.core.scenario.schedulers import SlurmOptions
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.nics.choice import best_gid
 from kvbench.hosts.version_rules import Check
-from kvbench.launchers.parts.agent_client import Agent
-from kvbench.launchers.parts.fleet import Fleet
-from kvbench.launchers.parts.placement import fleet_with
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.fleet import Fleet
+from kvbench.launchers.placement.placement import fleet_with
 from kvbench.planning.doctor.doctor import print_checks
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -79,7 +79,7 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
 
 
 def _host(
-    scenario: Scenario, plan: Plan, name: str, agent: Agent, told: Mapping[str, Any]
+    scenario: Scenario, plan: Plan, name: str, agent: AgentClient, told: Mapping[str, Any]
 ) -> Iterator[Check]:
     hello, deployment = agent.hello, scenario.deployment
     host = deployment.hosts[name]
@@ -131,7 +131,7 @@ def gid_checks(name: str, told: Mapping[str, Any]) -> Iterator[Check]:
                 yield Check(label, "ok", f"GID {gid['index']} is {gid['gid']}{kind}")
 
 
-def _ports(scenario: Scenario, plan: Plan, name: str, agent: Agent) -> Iterator[Check]:
+def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
     """The plan's ports at the host's address."""
     deployment = scenario.deployment
     wanted = {
@@ -196,7 +196,7 @@ def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict
     return found
 
 
-def _tried(one: Agent, own: str, other: Agent, address: str) -> dict[str, Any]:
+def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict[str, Any]:
     """Round trip and bytes a second from one address to another, or what went wrong."""
     try:
         port = other.ask("listen", address=address)["port"]

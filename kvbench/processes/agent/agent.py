@@ -22,11 +22,11 @@ from typing import Any, Final
 
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
+from kvbench.launchers.agents.channel import Lines
+from kvbench.launchers.agents.wire import BEAT_S, LOST_S, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
-from kvbench.launchers.parts.channel import Lines
-from kvbench.launchers.parts.wire import BEAT_S, LOST_S, decode, error_frame
 from kvbench.processes.agent.answers import ANSWERS, hello
-from kvbench.processes.agent.jobs import Job
+from kvbench.processes.agent.jobs import AgentJob
 from kvbench.processes.agent.outbox import Outbox
 
 TURN_S: Final = 0.1
@@ -48,7 +48,7 @@ class Agent:
         self._tag = tag
         self._outbox = Outbox(stdout)
         self._lines = Lines()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, AgentJob] = {}
         self._launchers: dict[str, LocalLauncher] = {}
         self._samples: dict[str, Any] = {}
         self._watches: dict[str, Any] = {}
@@ -214,10 +214,10 @@ class Agent:
         )
         piped, key = bool(asked.get("piped")), str(asked["key"])
         process = self._launcher(str(asked["folder"])).start(spec, piped=piped)
-        self._jobs[key] = Job(key, process, self._outbox, piped=piped)
+        self._jobs[key] = AgentJob(key, process, self._outbox, piped=piped)
         return {"pid": process.pid}
 
-    def _job(self, asked: Frame) -> Job:
+    def _job(self, asked: Frame) -> AgentJob:
         job = self._jobs.get(str(asked.get("key")))
         if job is None:
             raise LaunchError(f"no process {asked.get('key')} was started here")
@@ -238,10 +238,10 @@ class Agent:
 
     def _watch(self, asked: Frame) -> None:
         """From now on it is told if one of these processes does nothing any more."""
-        from kvbench.processes.agent.lifewatch import LifeWatch
+        from kvbench.processes.agent.liveness import LivenessThread
 
         jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
-        self._watches[str(asked["watch"])] = LifeWatch(jobs, self._outbox)
+        self._watches[str(asked["watch"])] = LivenessThread(jobs, self._outbox)
 
     def _unwatch(self, asked: Frame) -> None:
         watch = self._watches.pop(str(asked["watch"]), None)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvbench.launchers.agents.wire import CHUNK_BYTES, PROTOCOL
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.sockets import free_ports, listens, require_free_port
-from kvbench.launchers.parts.wire import CHUNK_BYTES, PROTOCOL
 from kvbench.processes.agent import network
 from kvbench.version import __version__
 

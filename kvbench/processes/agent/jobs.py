@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from kvbench.launchers.agents.wire import ENCODING
 from kvbench.launchers.local import LocalProcess
-from kvbench.launchers.parts.wire import ENCODING
 from kvbench.processes.agent.outbox import Outbox
 
 LOG_BYTES_AT_ONCE: Final = 128 * 1024
@@ -53,7 +53,7 @@ class LogFeed:
         return note
 
 
-class Job:
+class AgentJob:
     """One process with what kvbench hears of it. ``key``: the name by which both sides know it."""
 
     def __init__(self, key: str, process: LocalProcess, outbox: Outbox, *, piped: bool) -> None:

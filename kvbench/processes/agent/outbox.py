@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvbench.launchers.parts.wire import encode
+from kvbench.launchers.agents.wire import encode
 
 FULL_BYTES: Final = 8 * 2**20
 """With more than this unsent, logs and the processes' own words wait where they are."""

@@ -12,10 +12,18 @@ import uvloop
 from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.errors import InputError, KvbenchError, PortInUseError
 from kvbench.processes.common.timeslice import shorten_slice
-from kvbench.processes.emulator.server import serve
-from kvbench.processes.emulator.spec import parse_spec
+from kvbench.processes.emulator.lies import plant
+from kvbench.processes.emulator.server import EngineServer, serve
+from kvbench.processes.emulator.spec import EngineSpec, parse_spec
 
 EXIT_PORT_IN_USE: Final = 98
+
+
+async def engine(spec: EngineSpec) -> None:
+    """One engine, honest or with its spec's lie, from start to stop."""
+    server = EngineServer(spec)
+    plant(server)
+    await serve(server)
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +37,7 @@ def main(argv: list[str]) -> int:
         return InputError.exit_code
     try:
         spec = parse_spec(Path(argv[0]).read_bytes(), argv[0])
-        uvloop.run(serve(spec))
+        uvloop.run(engine(spec))
     except PortInUseError as error:
         print(error.message, file=sys.stderr)
         return EXIT_PORT_IN_USE

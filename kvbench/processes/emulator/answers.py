@@ -7,7 +7,7 @@ import time
 from typing import Any, Final
 
 from kvbench.processes.emulator.protocol import Generate
-from kvbench.processes.emulator.running_request import Live
+from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.http1 import Response
 
 _MARK: Final = "\u0000text\u0000"
@@ -18,7 +18,7 @@ def error_json(status: int, message: str, kind: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
-class Answer:
+class ApiAnswer:
     """What both kinds of answers know. ``live`` is set once the request is submitted."""
 
     def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
@@ -27,7 +27,7 @@ class Answer:
         self.public_id = public_id
         self.model = model
         self.created = int(time.time())
-        self.live: Live | None = None
+        self.live: LiveRequest | None = None
 
     def on_error(self, status: int, message: str) -> None:
         """Before the first token a plain error; after it, an error event, and the stream breaks off."""
@@ -57,7 +57,7 @@ class Answer:
         return ids
 
 
-class WholeAnswer(Answer):
+class WholeAnswer(ApiAnswer):
     """One JSON document when the last token is there."""
 
     def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
@@ -95,7 +95,7 @@ class WholeAnswer(Answer):
         self.response.send(200, json.dumps(document).encode())
 
 
-class StreamAnswer(Answer):
+class StreamAnswer(ApiAnswer):
     """Server-sent events, one for each token. The stream begins with the first token, so that a hand-off
     that fails before it is answered with an error status."""
 

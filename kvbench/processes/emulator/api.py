@@ -13,10 +13,10 @@ from kvbench.errors import InputError
 from kvbench.processes import http1
 from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.emulator.answers import StreamAnswer, WholeAnswer, error_json
-from kvbench.processes.emulator.engine import Engine
-from kvbench.processes.emulator.handoff import Handoff
+from kvbench.processes.emulator.engine import RunningEngine
+from kvbench.processes.emulator.handoffs.handoff import Handoff
 from kvbench.processes.emulator.protocol import ApiError, parse
-from kvbench.processes.emulator.running_request import Live, Trace
+from kvbench.processes.emulator.running_request import LiveRequest, RequestTrace
 from kvbench.processes.emulator.spec import EngineSpec
 from kvbench.version import __version__
 
@@ -28,7 +28,7 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class Api:
     """Routes requests to the engine. ``problem`` is why the engine is not healthy, or empty."""
 
-    def __init__(self, spec: EngineSpec, engine: Engine, created: int) -> None:
+    def __init__(self, spec: EngineSpec, engine: RunningEngine, created: int) -> None:
         self.spec = spec
         self.engine = engine
         self.handoff: Handoff | None = None
@@ -92,7 +92,7 @@ class Api:
         answer = (StreamAnswer if wanted.stream else WholeAnswer)(
             response, wanted, public_id, spec.served_model_name
         )
-        live = Live(
+        live = LiveRequest(
             # Two clients may send one X-Request-Id, so the engine's own id has a number of its own.
             request=Request(f"{public_id}-{self._count}", prompt_len, max_tokens),
             prompt_hashes=engine.compute.hash_prompt(wanted.prompt, wanted.cache_salt),
@@ -102,7 +102,7 @@ class Api:
         )
         answer.live = live
         if self.spans is not None and self.spans.wants(name):
-            live.trace = Trace(name, self.spans)
+            live.trace = RequestTrace(name, self.spans)
         if self.handoff is not None:
             self.handoff.accept(live, wanted)
         elif wanted.kv_transfer_params:

@@ -9,13 +9,13 @@ import numpy as np
 from kvbench.core.simulation.kv_cache import U64, extend_hashes, powers, prefix_hashes, salt_seed
 from kvbench.core.simulation.step import Chunk
 from kvbench.processes.emulator.kvbytes import EOS_TOKEN, KvPool, fold, fold_each, next_tokens, wants_eos
-from kvbench.processes.emulator.running_request import Live
+from kvbench.processes.emulator.running_request import LiveRequest
 
-Work = tuple[Live, Chunk]
+Work = tuple[LiveRequest, Chunk]
 
 
 class KvCompute:
-    """The emulated model over one KV pool. It holds no state of its own: that is in each ``Live``."""
+    """The emulated model over one KV pool. It holds no state of its own: that is in each ``LiveRequest``."""
 
     def __init__(self, pool: KvPool, vocab_size: int, max_model_len: int) -> None:
         self.pool = pool
@@ -33,7 +33,7 @@ class KvCompute:
             self.pool.write(live.request.blocks, chunk.start, self._hashes(live, chunk.start, end))
             self.read(live, end)
 
-    def read(self, live: Live, end: int) -> None:
+    def read(self, live: LiveRequest, end: int) -> None:
         """Take the bytes of the tokens before ``end`` into the state."""
         start = live.digested
         digests = self.pool.digest(live.request.blocks, start, end)
@@ -60,7 +60,7 @@ class KvCompute:
             live.digested += 1
             self._append_hash(live, value)
 
-    def draw(self, lives: Sequence[Live]) -> None:
+    def draw(self, lives: Sequence[LiveRequest]) -> None:
         """The next token of each sequence, from its state alone."""
         if not lives:
             return
@@ -71,7 +71,7 @@ class KvCompute:
             may_end = eos and not live.ignore_eos and len(live.tokens) >= live.min_tokens
             live.drawn = EOS_TOKEN if may_end else token
 
-    def _hashes(self, live: Live, start: int, end: int) -> U64:
+    def _hashes(self, live: LiveRequest, start: int, end: int) -> U64:
         prompt_len = live.request.prompt_len
         if end <= prompt_len:
             return live.prompt_hashes[start:end]
@@ -83,7 +83,7 @@ class KvCompute:
         made = np.array(live.token_hashes[: end - prompt_len], dtype=np.uint64)
         return np.concatenate([live.prompt_hashes, made])[start:end]
 
-    def _append_hash(self, live: Live, value: int) -> None:
+    def _append_hash(self, live: LiveRequest, value: int) -> None:
         live.token_hashes.append(value)
         if (live.request.prompt_len + len(live.token_hashes)) % self.pool.block_tokens == 0:
             live.request.hashes.append(value)

@@ -23,7 +23,7 @@ from kvbench.processes.emulator.clock import Alarm
 from kvbench.processes.emulator.compute import KvCompute, Work
 from kvbench.processes.emulator.kvbytes import EOS_TOKEN
 from kvbench.processes.emulator.metrics import EngineMetrics
-from kvbench.processes.emulator.running_request import Live, Trace, note_step
+from kvbench.processes.emulator.running_request import LiveRequest, RequestTrace, note_step
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _INLINE_BYTES: Final = 1 << 20
 
 
-class Engine:
+class RunningEngine:
     """One model instance. ``submit`` and ``abort`` are called from the event loop; ``run`` is its task."""
 
     def __init__(
@@ -48,13 +48,13 @@ class Engine:
         self.compute = compute
         self.metrics = metrics
         self.scheduler = Scheduler(config)
-        self.lives: dict[Request, Live] = {}
-        self._traces: dict[Request, Trace] = {}
-        self.on_load: Callable[[Live], None] = _no_hand_off
+        self.lives: dict[Request, LiveRequest] = {}
+        self._traces: dict[Request, RequestTrace] = {}
+        self.on_load: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a remote request's blocks are reserved: fetch its KV, then ``kv_arrived``."""
-        self.on_prefilled: Callable[[Live], None] = _no_hand_off
+        self.on_prefilled: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a held request has ended, before its last ``on_token``."""
-        self.on_dropped: Callable[[Live], None] = _ignore
+        self.on_dropped: Callable[[LiveRequest], None] = _ignore
         """Called when a request with a hand-off ends without it having been carried out."""
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-bytes")
         self._wake = asyncio.Event()
@@ -65,7 +65,7 @@ class Engine:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(self, live: Live) -> None:
+    def submit(self, live: LiveRequest) -> None:
         """Queue a request. Raises InputError if it can never fit."""
         now = time.monotonic()
         live.received_s = now
@@ -81,7 +81,7 @@ class Engine:
             self._traces[request] = live.trace
         self.wake()
 
-    def abort(self, live: Live) -> None:
+    def abort(self, live: LiveRequest) -> None:
         """The client is gone: drop the request, free its blocks as soon as nothing moves in them."""
         if live.ended:
             return
@@ -90,7 +90,7 @@ class Engine:
         self.on_dropped(live)
         self.wake()
 
-    async def kv_arrived(self, live: Live) -> None:
+    async def kv_arrived(self, live: LiveRequest) -> None:
         """All prompt KV of a loading request lies in its blocks: read it and let it join the batch."""
         request = live.request
         await self._in_thread(lambda: self.compute.read(live, request.prompt_len))
@@ -99,18 +99,18 @@ class Engine:
         self.scheduler.kv_arrived(request)
         self.wake()
 
-    def kv_failed(self, live: Live) -> None:
+    def kv_failed(self, live: LiveRequest) -> None:
         """A loading request's KV will not come and nothing writes to its blocks any more."""
         self.scheduler.kv_failed(live.request)
         self.wake()
 
-    def fail(self, live: Live, message: str) -> None:
+    def fail(self, live: LiveRequest, message: str) -> None:
         """End a request with an error; its blocks are the caller's affair."""
         if not live.ended:
             self._end(live, "error")
             live.sink.on_error(500, message)
 
-    def release(self, live: Live) -> None:
+    def release(self, live: LiveRequest) -> None:
         """A held request's KV has been taken, or its lease has ended."""
         if live.request.status is Status.HELD:
             self.scheduler.release(live.request)
@@ -240,7 +240,7 @@ class Engine:
         for gap, times in gaps.items():  # sequences of one batch mostly share their gap
             self.metrics.itl.observe(gap, times)
 
-    def _first_token(self, live: Live, now: float) -> None:
+    def _first_token(self, live: LiveRequest, now: float) -> None:
         live.first_token_s = now
         request, metrics = live.request, self.metrics
         metrics.prompt_tokens += request.prompt_len
@@ -250,7 +250,7 @@ class Engine:
         metrics.by_source["local_compute"] += local
         metrics.ttft.observe(now - live.received_s)
 
-    def _end(self, live: Live, reason: str) -> None:
+    def _end(self, live: LiveRequest, reason: str) -> None:
         """Count a request's end and forget it."""
         live.ended = True
         del self.lives[live.request]
@@ -274,9 +274,9 @@ class Engine:
         return asyncio.get_running_loop().run_in_executor(self._work, work)
 
 
-def _no_hand_off(live: Live) -> None:
+def _no_hand_off(live: LiveRequest) -> None:
     raise AssertionError("a request needs a hand-off and this engine has none")
 
 
-def _ignore(live: Live) -> None:
+def _ignore(live: LiveRequest) -> None:
     return None

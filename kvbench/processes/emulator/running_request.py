@@ -21,7 +21,7 @@ class Sink(Protocol):
 
 
 @dataclass(eq=False)
-class Live:
+class LiveRequest:
     """A request as the running engine knows it: the scheduler's part, its tokens and its bytes' state."""
 
     request: Request
@@ -43,7 +43,7 @@ class Live:
     last_token_s: float = 0.0
     received_s: float = 0.0
     ended: bool = False
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     """Set for the few requests whose spans are written down."""
 
     def last_hash(self) -> int:
@@ -51,7 +51,7 @@ class Live:
 
 
 @dataclass
-class Trace:
+class RequestTrace:
     """What a traced request gathers until its spans are written."""
 
     request_id: str
@@ -66,17 +66,17 @@ class Trace:
         args = {"op": op, **result}
         self.log.write(self.request_id, [Span("KV transfer", begin_s, time.monotonic(), args)])
 
-    def released(self, live: Live) -> None:
+    def released(self, live: LiveRequest) -> None:
         """P's blocks have been taken, or given up."""
         span = Span("blocks held for D", live.last_token_s, time.monotonic())
         self.log.write(self.request_id, [span])
 
-    def ended(self, live: Live, reason: str) -> None:
+    def ended(self, live: LiveRequest, reason: str) -> None:
         """The request is over on this engine."""
         self.log.write(self.request_id, list(request_spans(live, self, reason)))
 
 
-def note_step(plan: StepPlan, traces: dict[Any, Trace], begin_s: float, end_s: float) -> None:
+def note_step(plan: StepPlan, traces: dict[Any, RequestTrace], begin_s: float, end_s: float) -> None:
     """Remember a step for those of its requests that have made no token yet. ``traces``: by request."""
     for chunk in plan.chunks:
         trace = traces.get(chunk.request)
@@ -84,7 +84,7 @@ def note_step(plan: StepPlan, traces: dict[Any, Trace], begin_s: float, end_s: f
             trace.steps.append((begin_s, end_s, chunk.count))
 
 
-def request_spans(live: Live, trace: Trace, reason: str) -> Iterator[Span]:
+def request_spans(live: LiveRequest, trace: RequestTrace, reason: str) -> Iterator[Span]:
     """A request from its arrival to its end here: the whole, then its parts as far as it came."""
     request = live.request
     end = live.last_token_s if reason not in ("abort", "error") else time.monotonic()

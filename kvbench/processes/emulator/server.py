@@ -9,19 +9,20 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Final
 
 from kvbench.errors import TransferError
 from kvbench.processes import http1
 from kvbench.processes.emulator.api import Api
 from kvbench.processes.emulator.compute import KvCompute
-from kvbench.processes.emulator.engine import Engine
-from kvbench.processes.emulator.handoff import Handoff, Mover
+from kvbench.processes.emulator.engine import RunningEngine
+from kvbench.processes.emulator.handoffs.handoff import Handoff
+from kvbench.processes.emulator.handoffs.pull import PullConsumer, PullProducer
+from kvbench.processes.emulator.handoffs.push import PushConsumer, PushProducer
+from kvbench.processes.emulator.handoffs.transfers import EngineTransfers
 from kvbench.processes.emulator.kvbytes import KvPool
-from kvbench.processes.emulator.lies import plant, plant_in_handoff
 from kvbench.processes.emulator.metrics import EngineMetrics
-from kvbench.processes.emulator.pull import PullConsumer, PullProducer
-from kvbench.processes.emulator.push import PushConsumer, PushProducer
 from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
 
 log = logging.getLogger(__name__)
@@ -39,35 +40,36 @@ class EngineServer:
         config = spec.kv_transfer_config
         self.metrics = EngineMetrics(spec.served_model_name, config.kv_connector if config else "")
         self.pool = KvPool(spec.layout(), spec.block_tokens)
-        self.engine = Engine(
+        self.engine = RunningEngine(
             spec.engine_config(),
             spec.timing_profile(),
             spec.time_scale,
             KvCompute(self.pool, spec.model.vocab_size, spec.max_model_len),
             self.metrics,
         )
-        self.mover = Mover(config, spec, self.metrics) if config else None
+        self.transfers = EngineTransfers(config, spec, self.metrics) if config else None
         self.handoff: Handoff | None = None
         self.api = Api(spec, self.engine, int(time.time()))
+        self.on_handoff: Callable[[Handoff], None] = lambda handoff: None
+        """Called once the hand-off is there, before it starts."""
         self.stopped = asyncio.Event()
         self._problem = "starting"
         self._http: http1.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.infos = self._infos
-        plant(self)
 
     async def start(self) -> None:
         """Listens, runs the engine, starts the transfer process. Raises PortInUseError, TransferError."""
         config = self.spec.kv_transfer_config
         self.api.problem = self.problem
         self._http = await http1.serve(self.api.handle, self.spec.host, self.spec.port)
-        if config is not None and self.mover is not None:
+        if config is not None and self.transfers is not None:
             self.handoff = self.api.handoff = _handoff_class(config)(
-                self.spec, config, self.engine, self.mover
+                self.spec, config, self.engine, self.transfers
             )
-            plant_in_handoff(self, self.handoff)
+            self.on_handoff(self.handoff)
             await self.handoff.start()
-            await self.mover.start(self.pool, self.spec.host)
+            await self.transfers.start(self.pool, self.spec.host)
         self._tasks.append(asyncio.ensure_future(self.engine.run()))
         self._tasks[0].add_done_callback(self._engine_ended)
         self._tasks.append(asyncio.ensure_future(self._watch_parent(os.getppid())))
@@ -111,7 +113,7 @@ class EngineServer:
                 "enable_prefix_caching": str(spec.enable_prefix_caching),
             },
         }
-        process = self.mover.process if self.mover else None
+        process = self.transfers.process if self.transfers else None
         if process is not None:
             infos["kvbench:transport"] = {
                 "transport": process.transport,
@@ -132,18 +134,18 @@ class EngineServer:
             await self._http.close(_STOP_GRACE_S)
         if self.handoff is not None:
             await self.handoff.close()
-        if self.mover is not None:
-            await self._close_mover(self.mover)
+        if self.transfers is not None:
+            await self._close_transfers(self.transfers)
         if self.api.spans is not None:
             self.api.spans.close()
 
-    async def _close_mover(self, mover: Mover) -> None:
-        closing = asyncio.ensure_future(mover.close())
+    async def _close_transfers(self, transfers: EngineTransfers) -> None:
+        closing = asyncio.ensure_future(transfers.close())
         done, _ = await asyncio.wait({closing}, timeout=_CHILD_GRACE_S)
-        if not done and mover.process is not None:
+        if not done and transfers.process is not None:
             log.warning("the transfer process does not end: killing it")
             with contextlib.suppress(ProcessLookupError):
-                os.kill(mover.process.pid, signal.SIGKILL)
+                os.kill(transfers.process.pid, signal.SIGKILL)
         with contextlib.suppress(TransferError):
             await closing
 
@@ -154,9 +156,8 @@ def _handoff_class(config: KvTransferConfig) -> type[Handoff]:
     return PushProducer if config.is_producer else PushConsumer
 
 
-async def serve(spec: EngineSpec) -> None:
+async def serve(server: EngineServer) -> None:
     """Runs one engine until SIGTERM, SIGINT, or its parent's end."""
-    server = EngineServer(spec)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.processes.exact_server import wire
-from kvbench.processes.exact_server.log import Stream, lateness, metrics_text
+from kvbench.processes.exact_server.log import lateness, metrics_text
+from kvbench.processes.exact_server.served import ServedStream
 from kvbench.processes.exact_server.spec import ExactSpec
 
 
@@ -19,13 +20,13 @@ class Ledger:
     def __init__(self, spec: ExactSpec, kernel_stamps: bool) -> None:
         self._spec = spec
         self._kernel_stamps = kernel_stamps
-        self.streams: list[Stream] = []
+        self.streams: list[ServedStream] = []
         self.chunks = self.more_tokens = self.connections = 0
         self._open = self._peak = self._completed = self._prompt_tokens = 0
         self._started = time.monotonic()
         self._cpu = time.process_time()
 
-    def began(self, stream: Stream) -> None:
+    def began(self, stream: ServedStream) -> None:
         """A request has arrived."""
         self.streams.append(stream)
         self._prompt_tokens += stream.prompt_tokens

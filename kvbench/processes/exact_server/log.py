@@ -3,84 +3,15 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from kvbench.processes.exact_server.sockets import Connection
+from kvbench.processes.exact_server.served import ServedStream
 
 HISTOGRAM_MS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, math.inf)
 
 
-class Stream:
-    """One request from its arrival on; afterwards, what is known of it.
-
-    ``due`` is the deadline of the next write, ``writes`` has the time just before each write, in order.
-    """
-
-    __slots__ = (
-        "arrival",
-        "connection",
-        "due",
-        "ended",
-        "first_due",
-        "head",
-        "index",
-        "kernel",
-        "last",
-        "last_tokens",
-        "outcome",
-        "output_len",
-        "plain",
-        "prompt_tokens",
-        "request_id",
-        "scripted",
-        "send",
-        "then",
-        "writes",
-    )
-
-    def __init__(self, index: int, request_id: str, arrival: float, kernel: bool) -> None:
-        self.index = index
-        self.request_id = request_id
-        self.arrival = arrival
-        self.kernel = kernel
-        self.connection: Connection | None = None
-        self.prompt_tokens = self.output_len = self.plain = self.last_tokens = 0
-        self.first_due = self.due = self.ended = 0.0
-        self.head = self.last = b""
-        self.then = "keep"
-        self.outcome = "open"
-        self.scripted = "complete"
-        self.send: Callable[[bytes], int] = len
-        self.writes = array("d")
-
-    def row(self, gap_s: float, *, tokens: bool) -> dict[str, Any]:
-        """For the log. ``token_write_s`` has the first token's time, too."""
-        return {
-            "index": self.index,
-            "request_id": self.request_id,
-            "kernel_stamp": self.kernel,
-            "arrival_s": self.arrival,
-            "first_due_s": self.first_due,
-            "gap_s": gap_s,
-            "first_write_s": self.writes[0] if self.writes else None,
-            "prompt_tokens": self.prompt_tokens,
-            "output_len": self.output_len,
-            "outcome": self.outcome,
-            "ended_s": self.ended or None,
-            **({"token_write_s": self.writes.tolist()} if tokens else {}),
-        }
-
-    def lateness(self, gap_s: float) -> Iterator[float]:
-        """Write − due of each write, in seconds."""
-        due = self.first_due
-        for index, written in enumerate(self.writes):
-            yield written - due - index * gap_s
-
-
-def lateness(streams: Sequence[Stream], gap_s: float) -> dict[str, Any]:
+def lateness(streams: Sequence[ServedStream], gap_s: float) -> dict[str, Any]:
     """How late first and further writes were: percentiles in ms, and a histogram with the upper bounds."""
     first, further = [], []
     for stream in streams:

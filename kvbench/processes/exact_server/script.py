@@ -45,7 +45,7 @@ class Playwright:
         self._last_token = wire.event(spec.model, [wire.choice(LAST_TEXT, "length")])
         self._empty = wire.event(spec.model, [wire.choice("")])
 
-    def script(self, index: int, wanted: wire.Wanted, output_len: int, *, close: bool) -> Script:
+    def script(self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool) -> Script:
         """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
         trouble = self._trouble if self._trouble is not None and self._trouble.hits(index) else None
         usage_off = trouble.usage_off if trouble is not None and trouble.kind == "wrong_usage" else 0

@@ -16,9 +16,9 @@ from typing import Final
 
 from kvbench.processes.exact_server import wire
 from kvbench.processes.exact_server.ledger import Ledger
-from kvbench.processes.exact_server.log import Stream
 from kvbench.processes.exact_server.script import Playwright
-from kvbench.processes.exact_server.sockets import Connection, ask_for_stamps, listen, stamp_of
+from kvbench.processes.exact_server.served import ExactClient, ServedStream
+from kvbench.processes.exact_server.sockets import ask_for_stamps, listen, stamp_of
 from kvbench.processes.exact_server.spec import ExactSpec
 from kvbench.processes.exact_server.timetable import Timetable
 
@@ -42,7 +42,7 @@ class ExactServer:
         self.kernel_stamps = ask_for_stamps(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ExactClient] = {}
         self._timetable = Timetable(spec)
         self._ledger = Ledger(spec, self.kernel_stamps)
         self._stopping = False
@@ -114,7 +114,7 @@ class ExactServer:
             gaps.append(stream)
         return 0.0
 
-    def _first(self, stream: Stream) -> None:
+    def _first(self, stream: ServedStream) -> None:
         if stream.connection is None:
             return
         if stream.plain == 0:
@@ -128,7 +128,7 @@ class ExactServer:
         stream.due += self._spec.gap_s
         self._timetable.go_on(stream)
 
-    def _last(self, stream: Stream, head: bytes) -> None:
+    def _last(self, stream: ServedStream, head: bytes) -> None:
         connection = stream.connection
         if connection is None:
             return
@@ -147,7 +147,7 @@ class ExactServer:
         elif not connection.held or connection.then == "reset":
             self._close(connection, "")
 
-    def _write(self, connection: Connection, data: bytes) -> bool:
+    def _write(self, connection: ExactClient, data: bytes) -> bool:
         """Sends or keeps; False if the client is gone."""
         try:
             sent = connection.keep(data) if connection.held else connection.sock.send(data)
@@ -160,17 +160,17 @@ class ExactServer:
             self._keep_rest(connection, data[sent:])
         return True
 
-    def _hold(self, stream: Stream, rest: bytes) -> None:
+    def _hold(self, stream: ServedStream, rest: bytes) -> None:
         if stream.connection is not None:
             self._keep_rest(stream.connection, rest)
 
-    def _keep_rest(self, connection: Connection, rest: bytes) -> None:
+    def _keep_rest(self, connection: ExactClient, rest: bytes) -> None:
         connection.held += rest
         self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
         if connection.stream is not None:
             connection.stream.send = connection.keep
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: ExactClient) -> None:
         try:
             sent = connection.sock.send(connection.held)
         except BlockingIOError:
@@ -187,11 +187,11 @@ class ExactServer:
         elif connection.then == "close":
             self._close(connection, "")
 
-    def _lost(self, stream: Stream) -> None:
+    def _lost(self, stream: ServedStream) -> None:
         if stream.connection is not None:
             self._close(stream.connection, "client closed")
 
-    def _end(self, stream: Stream, outcome: str) -> None:
+    def _end(self, stream: ServedStream, outcome: str) -> None:
         connection, stream.connection = stream.connection, None
         if connection is not None:
             connection.stream = None
@@ -201,7 +201,7 @@ class ExactServer:
         stream.head = stream.last = b""
         self._ledger.ended(outcome)
 
-    def _close(self, connection: Connection, why: str) -> None:
+    def _close(self, connection: ExactClient, why: str) -> None:
         if self._connections.pop(connection.fd, None) is None:
             return
         stream = connection.stream
@@ -227,7 +227,7 @@ class ExactServer:
         if wait > 0:
             # epoll's own timeout has whole milliseconds only.
             select.select([self._epoll.fileno()], (), (), wait)
-        asking: list[Connection] = []
+        asking: list[ExactClient] = []
         for fd, events in self._epoll.poll(0):
             connection = self._connections.get(fd)
             if connection is None:
@@ -257,12 +257,12 @@ class ExactServer:
             except OSError:
                 return
             sock.setblocking(False)
-            connection = Connection(sock)
+            connection = ExactClient(sock)
             self._ledger.connections += 1
             self._connections[connection.fd] = connection
             self._epoll.register(connection.fd, select.EPOLLIN)
 
-    def _read(self, connection: Connection) -> bool:
+    def _read(self, connection: ExactClient) -> bool:
         """Takes in what has come; True if a whole request may be there."""
         while True:
             try:
@@ -281,7 +281,7 @@ class ExactServer:
                 break
         return connection.stream is None
 
-    def _serve_next(self, connection: Connection) -> None:
+    def _serve_next(self, connection: ExactClient) -> None:
         """Serves the next whole request of a connection, if there is one and nothing is being served."""
         while connection.stream is None and connection.buffer and connection.then == "keep":
             try:
@@ -304,7 +304,7 @@ class ExactServer:
                     self._close(connection, "")
                 return
 
-    def _answer(self, connection: Connection, head: wire.Head, body: bytes) -> None:
+    def _answer(self, connection: ExactClient, head: wire.Head, body: bytes) -> None:
         path, _, query = head.target.decode("latin-1").partition("?")
         if head.method == b"POST" and path == "/v1/completions":
             self._admit(connection, head, wire.parse_body(body))
@@ -319,8 +319,8 @@ class ExactServer:
         if self._write(connection, data) and head.close and not connection.held:
             self._close(connection, "")
 
-    def _admit(self, connection: Connection, head: wire.Head, wanted: wire.Wanted) -> None:
-        stream = Stream(len(self._ledger.streams), head.request_id, connection.stamp, connection.kernel)
+    def _admit(self, connection: ExactClient, head: wire.Head, wanted: wire.WantedAnswer) -> None:
+        stream = ServedStream(len(self._ledger.streams), head.request_id, connection.stamp, connection.kernel)
         stream.output_len = wanted.output_len or self._spec.output_len
         stream.prompt_tokens = wanted.prompt_tokens
         script = self._playwright.script(stream.index, wanted, stream.output_len, close=head.close)

@@ -1,4 +1,4 @@
-"""The exact server's sockets: listening, the kernel's stamps of what arrives, one client's connection."""
+"""The exact server's sockets: listening, and the kernel's stamps of what arrives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvbench.errors import PortInUseError
-from kvbench.processes.exact_server import wire
-from kvbench.processes.exact_server.log import Stream
 
 SO_TIMESTAMPING: Final = 37  # asm-generic/socket.h; the control message has the same number
 STAMPING_FLAGS: Final = 1 << 3 | 1 << 4  # linux/net_tstamp.h: RX_SOFTWARE | SOFTWARE
@@ -20,32 +18,6 @@ BOTH_CLOCKS_S: Final = 3e-6
 """Reading them takes a tenth of this; if it took longer, something came between."""
 OLDEST_STAMP_S: Final = 10.0
 """A stamp from longer ago is taken for a jump of the clock."""
-MAX_HELD_BYTES: Final = 64 * 1024 * 1024
-"""A client that leaves more than this unread is dropped. A log may be that long."""
-
-
-class Connection:
-    """One client. One request at a time is served; what it sends beyond that waits in ``buffer``."""
-
-    __slots__ = ("buffer", "fd", "head", "held", "kernel", "sock", "stamp", "stream", "then")
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.buffer = bytearray()
-        self.held = bytearray()
-        self.head: wire.Head | None = None
-        self.stream: Stream | None = None
-        self.stamp = 0.0
-        self.kernel = False
-        self.then = "keep"
-
-    def keep(self, data: bytes) -> int:
-        """In place of ``send`` while the client does not read."""
-        self.held += data
-        if len(self.held) > MAX_HELD_BYTES:
-            raise ConnectionError("the client does not read")
-        return len(data)
 
 
 def listen(host: str, port: int) -> socket.socket:

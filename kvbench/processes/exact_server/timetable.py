@@ -6,8 +6,8 @@ import contextlib
 import heapq
 from collections import deque
 
-from kvbench.processes.exact_server.log import Stream
 from kvbench.processes.exact_server.script import Script
+from kvbench.processes.exact_server.served import ServedStream
 from kvbench.processes.exact_server.spec import ExactSpec
 
 
@@ -16,13 +16,13 @@ class Timetable:
 
     def __init__(self, spec: ExactSpec) -> None:
         self._spec = spec
-        self.firsts: list[tuple[float, int, Stream]] = []
+        self.firsts: list[tuple[float, int, ServedStream]] = []
         """Those that wait for their first token: a heap of (deadline, number, stream)."""
-        self.gaps: deque[Stream] = deque()
+        self.gaps: deque[ServedStream] = deque()
         """The others, in order of their deadlines: the gap is the same for all."""
         self._free_at = 0.0
 
-    def admit(self, stream: Stream, script: Script) -> None:
+    def admit(self, stream: ServedStream, script: Script) -> None:
         """A request has come in: what it gets, and when its first token is due."""
         spec = self._spec
         stream.head, stream.plain, stream.last = script.head, script.plain, script.last
@@ -37,7 +37,7 @@ class Timetable:
             heapq.heappush(self.firsts, (stream.due + script.late_s, stream.index, stream))
             stream.due += script.late_s
 
-    def go_on(self, stream: Stream) -> None:
+    def go_on(self, stream: ServedStream) -> None:
         """Into the order of deadlines; a request that was read late belongs before some that were not."""
         gaps = self.gaps
         place = len(gaps)
@@ -48,7 +48,7 @@ class Timetable:
         else:
             gaps.insert(place, stream)
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: ServedStream) -> None:
         """Nothing more is due for it. One that waits for its first token is passed over when that is due."""
         with contextlib.suppress(ValueError):
             self.gaps.remove(stream)

@@ -71,7 +71,7 @@ def parse_head(data: bytes | bytearray) -> Head | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedAnswer:
     """What a completion request asks for. ``prompt_tokens`` of a text are its words, ``prompt`` a CRC-32."""
 
     output_len: int | None
@@ -82,7 +82,7 @@ class Wanted:
     prompt: int = field(default=0, compare=False)
 
 
-def parse_body(body: bytes) -> Wanted:
+def parse_body(body: bytes) -> WantedAnswer:
     """Raises BadRequestError. Token ids are counted and not decoded: 200 kB of them take 20 µs."""
     tokens, prompt = None, 0
     ids = PROMPT_IDS.search(body)
@@ -101,7 +101,7 @@ def parse_body(body: bytes) -> Wanted:
         kv = asked.get("kv_transfer_params") or {}
         if output_len is not None and (type(output_len) is not int or output_len < 1):
             raise BadRequestError(400, f"max_tokens must be a positive number, it is {output_len!r}")
-        return Wanted(
+        return WantedAnswer(
             output_len=output_len,
             prompt_tokens=tokens,
             stream=bool(asked.get("stream")),

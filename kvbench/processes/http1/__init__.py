@@ -6,8 +6,9 @@ bytes; JSON is the caller's affair.
 
 from __future__ import annotations
 
-from kvbench.processes.http1.client import ClientConnection, ReplySink, request_bytes
+from kvbench.processes.http1.client import ClientConnection, ReplySink
 from kvbench.processes.http1.connection import Handler
+from kvbench.processes.http1.encoding import request_bytes
 from kvbench.processes.http1.framing import ChunkWatch
 from kvbench.processes.http1.pool import (
     Gathering,

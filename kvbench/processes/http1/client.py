@@ -1,6 +1,6 @@
 """The client side: one connection, which stamps what arrives.
 
-A request is prepared bytes (``request_bytes``); its answer is handed to a ``ReplySink`` as events.
+A request is prepared bytes (``encoding.py``); its answer is handed to a ``ReplySink`` as events.
 Nothing is retried here: what went wrong is told once, in ``on_failure``.
 """
 
@@ -11,12 +11,11 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 import httptools
 
-from kvbench.errors import InputError
 from kvbench.processes.http1.framing import ChunkWatch, FramingError
 from kvbench.processes.http1.heads import usual_response
 from kvbench.processes.http1.splicing import Lane, Splicing
@@ -39,23 +38,6 @@ class ReplySink(Protocol):
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         """The connection ended before the answer was complete, or the answer is no HTTP (malformed)."""
-
-
-def request_bytes(
-    method: str, path: str, host: str, headers: Mapping[str, str] | None = None, body: bytes = b""
-) -> bytes:
-    """A whole request. ``host`` is the Host header's value."""
-    lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
-    for name, value in (headers or {}).items():
-        lines.append(f"{name}: {value}")
-    if body or method not in ("GET", "HEAD"):
-        lines.append(f"content-length: {len(body)}")
-    head = "\r\n".join(lines)
-    breaks = len(lines) - 1
-    if head.count("\r") != breaks or head.count("\n") != breaks:
-        culprit = next((line for line in lines if "\r" in line or "\n" in line), "")
-        raise InputError(f"header {culprit.partition(':')[0]!r} holds a line break")
-    return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
 
 
 class Owner(Protocol):

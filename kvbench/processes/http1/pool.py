@@ -15,7 +15,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvbench.errors import InputError
-from kvbench.processes.http1.client import ClientConnection, request_bytes
+from kvbench.processes.http1.client import ClientConnection
+from kvbench.processes.http1.encoding import request_bytes
 from kvbench.processes.http1.splicing import Splicing
 
 MAX_IDLE_S: Final = 2.0

@@ -67,7 +67,7 @@ class Splicing:
             self._watched = None
 
 
-class Source(Protocol):
+class SpliceSource(Protocol):
     """The connection whose answer is the stream."""
 
     @property
@@ -98,7 +98,7 @@ class Lane:
     def __init__(
         self,
         splicing: Splicing,
-        source: Source,
+        source: SpliceSource,
         fd: int,
         watch: ChunkWatch,
         target: Callable[[], int],

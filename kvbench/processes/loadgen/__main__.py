@@ -18,13 +18,13 @@ from kvbench.processes.common.entry import tell as tell_error
 from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
 from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, tell
-from kvbench.processes.loadgen.in_flight import Exchange
-from kvbench.processes.loadgen.loop import Loop
+from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.plan import PlannedRequest, planned_requests, prepare
-from kvbench.processes.loadgen.pool import Pool
-from kvbench.processes.loadgen.run import Begin, Trial
+from kvbench.processes.loadgen.run import Begin, LoadRun
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
+from kvbench.processes.loadgen.sockets.pool import ConnectionPool
+from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
-from kvbench.processes.loadgen.wire import Server
 
 log = logging.getLogger(LOADGEN_MODULE)
 
@@ -34,43 +34,45 @@ SPEC_BYTES = 65_536
 
 def generate(spec: LoadSpec) -> int:
     """Prepares, waits for "go" if asked to, runs the trial, writes the records. Returns the exit code."""
-    loop = Loop()
+    loop = SocketLoop()
     orders = Orders(loop)
     plan = planned_requests(spec)
     pools, begin = dispatched(spec, plan, loop)
     warm(spec, plan, pools)
-    trial = Trial(spec, plan, loop, pools, Reporter().report, begin)
+    run = LoadRun(spec, plan, loop, pools, Reporter().report, begin)
     gc.collect()
     gc.freeze()
     gc.disable()
     tell({"event": "ready"})
     if spec.wait_for_go:
         orders.wait_for_go()
-    end = trial.run(orders, orders.start_at)
-    for line in trial.last_lines():
+    end = run.run(orders, orders.start_at)
+    for line in run.last_lines():
         tell(line)
-    write_records(Path(spec.records_path), trial.records)
+    write_records(Path(spec.records_path), run.records)
     tell(end)
     return 0
 
 
-def dispatched(spec: LoadSpec, plan: Sequence[PlannedRequest], loop: Loop) -> tuple[list[Pool], Begin]:
+def dispatched(
+    spec: LoadSpec, plan: Sequence[PlannedRequest], loop: SocketLoop
+) -> tuple[list[ConnectionPool], Begin]:
     """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode."""
     if spec.direct is not None:
         # Not for everybody: the connectors take some 0.1 s to import.
-        from kvbench.processes.loadgen.direct import Dispatch
+        from kvbench.processes.loadgen.direct import DirectDispatch
 
-        dispatch = Dispatch(spec, loop)
+        dispatch = DirectDispatch(spec, loop)
         dispatch.find()
         dispatch.prepare(plan)
         return dispatch.pools, dispatch.begin
-    server = Server(spec.base_url)
+    server = ServerAddress(spec.base_url)
     server.resolve()
     prepare(spec, plan, server)
-    return [Pool(server, loop)], Exchange
+    return [ConnectionPool(server, loop)], InFlightRequest
 
 
-def warm(spec: LoadSpec, plan: Sequence[PlannedRequest], pools: Sequence[Pool]) -> None:
+def warm(spec: LoadSpec, plan: Sequence[PlannedRequest], pools: Sequence[ConnectionPool]) -> None:
     """Opens the connections that the trial will need, as far as the limits allow."""
     if not plan:
         return

@@ -25,7 +25,7 @@ KEPT_BODY_BYTES: Final = 1_000_000
 """Of a body that is no stream, for what it says of an error."""
 
 
-class Answer:
+class ServerAnswer:
     """Takes the reads of one answer: an event stream, or a body of which ``body_limit`` bytes are kept."""
 
     __slots__ = (

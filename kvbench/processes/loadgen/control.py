@@ -12,7 +12,7 @@ import stat
 import time
 from typing import Any, Final
 
-from kvbench.processes.loadgen.loop import READABLE, Loop
+from kvbench.processes.loadgen.sockets.loop import READABLE, SocketLoop
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def tell(event: dict[str, Any]) -> None:
 class Orders:
     """What this process is told: by lines on stdin (if that can be), by signals, by its parent's death."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: SocketLoop) -> None:
         self.start_at: float | None = None
         """``time.monotonic()`` at which to start, if "go" said so."""
         self._loop = loop

@@ -1,7 +1,7 @@
 """Direct mode: the generator does the connector's P/D dispatch itself, with no router in the path.
 
 The dispatch functions are the connectors' own, the same as the router's. A failure of P is a failure of
-the request, never an answer of D alone, and the other leg's connection is dropped.
+the request, never an answer of D alone, and the other's connection is dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -21,18 +21,21 @@ from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_id_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.entry import parse_spec
-from kvbench.processes.loadgen.answer import Answer
-from kvbench.processes.loadgen.http_request import Leg
-from kvbench.processes.loadgen.in_flight import Exchange, Failure, http_failure, relative_s, unanswered
-from kvbench.processes.loadgen.loop import Loop
+from kvbench.processes.loadgen.answer import ServerAnswer
+from kvbench.processes.loadgen.http_request import Failure, HttpRequest
+from kvbench.processes.loadgen.in_flight import (
+    InFlightRequest,
+    InFlightRun,
+    http_failure,
+    relative_s,
+    unanswered,
+)
 from kvbench.processes.loadgen.plan import PlannedRequest, completion_fields, request_headers
-from kvbench.processes.loadgen.pool import Pool
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
+from kvbench.processes.loadgen.sockets.pool import ConnectionPool
+from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
 from kvbench.processes.loadgen.stream import clipped, whole_body_error
-from kvbench.processes.loadgen.wire import Server
-
-if TYPE_CHECKING:
-    from kvbench.processes.loadgen.run import Trial
 
 BOOTSTRAP_RETRY_S: Final = 0.1
 BOOTSTRAP_ANSWER_S: Final = 5.0
@@ -60,14 +63,14 @@ class DirectSpec:
         return connector.profile(self.version, options)
 
 
-class Backend:
+class DirectBackend:
     """P or D. ``engine_id`` is known after the bootstrap query."""
 
-    def __init__(self, role: str, spec: BackendSpec, loop: Loop) -> None:
+    def __init__(self, role: str, spec: BackendSpec, loop: SocketLoop) -> None:
         self.name = f"{role} {spec.url}"
         self.spec = spec
-        self.server = Server(spec.url)
-        self.pool = Pool(self.server, loop)
+        self.server = ServerAddress(spec.url)
+        self.pool = ConnectionPool(self.server, loop)
         self.engine_id = spec.engine_id
 
     def peer(self) -> PrefillPeer:
@@ -78,30 +81,30 @@ class Backend:
 
 
 @dataclass
-class Handoff:
+class DirectHandoff:
     """One request's way: P (None: there is none) and D, and D's request if it needs no answer of P's."""
 
-    prefill: Backend | None
-    decode: Backend
+    prefill: DirectBackend | None
+    decode: DirectBackend
     around: AroundPrompt
     headers: Mapping[str, str]
     prompt: bytes
     decode_parts: tuple[bytes, ...] = ()
 
 
-class Dispatch:
-    """What the exchanges of one trial share. Raises InputError for what cannot be dispatched."""
+class DirectDispatch:
+    """What the requests of one run share. Raises InputError for what cannot be dispatched."""
 
-    def __init__(self, spec: LoadSpec, loop: Loop) -> None:
+    def __init__(self, spec: LoadSpec, loop: SocketLoop) -> None:
         self._spec = spec
         self._direct = parse_spec(DirectSpec, spec.direct, "the spec's direct")
         self.connector = self._direct.profile()
         self._decodes = self._backends("decode", self._direct.decode, loop)
         paired = self.connector.disaggregated
         self._prefills = self._backends("prefill", self._direct.prefill, loop) if paired else []
-        self._handoffs: dict[int, Handoff] = {}
+        self._handoffs: dict[int, DirectHandoff] = {}
 
-    def _backends(self, role: str, items: Sequence[Any], loop: Loop) -> list[Backend]:
+    def _backends(self, role: str, items: Sequence[Any], loop: SocketLoop) -> list[DirectBackend]:
         found = [
             parse_spec(BackendSpec, item, f"the spec's direct.{role}[{index}]")
             for index, item in enumerate(items)
@@ -112,10 +115,10 @@ class Dispatch:
             raise InputError(
                 f"the spec: connector {self.connector.name!r} needs a bootstrap_url for each prefill"
             )
-        return [Backend(role, each, loop) for each in found]
+        return [DirectBackend(role, each, loop) for each in found]
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[ConnectionPool]:
         return [backend.pool for backend in (*self._prefills, *self._decodes)]
 
     def find(self) -> None:
@@ -140,7 +143,7 @@ class Dispatch:
             if p is not None:
                 peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
             headers = request_headers(self._spec, peer_id)
-            handoff = Handoff(p, d, around, headers, request.prompt)
+            handoff = DirectHandoff(p, d, around, headers, request.prompt)
             if p is not None:
                 body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
                 request.parts = self._parts(p, handoff, body)
@@ -150,7 +153,7 @@ class Dispatch:
             request.prompt = b""
 
     def decode_parts(
-        self, handoff: Handoff, request_id: str, answer: Mapping[str, Any] | None
+        self, handoff: DirectHandoff, request_id: str, answer: Mapping[str, Any] | None
     ) -> tuple[bytes, ...]:
         """D's request, which may depend on P's answer."""
         fields = handoff.around.fields
@@ -158,33 +161,35 @@ class Dispatch:
             fields = self.connector.decode_request(fields, answer, request_id, handoff.prefill.peer())
         return self._parts(handoff.decode, handoff, fields)
 
-    def _parts(self, backend: Backend, handoff: Handoff, fields: Mapping[str, Any]) -> tuple[bytes, ...]:
+    def _parts(
+        self, backend: DirectBackend, handoff: DirectHandoff, fields: Mapping[str, Any]
+    ) -> tuple[bytes, ...]:
         before, after = handoff.around.encode(fields)
         length = len(before) + len(handoff.prompt) + len(after)
         return backend.server.head(self._spec.path, handoff.headers, length) + before, handoff.prompt, after
 
-    def begin(self, trial: Trial, request: PlannedRequest, scheduled_s: float) -> Exchange:
-        """For the trial: the exchange of a request that is due."""
-        return DirectExchange(trial, request, scheduled_s, self, self._handoffs.pop(request.index))
+    def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
+        """For the run: the request that is due."""
+        return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(request.index))
 
 
-class DirectExchange(Exchange):
+class DirectRequest(InFlightRequest):
     """A request that P and D answer together."""
 
     def __init__(
         self,
-        trial: Trial,
+        run: InFlightRun,
         plan: PlannedRequest,
         scheduled_s: float,
-        dispatch: Dispatch,
-        handoff: Handoff,
+        dispatch: DirectDispatch,
+        handoff: DirectHandoff,
     ) -> None:
         self._dispatch = dispatch
-        self._handoff: Handoff = handoff
-        super().__init__(trial, plan, scheduled_s)
-        self._prefill: Leg | None = None
+        self._handoff: DirectHandoff = handoff
+        super().__init__(run, plan, scheduled_s)
+        self._prefill: HttpRequest | None = None
         if handoff.prefill is not None:
-            self._prefill = Leg(self, handoff.prefill.pool, MAX_PREFILL_BYTES)
+            self._prefill = HttpRequest(self, handoff.prefill.pool, MAX_PREFILL_BYTES)
 
     def start(self, plan: PlannedRequest) -> None:
         if self._prefill is not None:
@@ -193,28 +198,30 @@ class DirectExchange(Exchange):
         if self.stream is not None and not self.over:
             self.stream.start(self._handoff.decode_parts)
 
-    def _stream_leg(self) -> Leg | None:
-        return Leg(self, self._handoff.decode.pool) if self._handoff.decode_parts else None
+    def _stream_request(self) -> HttpRequest | None:
+        return HttpRequest(self, self._handoff.decode.pool) if self._handoff.decode_parts else None
 
     @property
-    def legs(self) -> tuple[Leg, ...]:
-        return tuple(leg for leg in (self._prefill, self.stream) if leg is not None)
+    def http_requests(self) -> tuple[HttpRequest, ...]:
+        return tuple(
+            http_request for http_request in (self._prefill, self.stream) if http_request is not None
+        )
 
-    def leg_done(self, leg: Leg) -> None:
-        if leg is not self._prefill:
+    def answered(self, http_request: HttpRequest) -> None:
+        if http_request is not self._prefill:
             if self._prefill is None or self._prefill.done:
                 self._end()
             return
-        failure, answer = self._prefill_outcome(leg.answer)
+        failure, answer = self._prefill_outcome(http_request.answer)
         if failure is not None:
-            self.end(failure, leg)
+            self.end(failure, http_request)
         elif self.stream is None:
-            self.stream = Leg(self, self._handoff.decode.pool)
+            self.stream = HttpRequest(self, self._handoff.decode.pool)
             self.stream.start(self._dispatch.decode_parts(self._handoff, self.record.request_id, answer))
         elif self.stream.done:
             self._end()
 
-    def _prefill_outcome(self, answer: Answer) -> tuple[Failure | None, dict[str, Any]]:
+    def _prefill_outcome(self, answer: ServerAnswer) -> tuple[Failure | None, dict[str, Any]]:
         """P's answer, or what is wrong with it."""
         if answer.status != 200:
             return http_failure(answer), {}
@@ -241,7 +248,7 @@ class DirectExchange(Exchange):
             record.prefill_sent_s = relative_s(prefill.sent_ns or None, start_ns)
             if prefill.done and prefill.answer.status == 200:
                 record.prefill_answered_s = relative_s(prefill.last_ns, start_ns)
-            if decode is None or self.failed_leg is prefill:
+            if decode is None or self.failed_request is prefill:
                 record.status = prefill.answer.status
         if decode is not None:
             record.decode_sent_s = relative_s(decode.sent_ns or None, start_ns)
@@ -250,14 +257,14 @@ class DirectExchange(Exchange):
         self._handoff.prompt, self._handoff.decode_parts = b"", ()
         return record
 
-    def first_leg(self) -> Leg | None:
+    def first_http_request(self) -> HttpRequest | None:
         return self._prefill or self.stream
 
     def _class(self) -> Failure:
         prefill, failure = self._prefill, self.failure
         if prefill is None or failure is None or failure[0] == "cancelled":
             return super()._class()
-        if self.failed_leg is not prefill and (prefill.done or self.failed_leg is not None):
+        if self.failed_request is not prefill and (prefill.done or self.failed_request is not None):
             return super()._class()
         if failure[0] == "timeout" and not prefill.reads:
             failure = unanswered(prefill, failure)
@@ -268,9 +275,9 @@ class DirectExchange(Exchange):
         return failure[0], f"{backend.name}: {failure[1]}"
 
 
-def asked_engine_id(backend: Backend, timeout_s: float) -> str:
+def asked_engine_id(backend: DirectBackend, timeout_s: float) -> str:
     """The engine id that a prefill server's bootstrap address tells. Raises ServerError past the deadline."""
-    where = Server(backend.spec.bootstrap_url)
+    where = ServerAddress(backend.spec.bootstrap_url)
     deadline = time.monotonic() + timeout_s
     while True:
         connection = http.client.HTTPConnection(where.host, where.port, timeout=BOOTSTRAP_ANSWER_S)

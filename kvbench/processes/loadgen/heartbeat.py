@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.processes.loadgen.compiled import WAY
+from kvbench.processes.loadgen.sockets.compiled import WAY
 
 BEAT_S: Final = 0.01
 STALL_S: Final = 0.005
 """A beat that is late by more is a stall of the loop."""
 
 
-class Figures:
+class GeneratorFigures:
     """What is counted of the client during one trial."""
 
     def __init__(self) -> None:

@@ -1,26 +1,55 @@
-"""One HTTP request of an exchange: to one server, over one connection."""
+"""One HTTP request to one server, over one connection, and its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from kvbench.core.records import RequestError
-from kvbench.processes.loadgen.answer import Answer
-from kvbench.processes.loadgen.clock import SLACK_NS
-from kvbench.processes.loadgen.log import Log, new_log
-from kvbench.processes.loadgen.pool import Pool
-from kvbench.processes.loadgen.wire import Connection
-
-if TYPE_CHECKING:
-    from kvbench.processes.loadgen.in_flight import Exchange
+from kvbench.processes.loadgen.answer import ServerAnswer
+from kvbench.processes.loadgen.heartbeat import GeneratorFigures
+from kvbench.processes.loadgen.sockets.clock import SLACK_NS, StampClock
+from kvbench.processes.loadgen.sockets.log import Log, new_log
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
+from kvbench.processes.loadgen.sockets.pool import ConnectionPool
+from kvbench.processes.loadgen.sockets.wire import ServerConnection
 
 READS_AT_ONCE: Final = 256
 """Reads taken in one go: about 0.2 ms where each has to be looked into."""
 _ID_BITS: Final = 0xFFFFFFFF
 
+Failure = tuple[RequestError, str]
 
-class Leg:
+
+class RequestRun(Protocol):
+    """The run of a plan, as far as an HTTP request knows it."""
+
+    loop: SocketLoop
+    clock: StampClock
+    figures: GeneratorFigures
+    monotonic: Callable[[], float]
+
+    def take_soon(self, http_request: HttpRequest) -> None:
+        """What it has read is looked at when there is time, within a beat."""
+
+    def watch_closely(self, http_request: HttpRequest) -> None:
+        """Its end may not show in its bytes."""
+
+
+class HttpRequestOwner(Protocol):
+    """Whose request it is: told once, of the answer or the failure."""
+
+    @property
+    def run(self) -> RequestRun: ...
+
+    def answered(self, http_request: HttpRequest) -> None:
+        """Its answer is whole."""
+
+    def failed(self, http_request: HttpRequest, failure: Failure) -> None:
+        """It has failed, and was dropped."""
+
+
+class HttpRequest:
     """A request to one server and its answer: bytes and stamps are kept, and taken in when there is time.
 
     An answer of events is taken in at leisure, an ``urgent`` one at each read.
@@ -31,10 +60,10 @@ class Leg:
         "answer",
         "done",
         "ended",
-        "exchange",
         "fallbacks",
         "last_ns",
         "log",
+        "owner",
         "pool",
         "queued",
         "reads",
@@ -45,22 +74,22 @@ class Leg:
         "urgent",
     )
 
-    def __init__(self, exchange: Exchange, pool: Pool, body_limit: int = 0) -> None:
-        self.exchange = exchange
+    def __init__(self, owner: HttpRequestOwner, pool: ConnectionPool, body_limit: int = 0) -> None:
+        self.owner = owner
         self.pool = pool
-        self.answer = Answer(body_limit)
+        self.answer = ServerAnswer(body_limit)
         self.urgent = body_limit > 0
         self.log: Log = new_log()
         self.queued = self.ended = self.done = False
         self.sent_s: float | None = None
         self.sent_ns = 0
         self.sent_kernel_ns: int | None = None
-        """When the kernel sent the last byte; known once the leg has ended."""
+        """When the kernel sent the last byte; known once it has ended."""
         self.transmissions: tuple[int, int] | None = None
         self.reads = self.fallbacks = 0
         self.last_ns: int | None = None
         """When the last bytes came that have been taken in."""
-        self._connection: Connection | None = None
+        self._connection: ServerConnection | None = None
 
     # sending
 
@@ -71,7 +100,7 @@ class Leg:
             self._begin(connection, parts)
             return
 
-        def opened(connection: Connection | None, error: OSError | None) -> None:
+        def opened(connection: ServerConnection | None, error: OSError | None) -> None:
             if self.ended:
                 if connection is not None:
                     self.pool.release(connection)
@@ -82,21 +111,21 @@ class Leg:
 
         self.pool.open(opened)
 
-    def _begin(self, connection: Connection, parts: Sequence[bytes]) -> None:
-        trial = self.exchange.trial
+    def _begin(self, connection: ServerConnection, parts: Sequence[bytes]) -> None:
+        run = self.owner.run
         self._connection = connection
-        connection.leg = self
-        trial.loop.stream(connection, self)
+        connection.owner = self
+        run.loop.stream(connection, self)
         if self.urgent:
-            trial.watch_closely(self)
-        self.sent_s = trial.monotonic()
+            run.watch_closely(self)
+        self.sent_s = run.monotonic()
         self.sent_ns = int(self.sent_s * 1e9)
         if not connection.send(parts):
             self.pool.wait_to_write(connection)
 
     def transmitted(self, written: int, stamp: bytes) -> None:
         """The kernel's stamp of the moment when so many bytes of the connection had gone out."""
-        self.transmissions = written, self.exchange.trial.clock.monotonic_ns(stamp)
+        self.transmissions = written, self.owner.run.clock.monotonic_ns(stamp)
 
     # receiving
 
@@ -112,7 +141,7 @@ class Leg:
             self.take_all()
         # The end of a chunked answer is always an empty line after another line, unless a read cut it.
         elif what[-4:] == b"\r\n\r\n" or len(what) < 4 or not self.answer.head_seen:
-            self.exchange.trial.take_soon(self)
+            self.owner.run.take_soon(self)
 
     def first_token_ns(self) -> int | None:
         """When the first token came; None if none has been taken in."""
@@ -124,10 +153,10 @@ class Leg:
         log = self.log
         if self.ended or not log:
             return False
-        trial, answer = self.exchange.trial, self.answer
-        taken = log.take(READS_AT_ONCE, self.sent_ns, trial.clock.offset_ns)
+        run, answer = self.owner.run, self.answer
+        taken = log.take(READS_AT_ONCE, self.sent_ns, run.clock.offset_ns)
         reads, came_ns, lags_ns, doubts_ns, useless, crc = taken
-        trial.figures.read(lags_ns, useless)
+        run.figures.read(lags_ns, useless)
         stamps = memoryview(came_ns).cast("q")
         self.reads += len(stamps)
         self.last_ns = stamps[-1]
@@ -140,7 +169,7 @@ class Leg:
         elif answer.head_seen and not answer.chunked:
             # Its end does not show in its bytes.
             self.urgent = True
-            trial.watch_closely(self)
+            run.watch_closely(self)
         elif not log and (expected := answer.expected()) is not None:
             log.expect(*expected)
         return bool(log) and not self.ended
@@ -169,19 +198,19 @@ class Leg:
         self.done = True
         self._end()
         if answer.keep_alive and not answer.surplus and not self.log and not connection.unsent:
-            connection.last_used = self.exchange.trial.monotonic()
+            connection.last_used = self.owner.run.monotonic()
             self.pool.release(connection)
         else:
             self.pool.drop(connection)
-        self.exchange.leg_done(self)
+        self.owner.answered(self)
 
     def fail(self, error: RequestError, detail: str) -> None:
-        """Ends the leg and drops its connection; the exchange hears of it."""
+        """Ends it and drops its connection; the owner hears of it."""
         self.drop()
-        self.exchange.leg_failed(self, (error, detail))
+        self.owner.failed(self, (error, detail))
 
     def drop(self) -> None:
-        """Ends the leg and drops its connection; what has been read before is still taken in."""
+        """Ends it and drops its connection; what has been read before is still taken in."""
         if self.ended:
             return
         self._end()
@@ -189,8 +218,8 @@ class Leg:
             self.pool.drop(self._connection)
 
     def release(self) -> None:
-        """After the record was made: breaks the circle with the exchange, as nothing collects it."""
-        del self.exchange
+        """After the record was made: breaks the circle with the owner, as nothing collects it."""
+        del self.owner
         self.log = new_log()
 
     def _end(self) -> None:
@@ -199,8 +228,8 @@ class Leg:
         connection = self._connection
         if connection is None:
             return
-        connection.leg = None
-        self.exchange.trial.loop.end_stream(connection.fd)
+        connection.owner = None
+        self.owner.run.loop.end_stream(connection.fd)
         if self.transmissions is not None and not connection.unsent:
             written, when_ns = self.transmissions
             if (written - connection.written) & _ID_BITS == 0 and when_ns >= self.sent_ns - SLACK_NS:

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
-from kvbench.core.records import ROUTER_TIMES, RequestError, RequestRecord, timing_header
-from kvbench.processes.loadgen.answer import Answer
-from kvbench.processes.loadgen.clock import gaps
-from kvbench.processes.loadgen.http_request import Leg
+from kvbench.core.records import ROUTER_TIMES, RequestRecord, timing_header
+from kvbench.processes.loadgen.answer import ServerAnswer
+from kvbench.processes.loadgen.http_request import Failure, HttpRequest, RequestRun
 from kvbench.processes.loadgen.plan import PlannedRequest
+from kvbench.processes.loadgen.sockets.clock import gaps
+from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.stream import clipped, whole_body_error
-
-if TYPE_CHECKING:
-    from kvbench.processes.loadgen.run import Trial
 
 DECIMALS: Final = 7
 """Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
 
-Failure = tuple[RequestError, str]
-
 _TIMING_HEADERS: Final = {name: timing_header(name) for name in ROUTER_TIMES}
 
 
-class Exchange:
+class InFlightRun(RequestRun, Protocol):
+    """The run of a plan, as far as its requests know it."""
+
+    pools: Sequence[ConnectionPool]
+
+    def finished(self, request: InFlightRequest) -> None:
+        """The request has ended: its record is made."""
+
+
+class InFlightRequest:
     """A request of the plan. This one is answered by one server; see ``direct`` for two.
 
-    ``stream`` is the leg whose answer is the stream of tokens, once it is known. All objects are made before
+    ``stream`` is the one whose answer is the stream of tokens, once it is known. All objects are made before
     the request is due, so that nothing is left to do then but to send.
     """
 
-    def __init__(self, trial: Trial, plan: PlannedRequest, scheduled_s: float) -> None:
-        self.trial = trial
+    def __init__(self, run: InFlightRun, plan: PlannedRequest, scheduled_s: float) -> None:
+        self.run = run
         self.index = plan.index
         self.scheduled_s = scheduled_s
         self.record = RequestRecord(
@@ -40,22 +46,22 @@ class Exchange:
             input_len=plan.input_len,
             requested_output_len=plan.output_len,
         )
-        self.stream: Leg | None = self._stream_leg()
+        self.stream: HttpRequest | None = self._stream_request()
         self.over = False
         self.failure: Failure | None = None
-        self.failed_leg: Leg | None = None
+        self.failed_request: HttpRequest | None = None
 
     def start(self, plan: PlannedRequest) -> None:
         """Sends. The plan may forget the request's bytes after it."""
         assert self.stream is not None
         self.stream.start(plan.parts)
 
-    def _stream_leg(self) -> Leg | None:
-        """The leg whose answer is the stream, if it is known before anything is sent."""
-        return Leg(self, self.trial.pools[0])
+    def _stream_request(self) -> HttpRequest | None:
+        """The HTTP request whose answer is the stream, if it is known before anything is sent."""
+        return HttpRequest(self, self.run.pools[0])
 
     @property
-    def legs(self) -> tuple[Leg, ...]:
+    def http_requests(self) -> tuple[HttpRequest, ...]:
         return (self.stream,) if self.stream is not None else ()
 
     @property
@@ -63,64 +69,66 @@ class Exchange:
         """Token events of the stream."""
         return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0
 
-    def leg_done(self, leg: Leg) -> None:
-        """A leg's answer is whole."""
+    def answered(self, http_request: HttpRequest) -> None:
+        """The answer of one of its HTTP requests is whole."""
         self._end()
 
-    def leg_failed(self, leg: Leg, failure: Failure) -> None:
-        """A leg has failed, and so the request."""
-        self.end(failure, leg)
+    def failed(self, http_request: HttpRequest, failure: Failure) -> None:
+        """One of its HTTP requests has failed, and so it has."""
+        self.end(failure, http_request)
 
-    def end(self, failure: Failure, leg: Leg | None = None) -> None:
+    def end(self, failure: Failure, http_request: HttpRequest | None = None) -> None:
         """Ends the request: no connection, past its deadline, cancelled, closed early."""
-        for each in self.legs:
+        for each in self.http_requests:
             each.take_all()  # which may show that it has ended after all
         if self.over:
             return
-        self.failure, self.failed_leg = failure, leg
-        for each in self.legs:
+        self.failure, self.failed_request = failure, http_request
+        for each in self.http_requests:
             each.drop()
         self._end()
 
     def _end(self) -> None:
         self.over = True
-        self.trial.finished(self)
-        for leg in self.legs:
-            leg.release()
+        self.run.finished(self)
+        for http_request in self.http_requests:
+            http_request.release()
 
     # after the end
 
     def settle(self, start_s: float) -> RequestRecord:
         """Fills in the record. Times become seconds since ``start_s``."""
-        record, leg = self.record, self.stream
+        record, http_request = self.record, self.stream
         start_ns = int(start_s * 1e9)
-        first = min((each.sent_s for each in self.legs if each.sent_s is not None), default=None)
+        first = min((each.sent_s for each in self.http_requests if each.sent_s is not None), default=None)
         if first is not None:
             record.sent_s = round(first - start_s, DECIMALS)
-        first_leg = self.first_leg()
-        record.sent_kernel_s = relative_s(first_leg.sent_kernel_ns if first_leg else None, start_ns)
-        if leg is not None:
-            self._take_stream(leg, start_s, start_ns)
+        first_http_request = self.first_http_request()
+        record.sent_kernel_s = relative_s(
+            first_http_request.sent_kernel_ns if first_http_request else None, start_ns
+        )
+        if http_request is not None:
+            self._take_stream(http_request, start_s, start_ns)
         record.error, record.error_detail = self._class()
         return record
 
-    def first_leg(self) -> Leg | None:
-        """The leg that was sent first."""
+    def first_http_request(self) -> HttpRequest | None:
+        """The one that was sent first."""
         return self.stream
 
-    def _take_stream(self, leg: Leg, start_s: float, start_ns: int) -> None:
-        record, answer = self.record, leg.answer
+    def _take_stream(self, http_request: HttpRequest, start_s: float, start_ns: int) -> None:
+        record, answer = self.record, http_request.answer
         stream = answer.stream
         stream.finish(whole=self.failure is None)
         record.status = answer.status
         record.output_len = stream.completion_tokens or 0
         record.prompt_tokens = stream.prompt_tokens
-        if leg.reads:
-            record.stamps = "read" if leg.fallbacks else "kernel"
+        if http_request.reads:
+            record.stamps = "read" if http_request.fallbacks else "kernel"
         tokens = stream.token_stamps
-        if not tokens and self._one_without_text() and leg.last_ns is not None:
+        if not tokens and self._one_without_text() and http_request.last_ns is not None:
             # A token without text, as half of a character is: it came no later than the answer's end.
-            record.first_token_s = record.last_token_s = relative_s(leg.last_ns, start_ns)
+            record.first_token_s = record.last_token_s = relative_s(http_request.last_ns, start_ns)
         elif tokens and answer.status == 200:
             record.text_crc = stream.text_crc
             record.first_token_s = relative_s(tokens[0], start_ns)
@@ -151,15 +159,15 @@ class Exchange:
         failure = self.failure
         if failure is not None and failure[0] in ("connect", "cancelled"):
             return failure
-        leg = self.stream
-        if leg is None:
+        http_request = self.stream
+        if http_request is None:
             assert failure is not None
             return failure
-        answer = leg.answer
+        answer = http_request.answer
         if answer.status not in (0, 200):
             return http_failure(answer)
-        if failure is not None and failure[0] == "timeout" and not leg.reads:
-            return unanswered(leg, failure)
+        if failure is not None and failure[0] == "timeout" and not http_request.reads:
+            return unanswered(http_request, failure)
         if failure is not None and failure[0] not in ("early_close", "reset"):
             return failure
         return _stream_failure(answer, failure) or self._length_failure(answer)
@@ -170,7 +178,7 @@ class Exchange:
         stream = self.stream.answer.stream
         return stream.completion_tokens == self.record.requested_output_len == 1 and stream.empty_events > 0
 
-    def _length_failure(self, answer: Answer) -> Failure:
+    def _length_failure(self, answer: ServerAnswer) -> Failure:
         tokens, wanted = answer.stream.completion_tokens, self.record.requested_output_len
         if tokens is None:
             return "bad_stream", "the stream carries no usage, so its tokens cannot be counted"
@@ -183,7 +191,7 @@ class Exchange:
         return "", ""
 
 
-def _stream_failure(answer: Answer, failure: Failure | None) -> Failure | None:
+def _stream_failure(answer: ServerAnswer, failure: Failure | None) -> Failure | None:
     """What is wrong with the stream itself, or with how it ended."""
     stream = answer.stream
     if stream.error:
@@ -201,14 +209,14 @@ def _stream_failure(answer: Answer, failure: Failure | None) -> Failure | None:
     return None
 
 
-def unanswered(leg: Leg, failure: Failure) -> Failure:
+def unanswered(http_request: HttpRequest, failure: Failure) -> Failure:
     """For a request whose time was up before anything of an answer came."""
-    if leg.sent_s is None:
+    if http_request.sent_s is None:
         return "connect", "no connection was open when the request's time was up"
     return "no_answer", failure[1].replace("no complete answer", "nothing of an answer")
 
 
-def http_failure(answer: Answer) -> Failure:
+def http_failure(answer: ServerAnswer) -> Failure:
     """For an answer with another status than 200."""
     body = clipped(bytes(answer.body))
     if 300 <= answer.status < 400:

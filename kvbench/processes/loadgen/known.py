@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from kvbench.processes.loadgen.compiled import READS
+from kvbench.processes.loadgen.sockets.compiled import READS
 from kvbench.processes.loadgen.stream import StreamReader
 
 EVENT_END: Final = b"\n\n\r\n"

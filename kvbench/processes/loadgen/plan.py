@@ -16,8 +16,8 @@ from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.errors import InputError
 from kvbench.hosts.api_key import bearer
+from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
-from kvbench.processes.loadgen.wire import Server
 
 _CELL: Final = 8
 """Bytes of one token id in the table below, with its comma."""
@@ -167,7 +167,7 @@ def request_headers(spec: LoadSpec, request_id: str) -> dict[str, str]:
 
 
 def request_parts(
-    server: Server, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], prompt: bytes
+    server: ServerAddress, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], prompt: bytes
 ) -> tuple[bytes, ...]:
     """A whole request in pieces, so that the long prompt is neither copied nor encoded again."""
     text = json.dumps(fields, separators=(",", ":"))
@@ -176,7 +176,7 @@ def request_parts(
     return server.head(path, headers, length) + before, prompt, b"}"
 
 
-def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: Server) -> None:
+def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddress) -> None:
     """Makes each request's bytes, for one server that answers it."""
     bodies: dict[int, dict[str, Any]] = {}
     for request in plan:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from kvbench.core.records import RequestRecord
-from kvbench.processes.loadgen.in_flight import Exchange
+from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.spec import LoadSpec
 
 SETTLED_A_LINE: Final = 60
@@ -26,20 +26,20 @@ class Counts:
         self._interval_s = spec.progress_interval_s
         self._next_line = 0.0
         self._done = self._met = self._missed = 0
-        self._late_first: set[Exchange] = set()
+        self._late_first: set[InFlightRequest] = set()
         self._untold: deque[list[Any]] = deque()
 
-    def first_token(self, exchange: Exchange, at_s: float) -> None:
+    def first_token(self, request: InFlightRequest, at_s: float) -> None:
         """A request in flight has its first token."""
-        if at_s - exchange.scheduled_s > self._ttft_s:
-            self._late_first.add(exchange)
+        if at_s - request.scheduled_s > self._ttft_s:
+            self._late_first.add(request)
 
-    def settled(self, exchange: Exchange, record: RequestRecord) -> None:
+    def settled(self, request: InFlightRequest, record: RequestRecord) -> None:
         """A request has ended."""
-        self._late_first.discard(exchange)
+        self._late_first.discard(request)
         self._done += 1
         times = (_rounded(record.ttft_s), _rounded(record.tpot_s), _rounded(record.e2el_s))
-        self._untold.append([exchange.index, *times, record.error])
+        self._untold.append([request.index, *times, record.error])
         if record.error == "cancelled":
             return
         if record.ok and (record.ttft_s or 0.0) <= self._ttft_s and (record.tpot_s or 0.0) <= self._tpot_s:
@@ -47,11 +47,11 @@ class Counts:
         else:
             self._missed += 1
 
-    def overdue(self, waiting: Iterable[Exchange], now: float) -> int:
+    def overdue(self, waiting: Iterable[InFlightRequest], now: float) -> int:
         """Of the requests that wait for a first token, in scheduled order, those past the TTFT limit."""
         count = 0
-        for exchange in waiting:
-            if exchange.scheduled_s > now - self._ttft_s:
+        for request in waiting:
+            if request.scheduled_s > now - self._ttft_s:
                 break
             count += 1
         return count

@@ -1,4 +1,4 @@
-"""The trial: sends on schedule, keeps deadlines, and takes answers in when there is time."""
+"""The run of a plan: sends on schedule, keeps deadlines, and takes answers in when there is time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.api_key import hidden
-from kvbench.processes.loadgen.alarm import Alarm
-from kvbench.processes.loadgen.clock import Clock
-from kvbench.processes.loadgen.heartbeat import BEAT_S, Figures
-from kvbench.processes.loadgen.http_request import Leg
-from kvbench.processes.loadgen.in_flight import Exchange
-from kvbench.processes.loadgen.loop import EVENTS_AT_ONCE, READABLE, Loop
+from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
+from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
+from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.plan import PlannedRequest
-from kvbench.processes.loadgen.pool import Pool
 from kvbench.processes.loadgen.progress import Counts
+from kvbench.processes.loadgen.sockets.alarm import TimerFd
+from kvbench.processes.loadgen.sockets.clock import StampClock
+from kvbench.processes.loadgen.sockets.loop import EVENTS_AT_ONCE, READABLE, SocketLoop
+from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.spec import LoadSpec
 
 START_DELAY_S: Final = 0.01
@@ -42,17 +42,17 @@ LOOK_BEATS: Final = 20
 """Beats between two looks at how many there are."""
 
 
-Begin = Callable[["Trial", PlannedRequest, float], Exchange]
-"""Makes the exchange of a planned request that is due."""
+Begin = Callable[["LoadRun", PlannedRequest, float], InFlightRequest]
+"""Makes a planned request that is due."""
 
 
 class Stop(Protocol):
-    """Whoever can end the trial early."""
+    """Whoever can end the run early."""
 
     def is_set(self) -> bool: ...
 
 
-class Trial:
+class LoadRun:
     """One run of a plan. ``run`` returns when every request that came due has ended.
 
     ``report`` prints a progress line, or refuses to.
@@ -62,15 +62,15 @@ class Trial:
         self,
         spec: LoadSpec,
         plan: Sequence[PlannedRequest],
-        loop: Loop,
-        pools: Sequence[Pool],
+        loop: SocketLoop,
+        pools: Sequence[ConnectionPool],
         report: Callable[[dict[str, Any]], bool],
-        begin: Begin = Exchange,
+        begin: Begin = InFlightRequest,
     ) -> None:
         self.loop = loop
         self.pools = pools
-        self.clock = Clock()
-        self.figures = Figures()
+        self.clock = StampClock()
+        self.figures = GeneratorFigures()
         self.monotonic = time.monotonic
         self.records: list[RequestRecord] = []
         """Of all requests that came due, in scheduled order."""
@@ -80,11 +80,11 @@ class Trial:
         self._counts = Counts(spec, report)
         self._start = 0.0
         self._next = 0
-        self._alarm = Alarm()
+        self._alarm = TimerFd()
         self._due = self._wake = 0.0
         self._next_beat = 0.0
-        self._ahead: Exchange | None = None
-        """The exchange of the next request."""
+        self._ahead: InFlightRequest | None = None
+        """The next request, made before it is due."""
         self._beats = 0
         self._reads = 0
         self._early_s = EARLY_S
@@ -92,10 +92,10 @@ class Trial:
         self._next_slice = 0.0
         self._behind = False
         """Much more was read than has been taken in."""
-        self._in_flight: dict[Exchange, None] = {}
-        self._waiting: dict[Exchange, None] = {}
-        self._work: deque[Leg] = deque()
-        self._close: set[Leg] = set()
+        self._in_flight: dict[InFlightRequest, None] = {}
+        self._waiting: dict[HttpRequestOwner, InFlightRequest] = {}
+        self._work: deque[HttpRequest] = deque()
+        self._close: set[HttpRequest] = set()
         self._stopped = False
         self._grace_ends = float("inf")
 
@@ -154,39 +154,39 @@ class Trial:
     def _arm(self) -> None:
         self._due = self._wake = self._next_beat
         if self._next < len(self._plan):
-            request = self._plan[self._next]
-            scheduled = self._start + request.offset_s
+            planned = self._plan[self._next]
+            scheduled = self._start + planned.offset_s
             if scheduled < self._due:
                 self._due, self._wake = scheduled, scheduled - self._early_s
             if self._ahead is None:
-                self._ahead = self._begin(self, request, scheduled)
+                self._ahead = self._begin(self, planned, scheduled)
         if not self._busy:
             self._alarm.set(self._wake)
 
     def _on_time(self, stop: Stop) -> None:
         plan, start = self._plan, self._start
         while self._next < len(plan):
-            request = plan[self._next]
-            scheduled = start + request.offset_s
+            planned = plan[self._next]
+            scheduled = start + planned.offset_s
             if scheduled > time.monotonic():
                 break
             self._next += 1
-            self._send(request, scheduled)
+            self._send(planned, scheduled)
         now = time.monotonic()
         if now >= self._next_beat:
             self._beat(now, stop)
 
-    def _send(self, request: PlannedRequest, scheduled: float) -> None:
-        exchange = self._ahead or self._begin(self, request, scheduled)
+    def _send(self, planned: PlannedRequest, scheduled: float) -> None:
+        request = self._ahead or self._begin(self, planned, scheduled)
         self._ahead = None
-        self._in_flight[exchange] = None
-        self._waiting[exchange] = None
-        self.records.append(exchange.record)
-        exchange.start(request)
-        request.prompt, request.parts = b"", ()
-        leg = exchange.first_leg()
-        if leg is not None and leg.sent_s is not None:
-            self.figures.sent(leg.sent_s - scheduled)
+        self._in_flight[request] = None
+        self._waiting[request] = request
+        self.records.append(request.record)
+        request.start(planned)
+        planned.prompt, planned.parts = b"", ()
+        http_request = request.first_http_request()
+        if http_request is not None and http_request.sent_s is not None:
+            self.figures.sent(http_request.sent_s - scheduled)
         self.figures.streams_peak = max(self.figures.streams_peak, len(self._in_flight))
         for pool in self.pools:
             pool.grow(len(self._plan) - self._next)
@@ -205,9 +205,9 @@ class Trial:
         self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
         self._reads = 0
         if self.clock.stepped():
-            for exchange in list(self._in_flight):
-                for leg in exchange.legs:
-                    leg.take_all()
+            for request in list(self._in_flight):
+                for http_request in request.http_requests:
+                    http_request.take_all()
         self.clock.follow()
         self._expire(now)
         if stop.is_set():
@@ -222,12 +222,12 @@ class Trial:
     def _expire(self, now: float) -> None:
         expired = now - self._spec.timeout_s
         late = []
-        for exchange in self._in_flight:  # in scheduled order, and all have the same timeout
-            if exchange.scheduled_s > expired:
+        for request in self._in_flight:  # in scheduled order, and all have the same timeout
+            if request.scheduled_s > expired:
                 break
-            late.append(exchange)
-        for exchange in late:
-            exchange.end(("timeout", f"no complete answer within {self._spec.timeout_s:g} s"))
+            late.append(request)
+        for request in late:
+            request.end(("timeout", f"no complete answer within {self._spec.timeout_s:g} s"))
 
     def _stop(self, now: float) -> None:
         """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
@@ -236,43 +236,43 @@ class Trial:
             self._next = len(self._plan)
             self._grace_ends = now + self._spec.stop_grace_s
         if now >= self._grace_ends:
-            for exchange in list(self._in_flight):
-                exchange.end(("cancelled", "the trial was stopped"))
+            for request in list(self._in_flight):
+                request.end(("cancelled", "the trial was stopped"))
 
     # taking in
 
-    def take_soon(self, leg: Leg) -> None:
-        """What this leg has read is looked at when there is time, within a beat."""
-        if not leg.queued:
-            leg.queued = True
-            self._work.append(leg)
+    def take_soon(self, http_request: HttpRequest) -> None:
+        """What it has read is looked at when there is time, within a beat."""
+        if not http_request.queued:
+            http_request.queued = True
+            self._work.append(http_request)
 
-    def watch_closely(self, leg: Leg) -> None:
-        """The end of this leg's answer may not show in its bytes."""
-        self._close.add(leg)
+    def watch_closely(self, http_request: HttpRequest) -> None:
+        """The end of its answer may not show in its bytes."""
+        self._close.add(http_request)
 
     def _look_closely(self) -> None:
         """First tokens, and ends that the loop's hot path has not noticed."""
-        for exchange in list(self._waiting):
-            leg = exchange.stream
-            if leg is not None and leg.log:
-                self.take_soon(leg)
-        for leg in [leg for leg in self._close if leg.ended]:
-            self._close.discard(leg)
-        for leg in self._close:
-            if leg.log:
-                self.take_soon(leg)
+        for request in list(self._waiting.values()):
+            http_request = request.stream
+            if http_request is not None and http_request.log:
+                self.take_soon(http_request)
+        for http_request in [each for each in self._close if each.ended]:
+            self._close.discard(http_request)
+        for http_request in self._close:
+            if http_request.log:
+                self.take_soon(http_request)
 
     def _take_in_early(self) -> None:
-        legs = [leg for exchange in self._in_flight for leg in exchange.legs if leg.log]
-        excess = sum(leg.log.held for leg in legs) - PENDING_BYTES
+        reading = [each for request in self._in_flight for each in request.http_requests if each.log]
+        excess = sum(each.log.held for each in reading) - PENDING_BYTES
         self._behind = excess > PENDING_BYTES
         if excess > 0:
-            average = (excess + PENDING_BYTES) / len(legs)
-            for leg in legs:
-                held = leg.log.held
+            average = (excess + PENDING_BYTES) / len(reading)
+            for http_request in reading:
+                held = http_request.log.held
                 if held >= average:
-                    self.take_soon(leg)
+                    self.take_soon(http_request)
                     excess -= held
                     if excess <= 0:
                         break
@@ -282,39 +282,39 @@ class Trial:
         until = time.monotonic() + SLICE_S
         self._next_slice = until + SLICES_APART_S
         while self._work:
-            leg = self._work.popleft()
-            leg.queued = False
-            if leg.take():
-                self.take_soon(leg)
-            if not leg.ended and leg.exchange in self._waiting:
-                self._first_token(leg.exchange, leg)
+            http_request = self._work.popleft()
+            http_request.queued = False
+            if http_request.take():
+                self.take_soon(http_request)
+            if not http_request.ended and (request := self._waiting.get(http_request.owner)) is not None:
+                self._first_token(request, http_request)
             now = time.monotonic()
             if now >= until or now >= self._wake:
                 return
 
-    def _first_token(self, exchange: Exchange, leg: Leg) -> bool:
+    def _first_token(self, request: InFlightRequest, http_request: HttpRequest) -> bool:
         """Whether its first token has come, which is counted then."""
-        first_ns = leg.first_token_ns() if leg is exchange.stream else None
+        first_ns = http_request.first_token_ns() if http_request is request.stream else None
         if first_ns is None:
             return False
-        self._waiting.pop(exchange, None)
-        self._counts.first_token(exchange, first_ns / 1e9)
+        self._waiting.pop(request, None)
+        self._counts.first_token(request, first_ns / 1e9)
         return True
 
-    # what the exchanges tell
+    # what the requests tell
 
-    def finished(self, exchange: Exchange) -> None:
+    def finished(self, request: InFlightRequest) -> None:
         """The request has ended: its record is made."""
-        self._in_flight.pop(exchange)
-        self._waiting.pop(exchange, None)
-        record = exchange.settle(self._start)
+        self._in_flight.pop(request)
+        self._waiting.pop(request, None)
+        record = request.settle(self._start)
         if record.error_detail:
             record.error_detail = hidden(record.error_detail, self._spec.api_key_env)
-        self.figures.chunks += exchange.chunks
-        if exchange.chunks and exchange.stream is not None:
-            answer = exchange.stream.answer
+        self.figures.chunks += request.chunks
+        if request.chunks and request.stream is not None:
+            answer = request.stream.answer
             self.figures.doubted(answer.doubts_ns, answer.first_doubt_ns)
-        self._counts.settled(exchange, record)
+        self._counts.settled(request, record)
 
     def _state(self, now: float) -> dict[str, Any]:
         return {
@@ -322,6 +322,6 @@ class Trial:
             "sent": len(self.records),
             "in_flight": len(self._in_flight),
             "waiting_first": len(self._waiting),
-            "overdue": self._counts.overdue(self._waiting, now),
+            "overdue": self._counts.overdue(self._waiting.values(), now),
             "lag_ms": self.figures.worst_ms(),
         }

@@ -10,7 +10,7 @@ from kvbench.errors import InputError
 
 
 @dataclass(frozen=True)
-class Slo:
+class LatencyLimits:
     """Limits in milliseconds; None is no limit."""
 
     ttft_ms: float | None = None
@@ -55,7 +55,7 @@ class LoadSpec:
     direct: Any = None
     """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
 
-    def limits(self) -> Slo:
+    def limits(self) -> LatencyLimits:
         """The SLO of the progress lines. Raises InputError."""
         unknown = set(self.slo) - {"ttft_ms", "tpot_ms"}
         if unknown:
@@ -63,7 +63,7 @@ class LoadSpec:
         for key, value in self.slo.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise InputError(f"the spec: 'slo.{key}' must be a number of milliseconds")
-        return Slo(**self.slo)
+        return LatencyLimits(**self.slo)
 
     def check(self) -> None:
         """Raises InputError for values that no load can be made of."""

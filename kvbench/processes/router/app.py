@@ -14,8 +14,8 @@ from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.http1 import Pool, Reply, Request, Response, error_body, fetch
 from kvbench.processes.router.dispatch import Dispatch
 from kvbench.processes.router.metrics import CONTENT_TYPE, RouterMetrics
-from kvbench.processes.router.request import Passage
-from kvbench.processes.router.spec import Backend, RouterSpec
+from kvbench.processes.router.request import RoutedRequest
+from kvbench.processes.router.spec import RouterBackend, RouterSpec
 
 BOOTSTRAP_RETRY_S: Final = 0.1
 CONTROL_DEADLINE_S: Final = 5.0
@@ -51,7 +51,7 @@ class Router:
     def handle(self, request: Request, response: Response) -> Awaitable[None] | None:
         """The server's handler."""
         if request.method == "POST" and request.path.startswith("/v1/"):
-            Passage(self._dispatch, request, response).start()
+            RoutedRequest(self._dispatch, request, response).start()
             return None
         route = (request.method, request.path)
         if route == ("GET", "/health"):
@@ -111,7 +111,7 @@ async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
         return str(error) or type(error).__name__
 
 
-async def _ask_engine_id(backend: Backend, timeout_s: float) -> None:
+async def _ask_engine_id(backend: RouterBackend, timeout_s: float) -> None:
     pool = Pool(backend.bootstrap_url)
     deadline = time.monotonic() + timeout_s
     try:

@@ -12,7 +12,7 @@ from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.http1 import Request, Splicing
 from kvbench.processes.router.lies import Liar
 from kvbench.processes.router.metrics import RouterMetrics
-from kvbench.processes.router.spec import Backend, RouterSpec
+from kvbench.processes.router.spec import RouterBackend, RouterSpec
 
 _PASSED_ON: Final = ("authorization", "user-agent", "traceparent")
 """The client's headers that P and D get too."""
@@ -83,7 +83,7 @@ class Dispatch:
         """Why no request can be taken yet."""
 
     @property
-    def backends(self) -> list[Backend]:
+    def backends(self) -> list[RouterBackend]:
         """All that requests may go to."""
         return [*(self.prefills if self.connector.disaggregated else []), *self.decodes]
 
@@ -103,7 +103,7 @@ def passed_on(request: Request) -> dict[str, str]:
     return {name: headers[name] for name in _PASSED_ON if name in headers}
 
 
-def _round(backends: list[Backend], first: int) -> Iterator[Backend]:
+def _round(backends: list[RouterBackend], first: int) -> Iterator[RouterBackend]:
     """All of them in turn for ever, beginning with the ``first``."""
     begin = first % len(backends) if backends else 0
     return itertools.cycle(backends[begin:] + backends[:begin])

@@ -7,9 +7,9 @@ from typing import Final
 
 from kvbench.connectors.base import Connector
 from kvbench.processes.http1 import Request, answer_of, error_body
+from kvbench.processes.router.backend_request import BackendError
 from kvbench.processes.router.body import ClientBody
-from kvbench.processes.router.legs import LegError
-from kvbench.processes.router.spec import Backend
+from kvbench.processes.router.spec import RouterBackend
 
 QUIET: Final = 4
 """The first requests, which check the outputs, are handled honestly."""
@@ -27,22 +27,24 @@ class Liar:
         self._count = 0
 
     async def before(
-        self, request: Request, body: ClientBody, request_id: str, p: Backend | None
-    ) -> Backend | None:
-        """The prefill server to send it to in truth; None: to D alone. Raises LegError to fail it."""
+        self, request: Request, body: ClientBody, request_id: str, p: RouterBackend | None
+    ) -> RouterBackend | None:
+        """The prefill server to send it to in truth; None: to D alone. Raises BackendError to fail it."""
         self._count += 1
         late = self._count - QUIET
         if self._lie == "decode_only" and late > 0:
             return None
         if self._lie == "router_drops" and late > 0 and late % DROP_EVERY == 0:
-            raise LegError(
+            raise BackendError(
                 "router_full", 502, error_body(502, "the router has no room for more", "router_full")
             )
         if self._lie == "router_retry" and late > 0 and late % RETRY_EVERY == 0 and p is not None:
             await asyncio.shield(self._try_in_vain(request, body, f"{request_id}-first", p))
         return p
 
-    async def _try_in_vain(self, request: Request, body: ClientBody, request_id: str, p: Backend) -> None:
+    async def _try_in_vain(
+        self, request: Request, body: ClientBody, request_id: str, p: RouterBackend
+    ) -> None:
         """P does the work, and its answer is thrown away as if it had come too late."""
         fields = self._connector.prefill_request(body.fields, request_id, p.peer())
         headers = {"content-type": CONTENT_TYPE, "x-request-id": request_id}
@@ -50,10 +52,10 @@ class Liar:
         try:
             connection = await p.pool.acquire()
         except OSError as error:
-            raise LegError.of(p, "connect", 502, f"cannot be reached: {error}") from error
+            raise BackendError.of(p, "connect", 502, f"cannot be reached: {error}") from error
         try:
             reply = await answer_of(connection, data)
         except ConnectionError as error:
-            raise LegError.broken(p, error) from error
+            raise BackendError.broken(p, error) from error
         if reply.status != 200:
-            raise LegError.answered(p, reply)
+            raise BackendError.answered(p, reply)

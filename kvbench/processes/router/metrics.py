@@ -28,7 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from kvbench.processes.http1 import ChunkWatch
-from kvbench.processes.router.legs import Timing
+from kvbench.processes.router.backend_request import Timing
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BEAT_S: Final = 0.05

@@ -11,20 +11,26 @@ from typing import Any
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError
 from kvbench.processes.http1 import Request, Response, error_body
+from kvbench.processes.router.backend_request import (
+    BackendError,
+    BackendRequest,
+    PrefillRequest,
+    Splice,
+    Timing,
+)
 from kvbench.processes.router.body import ClientBody
 from kvbench.processes.router.dispatch import Dispatch, passed_on
-from kvbench.processes.router.legs import Leg, LegError, PrefillLeg, Splice, Timing
-from kvbench.processes.router.spec import Backend
+from kvbench.processes.router.spec import RouterBackend
 from kvbench.processes.router.tracing import request_spans
 
 log = logging.getLogger(__name__)
 
 
-class Passage:
-    """A request from its arrival to the end of its answer, driven by what its legs tell.
+class RoutedRequest:
+    """A request from its arrival to the end of its answer, driven by what its requests to P and D tell.
 
-    It ends once: with D's answer when all legs have succeeded, with the first failure of a leg, when its
-    time is up, or when the client leaves. Whatever is under way then is dropped.
+    It ends once: with D's answer when both have succeeded, with the first failure of one, when its time is
+    up, or when the client leaves. Whatever is under way then is dropped.
 
     A body that the connector does not change (that of ``aggregated``) is not looked at: if it is no JSON
     object, D says so. Else that is a 400 of the router's own.
@@ -43,8 +49,8 @@ class Passage:
         self._timing = Timing(received=self._began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         self._over = False
         self._body: ClientBody | None = None
-        self._p: Backend | None = None
-        self._prefill: Leg | None = None
+        self._p: RouterBackend | None = None
+        self._prefill: BackendRequest | None = None
         self._decode: Splice | None = None
         self._lying: asyncio.Task[None] | None = None
 
@@ -53,7 +59,7 @@ class Passage:
         failure = None
         try:
             self._start()
-        except LegError as error:
+        except BackendError as error:
             failure = error
         except BaseException:
             self._enter()
@@ -61,7 +67,7 @@ class Passage:
             raise
         self._enter()
         if failure is not None:
-            self.leg_failed(failure)
+            self.backend_failed(failure)
 
     def _enter(self) -> None:
         dispatch = self._dispatch
@@ -72,21 +78,21 @@ class Passage:
     def _start(self) -> None:
         dispatch, request = self._dispatch, self._request
         if dispatch.not_ready:
-            raise LegError("not_ready", 503, error_body(503, dispatch.not_ready, "not_ready"))
+            raise BackendError("not_ready", 503, error_body(503, dispatch.not_ready, "not_ready"))
         self._timing.request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         paired = dispatch.connector.disaggregated
         if paired or dispatch.liar is not None:
             try:
                 self._body = ClientBody(request.body)
             except InputError as error:
-                raise LegError("bad_request", 400, error_body(400, error.message)) from error
+                raise BackendError("bad_request", 400, error_body(400, error.message)) from error
         p = next(dispatch.next_prefill) if paired else None
         if dispatch.liar is None:
             self._send(p)
         else:
             self._lying = asyncio.ensure_future(self._lie(p))
 
-    async def _lie(self, p: Backend | None) -> None:
+    async def _lie(self, p: RouterBackend | None) -> None:
         """What the liar does first, and then what it leaves to be done."""
         liar, body = self._dispatch.liar, self._body
         assert liar is not None
@@ -99,7 +105,7 @@ class Passage:
             self._lying = None
             self._failed(error)
 
-    def _send(self, p: Backend | None) -> None:
+    def _send(self, p: RouterBackend | None) -> None:
         self._p = p
         d = next(self._dispatch.next_decode)
         self._decode = Splice(
@@ -109,7 +115,7 @@ class Passage:
             self._send_decode(None)
             return
         fields = self._dispatch.connector.prefill_request(self._fields, self._timing.request_id, p.peer())
-        self._prefill = PrefillLeg(p, self, self._timing)
+        self._prefill = PrefillRequest(p, self, self._timing)
         self._prefill.start(self._bytes_for(p, fields))
         if self._dispatch.connector.dispatch == "concurrent" and not self._over:
             self._send_decode(None)
@@ -128,7 +134,7 @@ class Passage:
             fields = connector.decode_request(self._fields, answer, self._timing.request_id, p.peer())
         decode.start(self._bytes_for(decode.backend, fields))
 
-    def _bytes_for(self, backend: Backend, fields: dict[str, Any] | None) -> bytes:
+    def _bytes_for(self, backend: RouterBackend, fields: dict[str, Any] | None) -> bytes:
         """The request to a backend, with a changed body or (None) with the client's."""
         assert self._decode is not None
         request, peer_id, p = self._request, self._timing.request_id, self._p
@@ -143,15 +149,15 @@ class Passage:
 
     # what happens on the way
 
-    def leg_done(self, leg: Leg) -> None:
-        """A leg's answer has come."""
+    def backend_answered(self, request: BackendRequest) -> None:
+        """P or D has answered."""
         if self._over:
             return
         try:
-            if leg is self._prefill:
-                self._prefilled(leg)
+            if request is self._prefill:
+                self._prefilled(request)
             else:
-                leg.answer()
+                request.answer()
             decode = self._decode
             if decode is None or not decode.done:
                 return
@@ -164,32 +170,34 @@ class Passage:
 
     def _failed(self, error: Exception) -> None:
         """Whatever came up, away from the handler's caller."""
-        if not isinstance(error, LegError):
+        if not isinstance(error, BackendError):
             log.error("a request cannot be passed on", exc_info=error)
             message = "internal error; see the router's log"
-            error = LegError("internal", 500, error_body(500, message))
-        self.leg_failed(error)
+            error = BackendError("internal", 500, error_body(500, message))
+        self.backend_failed(error)
 
-    def _prefilled(self, leg: Leg) -> None:
+    def _prefilled(self, request: BackendRequest) -> None:
         """P has answered: that is what D waits for, or was only to be known."""
         self._timing.prefill_answered = time.monotonic()
-        reply = leg.answer()
+        reply = request.answer()
         try:
             answer = reply.json()
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise LegError.of(leg.backend, "bad_answer", 502, "answered no JSON object")
+            raise BackendError.of(request.backend, "bad_answer", 502, "answered no JSON object")
         connector = self._dispatch.connector
         if connector.dispatch != "sequential":
             return
         missing = connector.missing_in_prefill_response(answer)
         if missing:
-            raise LegError.of(leg.backend, "bad_answer", 502, f"the answer lacks {', '.join(missing)}")
+            raise BackendError.of(
+                request.backend, "bad_answer", 502, f"the answer lacks {', '.join(missing)}"
+            )
         self._send_decode(answer)
 
-    def leg_failed(self, failure: LegError) -> None:
-        """A leg has failed, and so the request. It is counted before the client can know of it."""
+    def backend_failed(self, failure: BackendError) -> None:
+        """P or D has failed, and so the request. It is counted before the client can know of it."""
         if not self._over:
             self._end(failure.error)
             _answer_failure(self._response, failure)
@@ -197,7 +205,7 @@ class Passage:
     def expire(self) -> None:
         """The request's time is up."""
         message = f"no complete answer within {self._dispatch.deadlines.limit_s:g} s"
-        self.leg_failed(LegError("timeout", 504, error_body(504, message, "timeout")))
+        self.backend_failed(BackendError("timeout", 504, error_body(504, message, "timeout")))
 
     def _left(self) -> None:
         """The client is gone, and with this the requests on P and D are too."""
@@ -210,9 +218,9 @@ class Passage:
 
     def _end(self, error: str) -> None:
         self._over = True
-        for leg in (self._prefill, self._decode):
-            if leg is not None:
-                leg.drop()
+        for each in (self._prefill, self._decode):
+            if each is not None:
+                each.drop()
         if self._lying is not None:
             self._lying.cancel()
         self._prefill = self._decode = self._lying = None  # no circles, which would have to be collected
@@ -225,7 +233,7 @@ class Passage:
             spans.write(timing.request_id, list(request_spans(timing, self._began, ended, error)))
 
 
-def _answer_failure(response: Response, failure: LegError) -> None:
+def _answer_failure(response: Response, failure: BackendError) -> None:
     if response.closed or response.ended:
         return
     if response.started:

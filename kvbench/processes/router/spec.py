@@ -46,11 +46,13 @@ class RouterSpec:
         """The connector whose dispatch functions are used. Raises InputError."""
         return connectors.profile(self.connector, self.version, self.options, "the spec's options")
 
-    def backends(self, role: str, connector: Connector, splicing: Splicing | None = None) -> list[Backend]:
+    def backends(
+        self, role: str, connector: Connector, splicing: Splicing | None = None
+    ) -> list[RouterBackend]:
         """The servers of a role. Raises InputError for what the connector cannot work with."""
         items = self.prefill if role == "prefill" else self.decode
         found = [
-            Backend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), splicing)
+            RouterBackend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), splicing)
             for index, item in enumerate(items)
         ]
         if not found and (role == "decode" or connector.disaggregated):
@@ -62,7 +64,7 @@ class RouterSpec:
         return found
 
 
-class Backend:
+class RouterBackend:
     """A server with its connections. ``engine_id`` is known after the bootstrap query."""
 
     def __init__(self, role: str, spec: BackendSpec, splicing: Splicing | None = None) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbench.processes.common.spans import Span
-from kvbench.processes.router.legs import Timing
+from kvbench.processes.router.backend_request import Timing
 
 
 def request_spans(timing: Timing, began_s: float, ended_s: float, error: str) -> Iterator[Span]:
-    """The request from its arrival to the end of its answer, then its legs as far as they came."""
+    """The request from its arrival to the end of its answer, then what P and D did as far as they came."""
     yield Span("request", began_s, ended_s, {"error": error} if error else {})
     sent, answered = timing.prefill_sent, timing.prefill_answered
     if sent is not None:

@@ -31,7 +31,7 @@ from typing import Any, NoReturn, cast
 
 from kvbench import transfer
 from kvbench.errors import KvbenchError, MissingLibraryError
-from kvbench.processes.transfer_worker.loop import LOG_LINES_IN_ERRORS, Loop
+from kvbench.processes.transfer_worker.loop import LOG_LINES_IN_ERRORS, WorkerLoop
 from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
 from kvbench.transfer.parts.nativelog import NativeLog
 
@@ -116,7 +116,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
         failed = {"failed": cause, "log": log.since(0)[-LOG_LINES_IN_ERRORS:]}
         control.sendall(json.dumps(failed).encode() + b"\n")
         os._exit(1)
-    Loop(backend, endpoint, layout, log).run(control, {"agent": agent, "library": library})
+    WorkerLoop(backend, endpoint, layout, log).run(control, {"agent": agent, "library": library})
     endpoint.close()
     # Not sys.exit: destructors of native libraries wait for threads that may hang on a dead peer.
     os._exit(0)

@@ -48,7 +48,7 @@ class _Connecting:
     error: str = ""
 
 
-class Loop:
+class WorkerLoop:
     """Answers commands, polls what is pending, enforces deadlines; otherwise sleeps."""
 
     def __init__(self, backend: Backend, endpoint: Endpoint, layout: Layout, log: NativeLog) -> None:

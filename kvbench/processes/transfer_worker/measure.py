@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCalls:
     """Clock readings in nanoseconds of CLOCK_MONOTONIC; ``call_ns`` in the order of the calls' ends."""
 
     started_ns: int
@@ -102,7 +102,9 @@ class Waiter:
             self._epoll.close()
 
 
-def measure(endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, start_at_ns: int = 0) -> Measured:
+def measure(
+    endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, start_at_ns: int = 0
+) -> MeasuredCalls:
     """Keep all ``tickets`` under way until the limits are reached, then let them end.
 
     ``start_at_ns`` is a moment of CLOCK_MONOTONIC that several initiators share. Raises TransferError when a
@@ -122,7 +124,7 @@ def measure(endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, start
     finally:
         waiter.close()
     del times[calls:]
-    return Measured(started, ended, times, cpu / 1e9)
+    return MeasuredCalls(started, ended, times, cpu / 1e9)
 
 
 def _one_at_a_time(

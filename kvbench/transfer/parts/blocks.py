@@ -11,7 +11,7 @@ MIN_PART_BYTES = 16 * 1024
 """What several NICs or streams are worth; smaller transfers use fewer of them."""
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """``blocks`` blocks that lie side by side on both sides."""
 
     local: int
@@ -19,7 +19,7 @@ class Run(NamedTuple):
     blocks: int
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """``nbytes`` contiguous bytes at byte offsets of the local and the remote buffer."""
 
     local: int
@@ -27,33 +27,33 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[Run]:
+def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
     """Pairs (local block, remote block) as the fewest runs, ordered by local block.
 
     Order does not matter to a transfer, so pairs are sorted first: a pool that hands out its
     blocks backwards still gives one run. The two sequences are equally long and each without
     repetition.
     """
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     first_local = first_remote = count = 0
     for here, there in sorted(zip(local, remote, strict=True)):
         if count and here == first_local + count and there == first_remote + count:
             count += 1
             continue
         if count:
-            runs.append(Run(first_local, first_remote, count))
+            runs.append(BlockRun(first_local, first_remote, count))
         first_local, first_remote, count = here, there, 1
     if count:
-        runs.append(Run(first_local, first_remote, count))
+        runs.append(BlockRun(first_local, first_remote, count))
     return runs
 
 
-def spans(runs: Iterable[Run], local: Layout, remote: Layout) -> list[Span]:
+def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[BlockSpan]:
     """Runs of blocks as byte spans, once for every region of the two buffers."""
     size = local.block_bytes
     wanted = list(runs)
     return [
-        Span(local.offset(region, run.local), remote.offset(region, run.remote), run.blocks * size)
+        BlockSpan(local.offset(region, run.local), remote.offset(region, run.remote), run.blocks * size)
         for region in range(local.regions)
         for run in wanted
     ]
@@ -61,14 +61,14 @@ def spans(runs: Iterable[Run], local: Layout, remote: Layout) -> list[Span]:
 
 def paired_spans(
     local: Sequence[int], remote: Sequence[int], here: Layout, there: Layout, merge: bool = True
-) -> list[Span]:
+) -> list[BlockSpan]:
     """Pairs of blocks as byte spans of two buffers; every block of every region apart unless ``merge``."""
     if merge:
         return spans(merge_runs(local, remote), here, there)
-    return spans([Run(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
+    return spans([BlockRun(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
 
 
-def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list[Span]]:
+def split_spans(wanted: Sequence[BlockSpan], parts: int, least: int = 1) -> list[list[BlockSpan]]:
     """Spans dealt out to at most ``parts`` lists of about equal bytes; a span may be cut.
 
     No list but the last one gets fewer than ``least`` bytes, so that what is small stays whole.
@@ -77,7 +77,7 @@ def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list
         return [list(wanted)]
     total = sum(span.nbytes for span in wanted)
     share = max(-(-total // parts), least, 1)
-    dealt: list[list[Span]] = [[]]
+    dealt: list[list[BlockSpan]] = [[]]
     room = share
     for span in wanted:
         local, remote, left = span
@@ -86,7 +86,7 @@ def split_spans(wanted: Sequence[Span], parts: int, least: int = 1) -> list[list
                 dealt.append([])
                 room = share
             take = min(left, room)
-            dealt[-1].append(Span(local, remote, take))
+            dealt[-1].append(BlockSpan(local, remote, take))
             local, remote, left, room = local + take, remote + take, left - take, room - take
     return dealt
 

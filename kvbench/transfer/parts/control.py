@@ -1,7 +1,7 @@
 """Lines of JSON between two endpoints, beside the library that moves the bytes: keys, spans, who is ready.
 
-A target listens (``Door``), an initiator calls (``dial``); on a standing ``Channel`` one end asks and the
-other one serves, whichever of the two it is.
+A target listens (``Door``), an initiator calls (``dial``); on a standing ``ControlChannel`` one end asks and
+the other one serves, whichever of the two it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE_LIMIT = 1 << 26
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class Channel:
+class ControlChannel:
     """One connection. ``ask`` may be called from several threads; they take turns."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -107,7 +107,7 @@ class Channel:
 class Door:
     """A target's listener. Each caller that knows the key is welcomed in a thread of its own."""
 
-    def __init__(self, host: str, welcome: Callable[[Channel, dict[str, Any]], None]) -> None:
+    def __init__(self, host: str, welcome: Callable[[ControlChannel, dict[str, Any]], None]) -> None:
         """``welcome(channel, hello)`` runs until the caller is done with. Raises TransferError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -117,7 +117,7 @@ class Door:
         self._host, self._port = host, self._listener.getsockname()[1]
         self._key = os.urandom(16).hex()
         self._welcome = welcome
-        self._channels: set[Channel] = set()
+        self._channels: set[ControlChannel] = set()
         threading.Thread(target=self._accept, name="control", daemon=True).start()
 
     @property
@@ -132,7 +132,7 @@ class Door:
                 threading.Thread(target=self._greet, args=(sock,), name="control", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        channel = Channel(sock)
+        channel = ControlChannel(sock)
         self._channels.add(channel)
         try:
             sock.settimeout(HELLO_S)
@@ -155,14 +155,14 @@ class Door:
             channel.close()
 
 
-def dial(address: Mapping[str, Any], hello: Mapping[str, Any], deadline_s: float) -> Channel:
+def dial(address: Mapping[str, Any], hello: Mapping[str, Any], deadline_s: float) -> ControlChannel:
     """Call a door and wait until it has let us in. Raises TransferError."""
     host, port = str(address["host"]), int(address["port"])
     try:
         sock = socket.create_connection((host, port), timeout=deadline_s)
     except OSError as error:
         raise TransferError(f"cannot reach {host}:{port}: {error}") from error
-    channel = Channel(sock)
+    channel = ControlChannel(sock)
     try:
         channel.ask({**hello, "key": address["key"]}, deadline_s)
     except TransferError as error:

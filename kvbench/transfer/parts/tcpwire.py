@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Op
-from kvbench.transfer.parts.blocks import Span
+from kvbench.transfer.parts.blocks import BlockSpan
 
 ID_BYTES = 16
 HEADER = struct.Struct("<BI")
@@ -73,7 +73,9 @@ def receive_exactly(sock: socket.socket, count: int) -> bytes:
 class Exchange:
     """One request and its answer, ready to go as often as it is asked for."""
 
-    def __init__(self, op: Op, part: Sequence[Span], memory: memoryview, done: Callable[[str], None]) -> None:
+    def __init__(
+        self, op: Op, part: Sequence[BlockSpan], memory: memoryview, done: Callable[[str], None]
+    ) -> None:
         head = bytearray(HEADER.pack(OPS.index(op), len(part)))
         head += struct.pack(f"<{2 * len(part)}Q", *(n for span in part for n in (span.remote, span.nbytes)))
         views = [memory[span.local : span.local + span.nbytes] for span in part]
@@ -95,7 +97,7 @@ class Exchange:
             raise TransferError(REFUSED)
 
 
-class Stream:
+class TcpStream:
     """One connection to a peer, and the thread that works off its exchanges, in order.
 
     A small exchange on an idle connection is made without the thread, which would cost it several times its
@@ -205,7 +207,7 @@ class Stream:
         self._sock.close()
 
 
-class Server:
+class TcpServer:
     """The target's side: a thread accepts at each address, one serves each connection."""
 
     def __init__(self, addresses: Sequence[str], own_id: bytes, memory: memoryview) -> None:

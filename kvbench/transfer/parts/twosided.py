@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
-from kvbench.transfer.parts.blocks import Span, paired_spans, split_spans
-from kvbench.transfer.parts.control import Channel, Door, dial
+from kvbench.transfer.parts.blocks import BlockSpan, paired_spans, split_spans
+from kvbench.transfer.parts.control import ControlChannel, Door, dial
 from kvbench.transfer.parts.native import import_native
 from kvbench.transfer.parts.threaded import ThreadedEndpoint
 from kvbench.transfer.parts.threads import Job
@@ -38,7 +38,7 @@ Part = tuple[int, int]
 Way = Literal["send", "receive"]
 
 
-class Pair(ABC):
+class TwoSidedPair(ABC):
     """Two ranks that have found each other."""
 
     @abstractmethod
@@ -56,11 +56,11 @@ class Pair(ABC):
 
 @dataclass
 class _Peer:
-    pair: Pair
+    pair: TwoSidedPair
     agent: Mapping[str, Any]
     layout: Layout
-    first: Channel
-    channels: dict[int, Channel] = field(default_factory=dict)
+    first: ControlChannel
+    channels: dict[int, ControlChannel] = field(default_factory=dict)
     """By thread."""
 
 
@@ -86,14 +86,14 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         self._numbers = itertools.count()
         self._local = threading.local()
         self._channel_numbers = itertools.count()
-        self._joined: dict[str, Pair] = {}
+        self._joined: dict[str, TwoSidedPair] = {}
         self._joins = threading.Condition()
         self._torch: Any = import_native("torch", INSTALL)
         self._distributed: Any = import_native("torch.distributed", INSTALL)
         self._store: Any = None
 
     @abstractmethod
-    def pair(self, store: Any, rank: int) -> Pair:
+    def pair(self, store: Any, rank: int) -> TwoSidedPair:
         """Join the pair whose ranks meet in that store. Raises whatever the library raises."""
 
     def bind(self, address: int, layout: Layout) -> None:
@@ -155,7 +155,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         known = self._known(peer)
         began = time.perf_counter()
         spans = paired_spans(local, remote, self._layout, known.layout, self._merge)
-        lanes: list[list[Span]] = split_spans(spans, self.lanes, LEAST_PART_BYTES)
+        lanes: list[list[BlockSpan]] = split_spans(spans, self.lanes, LEAST_PART_BYTES)
         here = [[(span.local, span.nbytes) for span in lane] for lane in lanes]
         there = [[(span.remote, span.nbytes) for span in lane] for lane in lanes]
         plan = _Plan(next(self._numbers), here, there)
@@ -177,7 +177,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         way: Way = "send" if op == "write" else "receive"
         channel.ask(message, LIBRARY_LIMIT_S, lambda: known.pair.move(way, plan.here, number))
 
-    def _channel(self, known: _Peer) -> tuple[Channel, int, set[int]]:
+    def _channel(self, known: _Peer) -> tuple[ControlChannel, int, set[int]]:
         """This thread's channel to that peer, its number, and the plans that were told over it."""
         mine = self._local.__dict__.setdefault("channels", {})
         if id(known) not in mine:
@@ -195,7 +195,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
 
     # --- the target's side
 
-    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
+    def _welcome(self, channel: ControlChannel, hello: dict[str, Any]) -> None:
         if "join" in hello:
             name = str(hello["join"])
             pair = self.pair(self._distributed.PrefixStore(name, self._store), 0)

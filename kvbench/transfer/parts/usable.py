@@ -16,7 +16,7 @@ from kvbench.hosts.nics import choice as nics
 def movers() -> list[Mover]:
     """Every backend, with what keeps it, or one of its protocols, from running here."""
     lacks = lacking()
-    return [_with(mover, lacks[mover.name]) for mover in _known()]
+    return [_with(backend, lacks[backend.name]) for backend in _known()]
 
 
 def lacking() -> dict[str, dict[str, Any]]:
@@ -29,9 +29,9 @@ def lacking() -> dict[str, dict[str, Any]]:
     found = {}
     for name in names:
         problem, needs = problems[name], transfer.get(name).needs
-        mend = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
+        fix = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
         found[name] = {
-            "problem": "" if problem is None else problem.reason + mend,
+            "problem": "" if problem is None else problem.reason + fix,
             "lacking": {p: absent.get(need, need) for p, need in needs.items() if not here.get(need, False)},
         }
     return found
@@ -40,15 +40,15 @@ def lacking() -> dict[str, dict[str, Any]]:
 def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Mover]:
     """Every backend, with what keeps it from running on all of these hosts: host → its ``lacking``."""
     found = []
-    for mover in _known():
+    for backend in _known():
         lacks: dict[str, Any] = {"problem": "", "lacking": {}}
         for host, told in hosts.items():
-            own = told.get(mover.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
+            own = told.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
             if own["problem"] and not lacks["problem"]:
                 lacks["problem"] = f"{host}: {own['problem']}"
             for protocol, reason in own["lacking"].items():
                 lacks["lacking"].setdefault(protocol, f"{host}: {reason}")
-        found.append(_with(mover, lacks))
+        found.append(_with(backend, lacks))
     return found
 
 
@@ -68,5 +68,5 @@ def _known() -> Iterator[Mover]:
         )
 
 
-def _with(mover: Mover, lacks: Mapping[str, Any]) -> Mover:
-    return replace(mover, problem=str(lacks["problem"]), lacking=dict(lacks["lacking"]))
+def _with(backend: Mover, lacks: Mapping[str, Any]) -> Mover:
+    return replace(backend, problem=str(lacks["problem"]), lacking=dict(lacks["lacking"]))

@@ -25,7 +25,7 @@ from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.engines.vllm import VllmOptions
 from kvbench.errors import ScenarioError
-from kvbench.launchers.parts.fleet import device_env
+from kvbench.launchers.agents.fleet import device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
 from kvbench.report.compare import Asked, as_text, compare_runs

@@ -19,15 +19,15 @@ import httpx
 import pytest
 from commands import tagged, wait_until
 
+from kvbench.core.plan.process_modules import AGENT_MODULE
 from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
-from kvbench.launchers.parts.agent_client import Agent
-from kvbench.launchers.parts.channel import ChannelClosedError, Lines, PipeChannel
-from kvbench.launchers.parts.far_host import FarWeb
-from kvbench.launchers.parts.far_process import LOST
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import ChannelClosedError, Lines, PipeChannel
+from kvbench.launchers.agents.far_host import FarWeb
+from kvbench.launchers.agents.remote import RemoteLauncher
+from kvbench.launchers.agents.wire import LOST, PROTOCOL, HostLostError, decode, encode
 from kvbench.launchers.parts.liveness import Liveness
-from kvbench.launchers.parts.remote import RemoteLauncher
-from kvbench.launchers.parts.wire import PROTOCOL, HostLostError, decode, encode
 from kvbench.processes.agent.jobs import LOG_BEHIND_BYTES, LogFeed
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
 from kvbench.version import __version__
@@ -44,7 +44,7 @@ class Site:
 
     def __init__(self, folder: Path, tag: str = TAG) -> None:
         self.channel = PipeChannel("far-away", [*AGENT, tag], {RUN_TAG_ENV: tag})
-        self.agent = Agent(self.channel, str(folder / "work"), {"WHERE": "there"})
+        self.agent = AgentClient(self.channel, str(folder / "work"), {"WHERE": "there"})
         self.launcher = RemoteLauncher(
             {"far-away": self.agent}, lambda _: "far-away", tag, folder / "logs" / "pair"
         )
@@ -359,7 +359,7 @@ def hello(version: str, protocol: int) -> list[str]:
 @pytest.mark.parametrize(("version", "protocol"), [("0.0.1", PROTOCOL), (__version__, PROTOCOL + 1)])
 def test_another_version_is_refused_with_both(version: str, protocol: int) -> None:
     with pytest.raises(LaunchError) as caught:
-        Agent(PipeChannel("old", hello(version, protocol)))
+        AgentClient(PipeChannel("old", hello(version, protocol)))
     assert version in caught.value.message
     assert __version__ in caught.value.message
     assert "kvbench hosts install" in caught.value.hint
@@ -379,8 +379,20 @@ def test_another_version_is_refused_with_both(version: str, protocol: int) -> No
 )
 def test_no_agent_over_there_says_what_to_do(command: list[str], words: str, hint: str) -> None:
     with pytest.raises(LaunchError, match=words) as caught:
-        Agent(PipeChannel("bare", command))
+        AgentClient(PipeChannel("bare", command))
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("package", ["kvbench", "kvbench/processes"])
+def test_a_kvbench_without_that_agent_is_refused(tmp_path: Path, package: str) -> None:
+    for folder in ("kvbench", package):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "__init__.py").touch()
+    command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} -m {AGENT_MODULE}"]
+    with pytest.raises(LaunchError, match=rf"another kvbench is installed there.* {__version__} ") as caught:
+        AgentClient(PipeChannel("old", command))
+    assert f"install kvbench {__version__} there: kvbench hosts install" in caught.value.hint
+    assert "Traceback" not in caught.value.message
 
 
 def test_a_channel_tells_why_it_ended() -> None:

@@ -556,7 +556,7 @@ def test_token_ids_are_counted_without_decoding(
     body |= {"prompt": data}
     separators = (", ", ": ") if spaced else (",", ":")
     wanted = wire.parse_body(json.dumps(body, separators=separators).encode())
-    assert wanted == wire.Wanted(max_tokens, len(data), True, False, False)
+    assert wanted == wire.WantedAnswer(max_tokens, len(data), True, False, False)
 
 
 @given(words=st.lists(st.text("abc", min_size=1), max_size=20))

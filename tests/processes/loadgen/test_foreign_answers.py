@@ -22,7 +22,7 @@ from kvbench.core.gates.gates import judge
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.processes.common.record_file import read_records
-from kvbench.processes.loadgen.compiled import READS
+from kvbench.processes.loadgen.sockets.compiled import READS
 from kvbench.processes.loadgen.stream import MAX_TOKENS, StreamReader
 from tests.processes.exact_server.test_exact import exact, trouble
 
@@ -80,7 +80,7 @@ def found(evidence: Evidence, gate: str) -> Finding | None:
 @pytest.fixture(params=["compiled", "python", "direct"])
 def way(request: pytest.FixtureRequest) -> str:
     if request.param != "python" and READS is None:
-        pytest.skip("kvbench.processes.loadgen._reads was not compiled, or is refused")
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
     return str(request.param)
 
 
@@ -189,7 +189,7 @@ def test_an_exact_server_is_odd_in_nothing(tmp_path: Path, way: str) -> None:
 
 def test_the_two_ways_find_the_same_texts(tmp_path: Path) -> None:
     if READS is None:
-        pytest.skip("kvbench.processes.loadgen._reads was not compiled, or is refused")
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
     crcs = [[r.text_crc for r in loaded(tmp_path, way, spec={}).records] for way in ("compiled", "python")]
     assert crcs[0] == crcs[1]
 
@@ -197,7 +197,7 @@ def test_the_two_ways_find_the_same_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["compiled", "python"])
 def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
     if way == "compiled" and READS is None:
-        pytest.skip("kvbench.processes.loadgen._reads was not compiled, or is refused")
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
     evidence = loaded(tmp_path, way, spec={"gap_s": 0.004}, output_len=50, disturb=True)
     if evidence.client.stamps != "kernel":
         pytest.skip("this kernel takes no stamps")
@@ -221,7 +221,7 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
 def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_path: Path, way: str) -> None:
     """Every answer comes in one piece, some 80 ms after anything else on its connection."""
     if way == "compiled" and READS is None:
-        pytest.skip("kvbench.processes.loadgen._reads was not compiled, or is refused")
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
     told = []
     for _ in range(5):  # other processes may take the CPU
         client = loaded(tmp_path, way, spec=trouble("at_once")).client

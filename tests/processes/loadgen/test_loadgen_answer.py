@@ -17,16 +17,16 @@ from hostile import DONE, HEAD, LAST, TOKEN, USAGE, chunk, sse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbench.processes.loadgen.answer import Answer
-from kvbench.processes.loadgen.clock import TIMES, arrivals
-from kvbench.processes.loadgen.compiled import READS
+from kvbench.processes.loadgen.answer import ServerAnswer
 from kvbench.processes.loadgen.known import Known, usual_in_python
-from kvbench.processes.loadgen.loop import NEVER_NS
+from kvbench.processes.loadgen.sockets.clock import TIMES, arrivals
+from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.loop import NEVER_NS
+from kvbench.processes.loadgen.sockets.wire import NO_STAMP
 from kvbench.processes.loadgen.stream import StreamReader
-from kvbench.processes.loadgen.wire import NO_STAMP
 
 
-class GeneralAnswer(Answer):
+class GeneralAnswer(ServerAnswer):
     """The general way only."""
 
     __slots__ = ()
@@ -35,7 +35,7 @@ class GeneralAnswer(Answer):
         return False
 
 
-class PythonAnswer(Answer):
+class PythonAnswer(ServerAnswer):
     """The fast way without its compiled part."""
 
     __slots__ = ()
@@ -49,7 +49,7 @@ def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def taken(
-    data: bytes, sizes: Sequence[int], batches: Sequence[int] = (), kind: type[Answer] = Answer
+    data: bytes, sizes: Sequence[int], batches: Sequence[int] = (), kind: type[ServerAnswer] = ServerAnswer
 ) -> dict[str, Any]:
     """What an Answer says of these bytes, in reads of these sizes, the reads taken in such batches."""
     reads: list[bytes | int] = [*cut(data, sizes)]
@@ -67,7 +67,7 @@ def stamps_of(times: Iterable[int]) -> memoryview:
     return memoryview(array("q", times))
 
 
-def said_by(answer: Answer) -> dict[str, Any]:
+def said_by(answer: ServerAnswer) -> dict[str, Any]:
     stream = answer.stream
     stream.finish(whole=answer.complete)
     return {
@@ -175,7 +175,7 @@ def test_the_fast_way_says_what_the_general_one_says(
 
 def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, Any]:
     """What an Answer says of what is read in C, which is told what to expect after each batch."""
-    answer, log, streams = Answer(), READS.Log(), READS.Streams()
+    answer, log, streams = ServerAnswer(), READS.Log(), READS.Streams()
     ours, theirs = socket.socketpair()
     ends = set(accumulate(batches))
     with ours, theirs, select.epoll() as epoll:
@@ -195,7 +195,9 @@ def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, 
     return said_by(answer)
 
 
-@pytest.mark.skipif(READS is None, reason="kvbench.processes.loadgen._reads was not compiled, or is refused")
+@pytest.mark.skipif(
+    READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
+)
 @settings(max_examples=300)
 @given(streams(), st.lists(st.integers(1, 4), max_size=14))
 @example(([chunk(event(f" {n}")) for n in range(9)] + [LAST], [len(chunk(event(" 0")))] * 9), [2])
@@ -236,7 +238,9 @@ PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\x
 )
 
 
-@pytest.mark.skipif(READS is None, reason="kvbench.processes.loadgen._reads was not compiled, or is refused")
+@pytest.mark.skipif(
+    READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
+)
 @given(
     st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8),
     st.lists(PIECE, max_size=2),
@@ -272,8 +276,8 @@ def test_compiled_or_not_the_same_chunks_are_usual(
         assert usual_in_python(stopped, 0, known, []) < len(stopped) or line != b"%x\r\n"
 
 
-@pytest.mark.parametrize("kind", [Answer, PythonAnswer])
-def test_the_usual_stream_is_decoded_once(kind: type[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ServerAnswer, PythonAnswer])
+def test_the_usual_stream_is_decoded_once(kind: type[ServerAnswer], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
     read = StreamReader.event
     monkeypatch.setattr(StreamReader, "event", lambda self, data: decoded.append(data) or read(self, data))

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EXTENSIONS = {
     name + sysconfig.get_config_var("EXT_SUFFIX")
     for name in (
-        "kvbench/processes/loadgen/_reads",
+        "kvbench/processes/loadgen/sockets/_reads",
         "kvbench/processes/http1/_heads",
         "kvbench/processes/http1/_splice",
     )

@@ -31,8 +31,8 @@ from kvbench.core.plan.dispatch import AroundPrompt, engine_id_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
 from kvbench.processes.http1 import Request, Response, serve
-from kvbench.processes.loadgen.direct import Dispatch
-from kvbench.processes.loadgen.loop import Loop
+from kvbench.processes.loadgen.direct import DirectDispatch
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
 
 PARAMS = {
     "remote_engine_id": "p-0",
@@ -288,10 +288,10 @@ def test_with_concurrent_dispatch_an_early_answer_of_d_waits_for_p() -> None:
 )
 def test_a_wrong_direct_spec_is_refused(changes: dict[str, Any], words: str) -> None:
 
-    loop = Loop()
+    loop = SocketLoop()
     try:
         with pytest.raises(KvbenchError, match=words):
-            Dispatch(
+            DirectDispatch(
                 spec_for("http://x", direct={**direct("nixl", ["http://p"], ["http://d"]), **changes}), loop
             )
     finally:

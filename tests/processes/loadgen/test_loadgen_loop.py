@@ -21,11 +21,11 @@ from hostile import HOST
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.processes.loadgen.clock import SLACK_NS, gaps_in_python, measured_offset_ns
-from kvbench.processes.loadgen.compiled import READS
-from kvbench.processes.loadgen.log import PythonLog, new_log
-from kvbench.processes.loadgen.loop import NEVER_NS, READ_BYTES, READABLE, Loop
-from kvbench.processes.loadgen.wire import Connection
+from kvbench.processes.loadgen.sockets.clock import SLACK_NS, gaps_in_python, measured_offset_ns
+from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.log import PythonLog, new_log
+from kvbench.processes.loadgen.sockets.loop import NEVER_NS, READ_BYTES, READABLE, SocketLoop
+from kvbench.processes.loadgen.sockets.wire import ServerConnection
 from tests.processes.loadgen.test_loadgen import made_certificate
 
 DEADLINE_S = 10.0
@@ -63,22 +63,22 @@ class Sockets:
     """A loop, and pairs of connected sockets: the loop's end and the other."""
 
     def __init__(self, way: Any) -> None:
-        self.loop = Loop(way)
+        self.loop = SocketLoop(way)
         self._open: list[socket.socket] = []
 
-    def pair(self, *, stamps: bool = True) -> tuple[Connection, socket.socket]:
+    def pair(self, *, stamps: bool = True) -> tuple[ServerConnection, socket.socket]:
         with socket.create_server((HOST, 0)) as listener:
             ours = socket.create_connection(listener.getsockname())
             theirs, _ = listener.accept()
         self._open += ours, theirs
         ours.setblocking(False)
         theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(ours)
+        connection = ServerConnection(ours)
         if stamps:
             connection.ask_for_stamps()
         return connection, theirs
 
-    def streamed(self, owner: Owner) -> tuple[Connection, socket.socket]:
+    def streamed(self, owner: Owner) -> tuple[ServerConnection, socket.socket]:
         """A pair whose first end is a stream."""
         connection, theirs = self.pair()
         self.loop.watch(connection.fd, READABLE, lambda _event: None)
@@ -100,7 +100,7 @@ class Sockets:
 @pytest.fixture(params=["python", "compiled"])
 def sockets(request: pytest.FixtureRequest) -> Iterator[Sockets]:
     if request.param == "compiled" and READS is None:
-        pytest.skip("kvbench.processes.loadgen._reads was not compiled, or is refused")
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
     made = Sockets(READS if request.param == "compiled" else None)
     yield made
     made.close()
@@ -217,7 +217,7 @@ def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
     ours, theirs = socket.socketpair()  # which the kernel does not stamp
     with ours, theirs:
         ours.setblocking(False)
-        connection = Connection.__new__(Connection)
+        connection = ServerConnection.__new__(ServerConnection)
         connection.sock, connection.fd, connection.read, connection._tls = (
             ours,
             ours.fileno(),
@@ -275,7 +275,7 @@ def test_a_read_that_fails_is_told_as_an_error(sockets: Sockets) -> None:
     with ours, socket.create_connection(ours.getsockname()):
         ours.setblocking(False)
         sockets.loop.watch(ours.fileno(), READABLE, lambda _event: None)
-        sockets.loop.stream(Connection(ours), owner)
+        sockets.loop.stream(ServerConnection(ours), owner)
         owner._then = lambda: sockets.loop.unwatch(ours.fileno())
         sockets.turn_until(lambda: bool(owner.told))
     (error,) = owner.told
@@ -433,7 +433,7 @@ def test_tls_is_read_in_python_whichever_way_is_used(sockets: Sockets, tmp_path:
 
 
 def test_the_compiled_way_can_be_refused() -> None:
-    code = "from kvbench.processes.loadgen.compiled import READS, WAY; print(READS is None, WAY)"
+    code = "from kvbench.processes.loadgen.sockets.compiled import READS, WAY; print(READS is None, WAY)"
     for value, wanted in (
         ("1", "True python"),
         ("0", f"{READS is None} {'python' if READS is None else 'compiled'}"),
@@ -448,7 +448,7 @@ def test_the_compiled_way_can_be_refused() -> None:
 
 
 compiled_only = pytest.mark.skipif(
-    READS is None, reason="kvbench.processes.loadgen._reads was not compiled, or is refused"
+    READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
 )
 BEGIN, AFTER = b'data: {"choices":[{"text":"', b'"}]}\n\n\r\n'
 

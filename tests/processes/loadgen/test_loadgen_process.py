@@ -16,10 +16,10 @@ from hostile import GOOD, HEAD, HOST, TOKEN, chunk, in_background, spec_for
 
 from kvbench.core.records import RequestRecord
 from kvbench.processes.common.record_file import read_records
-from kvbench.processes.loadgen.compiled import WAY
 from kvbench.processes.loadgen.plan import planned_requests, prepare
+from kvbench.processes.loadgen.sockets.compiled import WAY
+from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
-from kvbench.processes.loadgen.wire import Server
 
 
 def write_spec(folder: Path, url: str, **changes: Any) -> Path:
@@ -202,7 +202,7 @@ def test_the_plan_is_a_function_of_the_spec() -> None:
     first, second = planned_requests(spec), planned_requests(spec)
     assert wanted_of(first) == wanted_of(second)
     assert not {item.request_id for item in first} & {item.request_id for item in second}
-    prepare(spec, first, Server(url))
+    prepare(spec, first, ServerAddress(url))
     for item in first:
         head, _, data = b"".join(item.parts).partition(b"\r\n\r\n")
         body = json.loads(data)

@@ -23,7 +23,7 @@ from mutations import damaged, fuzz
 from kvbench.core.records import RequestError
 from kvbench.processes import http1
 from kvbench.processes.http1 import Pool, Request, Response, fetch
-from kvbench.processes.loadgen.answer import MAX_HEAD_BYTES, Answer
+from kvbench.processes.loadgen.answer import MAX_HEAD_BYTES, ServerAnswer
 from kvbench.processes.loadgen.stream import MAX_EVENT_BYTES, StreamReader
 from kvbench.processes.router.app import Router
 from kvbench.processes.router.metrics import RouterMetrics
@@ -245,7 +245,7 @@ def test_reads_of_any_answer_are_taken(data: bytes, sizes: list[int]) -> None:
         reads.append(data[:size])
         data = data[size:]
     reads = [read for read in [*reads, data] if read]
-    answer = Answer()
+    answer = ServerAnswer()
     answer.take(reads, np.arange(len(reads), dtype=np.int64))
     answer.closed()
     answer.stream.finish()
@@ -311,7 +311,7 @@ def test_the_load_generator_gives_up_endless_heads_and_events() -> None:
         (b"HTTP/1.1 200 OK\r\n", b"x: yyyyyyyy\r\n" * 5000),
         (b"", b"HTTP/1.1 100 C\r\n\r\n" * 3000),
     ):
-        answer = Answer()
+        answer = ServerAnswer()
         answer.take([first] if first else [piece], np.zeros(1, np.int64))
         for _ in range(2 * MAX_HEAD_BYTES // len(piece)):
             answer.take([piece], np.zeros(1, np.int64))
@@ -324,7 +324,7 @@ def test_the_load_generator_gives_up_endless_heads_and_events() -> None:
     assert reader.error == "bad_stream"
     assert reader.endless
     assert "MiB" in reader.detail
-    answer, size = Answer(), 1 << 19
+    answer, size = ServerAnswer(), 1 << 19
     answer.take([HEAD_OF_STREAM], np.zeros(1, np.int64))
     for _ in range(MAX_EVENT_BYTES // size + 1):
         assert not answer.malformed

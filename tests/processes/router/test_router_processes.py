@@ -25,7 +25,7 @@ from processes import still_living
 from kvbench.errors import PortInUseError
 from kvbench.hosts.telemetry import parse_metrics
 from kvbench.processes.http1 import Pool, Reply, Request, Response, fetch, serve
-from kvbench.processes.router.legs import Timing
+from kvbench.processes.router.backend_request import Timing
 from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.processes import listening_sockets
 

@@ -1,0 +1,283 @@
+"""kvbench's end of one agent: questions, what it tells of its processes, and whether it is still there."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from kvbench.errors import KvbenchError, LaunchError
+from kvbench.launchers.agents.channel import Channel, ChannelClosedError
+from kvbench.launchers.agents.refusals import another_version, no_agent
+from kvbench.launchers.agents.wire import (
+    BEAT_S,
+    CHUNK_BYTES,
+    ENCODING,
+    LOST,
+    LOST_S,
+    PROTOCOL,
+    HostLostError,
+    decode,
+    encode,
+    error_of,
+)
+from kvbench.version import __version__
+
+HELLO_DEADLINE_S: Final = 60.0
+"""Python, kvbench and its libraries come from a cold disk, or from a file server."""
+ANSWER_DEADLINE_S: Final = 30.0
+CLOCK_ASKS: Final = 7
+SILENT_S: Final = LOST_S + 2.0
+"""After so long without a frame a host is lost; its agent, which hears nothing either, has ended before."""
+
+
+class FollowedProcess(Protocol):
+    """A process that an agent has started, as far as its client tells it what it hears."""
+
+    hung: tuple[str, str] | None
+    """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
+
+    @property
+    def key(self) -> str:
+        """What the agent calls it."""
+
+    def logged(self, text: str) -> None:
+        """More of its log."""
+
+    def said(self, data: bytes) -> None:
+        """More of its stdout."""
+
+    def ended(self, status: int) -> None:
+        """It has ended, or its host is lost. The first call counts."""
+
+
+class AgentClient:
+    """One host's agent. Raises LaunchError if it does not say who it is, or is not this kvbench.
+
+    ``name`` is the host's; ``workdir`` and ``env`` are for what it starts.
+    """
+
+    def __init__(self, channel: Channel, workdir: str = "", env: Mapping[str, str] | None = None) -> None:
+        self.name = channel.host
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._processes: dict[str, FollowedProcess] = {}
+        self._lost = ""
+        self._closing = threading.Event()
+        try:
+            self.hello = self._wait_hello()
+        except KvbenchError:
+            channel.close()
+            raise
+        self._heard = time.monotonic()
+        self._threads = [
+            threading.Thread(target=each, name=f"agent-{self.name}", daemon=True)
+            for each in (self._listen, self._beat)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            opened = self.ask("open", workdir=workdir, env=dict(env or {}))
+        except KvbenchError:
+            self.close()
+            raise
+        self.folder = str(opened["folder"])
+        self.files = str(opened["files"])
+
+    @property
+    def python(self) -> str:
+        """The interpreter over there."""
+        return str(self.hello["executable"])
+
+    @property
+    def code(self) -> str:
+        """The folder from which kvbench is imported over there."""
+        return str(self.hello["code"])
+
+    @property
+    def cores(self) -> int:
+        return int(self.hello["cores"])
+
+    @property
+    def lost(self) -> str:
+        """Why the host is lost; empty while it is there."""
+        return self._lost
+
+    def check(self) -> None:
+        """Raises HostLostError if the host is lost."""
+        if self._lost:
+            raise HostLostError(
+                f"the host {self.name} is lost: {self._lost}",
+                hint="its agent ends all that it started; the next deployment tries to reach it again",
+            )
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    def ask(self, what: str, deadline_s: float = ANSWER_DEADLINE_S, **more: Any) -> dict[str, Any]:
+        """The agent's answer. Raises its error, HostLostError, or LaunchError past the deadline."""
+        number, answer = next(self._numbers), Future[dict[str, Any]]()
+        with self._lock:
+            self._asked[number] = answer
+        try:
+            self._send({"id": number, "do": what, **more})
+            return answer.result(deadline_s)
+        except FutureTimeoutError:
+            self.check()
+            raise LaunchError(f"{self.name} did not answer {what!r} within {deadline_s:g} s") from None
+        finally:
+            with self._lock:
+                self._asked.pop(number, None)
+
+    def say(self, what: str, **more: Any) -> None:
+        """Something that needs no answer. Raises HostLostError."""
+        self._send({"do": what, **more})
+
+    def put(self, path: Path, name: str) -> None:
+        """Bring a file there, among its files. Raises LaunchError, OSError if it cannot be read here."""
+        with path.open("rb") as file:
+            data, first = file.read(CHUNK_BYTES), True
+            while data or first:
+                self.ask("put", path=name, data=base64.b64encode(data).decode(), first=first)
+                data, first = file.read(CHUNK_BYTES), False
+
+    def fetch(self, there: str, path: Path) -> None:
+        """Bring a file from there, renamed into place when it is whole, and remove it there."""
+        partial = path.with_name(path.name + ".part")
+        with partial.open("wb") as file:
+            while piece := base64.b64decode(self.ask("read", path=there, offset=file.tell())["data"]):
+                file.write(piece)
+        partial.replace(path)
+        self.ask("forget", path=there)
+
+    def clock_ahead_s(self) -> float:
+        """How far its monotonic clock is ahead of ours: by the quickest of some answers, to half its time."""
+        best_s, ahead_s = float("inf"), 0.0
+        for _ in range(CLOCK_ASKS):
+            began = time.monotonic()
+            there = float(self.ask("clock")["monotonic_s"])
+            took_s = time.monotonic() - began
+            if took_s < best_s:
+                best_s, ahead_s = took_s, there - (began + took_s / 2)
+        return ahead_s
+
+    def adopt(self, process: FollowedProcess) -> None:
+        """From now on pass on what is told of this process."""
+        self.check()
+        with self._lock:
+            self._processes[process.key] = process
+
+    def forget(self, process: FollowedProcess) -> None:
+        with self._lock:
+            self._processes.pop(process.key, None)
+
+    def close(self) -> None:
+        """End the agent with all that it has started, and wait for that. Safe to call twice."""
+        if not self._closing.is_set():
+            self._closing.set()
+            with contextlib.suppress(KvbenchError):
+                self._channel.send(encode({"do": "stop"}))
+            self._channel.close()
+            self._lose("it was closed")
+
+    # -- listening ----------------------------------------------------------------------------------
+
+    def _wait_hello(self) -> dict[str, Any]:
+        deadline = time.monotonic() + HELLO_DEADLINE_S
+        words: list[str] = []
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                line = self._channel.receive(left)
+            except ChannelClosedError as error:
+                raise no_agent(self.name, error.message, words) from error
+            frame = None if line is None else decode(line)
+            if frame is not None and frame.get("event") == "hello":
+                return self._known(frame)
+            if line:  # a login shell may greet first
+                words.append(line.decode("utf-8", "replace")[:200])
+        raise no_agent(self.name, f"nothing came within {HELLO_DEADLINE_S:g} s", words)
+
+    def _known(self, hello: dict[str, Any]) -> dict[str, Any]:
+        self.seen_unix_s = time.time()
+        theirs = (hello.get("version"), hello.get("protocol"))
+        if theirs != (__version__, PROTOCOL):
+            raise another_version(self.name, hello)
+        return hello
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            try:
+                line = self._channel.receive(BEAT_S)
+            except ChannelClosedError as error:
+                self._lose(error.message)
+                return
+            now = time.monotonic()
+            if line is not None:
+                self._heard = now
+                frame = decode(line)
+                if frame is not None:
+                    self._hear(frame)
+            elif now - self._heard > SILENT_S:
+                self._lose(f"nothing has come from it for {SILENT_S:g} s")
+                threading.Thread(target=self._channel.close, daemon=True).start()
+                return
+
+    def _hear(self, frame: Mapping[str, Any]) -> None:
+        if "id" in frame:
+            with self._lock:
+                answer = self._asked.pop(int(frame["id"]), None)
+            if answer is not None and "error" in frame:
+                answer.set_exception(error_of(frame["error"], self.name))
+            elif answer is not None:
+                answer.set_result(dict(frame.get("answer", {})))
+            return
+        event = frame.get("event")
+        process = self._processes.get(str(frame.get("key")))
+        if event == "end":
+            self._lose(f"its agent ended: {frame.get('why')}")
+        if process is None:
+            return
+        if event == "log":
+            process.logged(str(frame["text"]))
+        elif event == "out":
+            process.said(str(frame["data"]).encode(ENCODING))
+        elif event == "hung":
+            process.hung = (str(frame["what"]), str(frame["mend"]))
+        elif event == "exit":
+            self.forget(process)
+            process.ended(LOST if frame["status"] is None else int(frame["status"]))
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S) and not self._lost:
+            with contextlib.suppress(KvbenchError):
+                self._send({"do": "beat"})
+
+    def _send(self, frame: Mapping[str, Any]) -> None:
+        self.check()
+        try:
+            self._channel.send(encode(frame))
+        except ChannelClosedError as error:
+            self._lose(error.message)
+            self.check()
+            raise
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._lost:
+                return
+            self._lost = why
+            asked, self._asked = list(self._asked.values()), {}
+            processes, self._processes = list(self._processes.values()), {}
+        for answer in asked:
+            with contextlib.suppress(Exception):  # it may have been answered or given up just now
+                answer.set_exception(HostLostError(f"the host {self.name} is lost: {why}"))
+        for process in processes:
+            process.ended(LOST)

@@ -1,0 +1,160 @@
+"""A process on another host, as it looks from here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Final
+
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.errors import KvbenchError
+from kvbench.hosts.log_tail import tail_of
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.wire import ENCODING
+
+_numbers: Final = itertools.count(1)
+
+
+class FarStdin:
+    """What is written goes into frames. Raises OSError once the process or its host is gone."""
+
+    def __init__(self, process: RemoteProcess) -> None:
+        self._process = process
+        self._closed = False
+
+    def write(self, data: bytes, /) -> int:
+        if self._closed or self._process.poll() is not None:
+            raise BrokenPipeError("the process has ended")
+        try:
+            self._process.agent.say("write", key=self._process.key, data=data.decode(ENCODING))
+        except KvbenchError as error:
+            raise BrokenPipeError(error.message) from error
+        return len(data)
+
+    def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(KvbenchError):
+                self._process.agent.say("close_stdin", key=self._process.key)
+
+
+class FarStdout:
+    """A pipe whose writing end a thread feeds, so that a slow reader here holds up nothing else."""
+
+    def __init__(self) -> None:
+        reading, self._writing = os.pipe()
+        self.reader: IO[bytes] = os.fdopen(reading, "rb", buffering=0)
+        self._chunks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._pump, name="far-stdout", daemon=True).start()
+
+    def feed(self, data: bytes | None) -> None:
+        """Bytes that came; None is the end."""
+        self._chunks.put(data)
+
+    def _pump(self) -> None:
+        with os.fdopen(self._writing, "wb", buffering=0) as pipe, contextlib.suppress(OSError):
+            while (data := self._chunks.get()) is not None:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[pipe.write(rest) or 0 :]
+
+
+class RemoteProcess:
+    """A process that an agent has started. Its log and its stdout come here."""
+
+    def __init__(self, spec: ProcessSpec, agent: AgentClient, log_path: Path, *, piped: bool) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.agent = agent
+        self.key = f"{next(_numbers)}-{spec.name}"
+        self.pid = 0
+        self.hung: tuple[str, str] | None = None
+        """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
+        self._status: int | None = None
+        self._log = log_path.open("ab")
+        self._logging = threading.Lock()
+        self._stdin = FarStdin(self)
+        self._stdout = FarStdout() if piped else None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def host(self) -> str:
+        """The name of the host where it runs."""
+        return self.agent.name
+
+    @property
+    def stdin(self) -> FarStdin:
+        return self._stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._stdout is not None
+        return self._stdout.reader
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs; LOST when its host is."""
+        return self._status
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._tell("terminate")
+
+    def kill(self) -> None:
+        """End it and its whole group; ``poll`` tells when that has been done."""
+        self._tell("kill")
+
+    def tail(self, lines: int = 12) -> list[str]:
+        """The last lines of its log."""
+        return tail_of(self.log_path, lines)
+
+    def rename(self, name: str) -> None:
+        """Another name, for the log too, here and there."""
+        with self._logging:
+            self.spec = replace(self.spec, name=name)
+            self.log_path = self.log_path.rename(self.log_path.with_name(f"{name}.log"))
+        self._tell("rename", name=name)
+
+    def release(self) -> None:
+        """Nobody here reads what it says any more."""
+        if self._stdout is not None:
+            self._stdout.reader.close()
+
+    # -- what its agent tells -----------------------------------------------------------------------
+
+    def logged(self, text: str) -> None:
+        """More of its log."""
+        with self._logging:
+            if not self._log.closed:
+                self._log.write(text.encode())
+                self._log.flush()
+
+    def said(self, data: bytes) -> None:
+        """More of its stdout."""
+        if self._stdout is not None:
+            self._stdout.feed(data)
+
+    def ended(self, status: int) -> None:
+        """It has ended, or its host is lost. The first call counts."""
+        with self._logging:
+            if self._log.closed:
+                return
+            self._log.close()
+        self._status = status
+        if self._stdout is not None:
+            self._stdout.feed(None)
+
+    def _tell(self, what: str, **more: str) -> None:
+        if self._status is None:
+            with contextlib.suppress(KvbenchError):
+                self.agent.say(what, key=self.key, **more)

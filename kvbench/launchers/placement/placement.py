@@ -1,0 +1,147 @@
+"""Where the processes of a run are: on this machine, or on hosts that its launcher reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError, KvbenchError, Problem
+from kvbench.hosts.api_key import carried
+from kvbench.launchers.agents.fleet import Fleet, device_env
+from kvbench.launchers.base import Launcher
+from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.placement.allocated import allocated
+
+
+class Places:
+    """Context manager: what a run's launchers share, such as the connections to its hosts.
+
+    ``scenario`` is the run's with all hosts known, as it is from ``open`` on. ``tell`` hears what a scheduler
+    lets us wait for.
+    """
+
+    def __init__(
+        self, scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
+    ) -> None:
+        self.scenario = scenario
+        self.run_tag = run_tag
+        self._tell = tell
+        self._fleet: Fleet | None = None
+
+    def open(self) -> None:
+        """Reach all hosts. Raises LaunchError with all that is in the way."""
+        if self.scenario.deployment.launcher == "local" or self._fleet is not None:
+            return
+        self.scenario, fleet = fleet_with(self.scenario, self.run_tag, self._tell)
+        try:
+            fleet.require()
+        except BaseException:
+            fleet.close()
+            raise
+        self._fleet = fleet
+        self.scenario = self._with_version(self.scenario, fleet)
+
+    def launcher(self, planned: DeploymentPlan, log_dir: Path, spec_dir: Path) -> Launcher:
+        """The launcher of one deployment. A host that was lost is tried again. Raises LaunchError."""
+        if self._fleet is None:
+            return LocalLauncher(self.run_tag, log_dir, spec_dir)
+        deployment = self.scenario.deployment
+        options = deployment.engine_options
+        names = [each.name for each in planned.instances] if options.starts_processes else []
+        key = carried(options.server.api_key_env)
+        launcher = self._fleet.launcher(log_dir, device_env(deployment, names))
+        return launcher.with_secrets("loadgen", key)
+
+    def environments(self) -> dict[str, Any]:
+        """What each other host is, by its name; empty for this machine alone."""
+        return {} if self._fleet is None else self._fleet.environments()
+
+    def unusable(self, planned: DeploymentPlan) -> Problem | None:
+        """Why a deployment cannot run on its hosts; None if it can, or if it is for this machine."""
+        deployment = self.scenario.deployment
+        if self._fleet is None or not deployment.engine_options.starts_processes:
+            return None
+        try:
+            self._fleet.require()
+        except KvbenchError:
+            return None  # its start will tell
+        for each in planned.instances:
+            for host in deployment.nodes_of(each.name):
+                told = self._fleet[host].ask(
+                    "unusable",
+                    120.0,
+                    engine=deployment.engine,
+                    connector=planned.connector,
+                    options=deployment.engine_options.model_dump_json(),
+                )
+                if told:
+                    return Problem(f"{host}: {told['reason']}", str(told.get("fix", "")))
+        return None
+
+    def close(self) -> None:
+        """Let go of all hosts; what is left running there is ended."""
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
+
+    @property
+    def far(self) -> bool:
+        """Whether processes run elsewhere than on this machine."""
+        return self.scenario.deployment.launcher != "local"
+
+    def _with_version(self, scenario: Scenario, fleet: Mapping[str, Any]) -> Scenario:
+        """The scenario with its engine's version as prefill's host has it, where it is not said.
+
+        The version chooses the connectors' profiles, and this machine may have another engine, or none.
+        """
+        deployment = scenario.deployment
+        options = deployment.engine_options
+        if not options.asks_version:
+            return scenario
+        host = deployment.roles.host_of("prefill-0")
+        asked = {"engine": deployment.engine, "options": options.model_dump_json()}
+        try:
+            version = str(fleet[host].ask("engine_version", 150.0, **asked)["version"])
+        except KvbenchError:
+            return scenario  # what is wrong with it is said by ``unusable``
+        told = deployment.model_copy(update={"engine_options": options.with_version(version)})
+        return scenario.model_copy(update={"deployment": told})
+
+    def __enter__(self) -> Places:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def fleet_with(
+    scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
+) -> tuple[Scenario, Fleet]:
+    """The scenario with all its hosts known, and these, none of them reached yet.
+
+    A scheduler's nodes are waited for, and given back when the fleet is closed. Raises InputError for a
+    scenario of this machine alone, LaunchError.
+    """
+    if scenario.deployment.launcher == "local":
+        raise InputError(
+            "the scenario names no hosts", hint="deployment.launcher: ssh with deployment.hosts (docs/ssh.md)"
+        )
+    if scenario.deployment.launcher == "ssh":
+        return scenario, fleet_of(scenario, run_tag)
+    return allocated(scenario, run_tag, tell)
+
+
+def fleet_of(scenario: Scenario, run_tag: str) -> Fleet:
+    """The hosts of a scenario, none of them reached yet."""
+    from kvbench.launchers.ssh import SshConnections, connector
+
+    deployment = scenario.deployment
+    connections = SshConnections()
+    reach = connector(lambda name: deployment.hosts[name].ssh, connections)
+    return Fleet(deployment, run_tag, reach, connections.close)

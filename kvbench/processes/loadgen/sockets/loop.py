@@ -1,0 +1,209 @@
+"""The loop that waits for sockets. Its inner part is the hot path: what it costs, every chunk costs."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvbench.processes.loadgen.sockets.clock import NEVER_NS
+from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.log import Log
+from kvbench.processes.loadgen.sockets.wire import ANCILLARY_BYTES, MORE_FOLLOWS, NO_STAMP, ServerConnection
+
+READABLE: Final = select.EPOLLIN
+WRITABLE: Final = select.EPOLLOUT
+FAILED: Final = select.EPOLLERR
+READ_BYTES: Final = 4096
+EVENTS_AT_ONCE: Final = 64
+"""Reads between two looks at the clock: about 0.3 ms."""
+SLICE_S: Final = 0.001
+"""Waiting is cut into pieces of so long. Each that ends in vain shows that nothing had come until it began,
+which bounds how early the first of several chunks may have come that are read together."""
+USUAL_END: Final = b"\n\n\r\n"
+"""How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
+
+
+class StreamOwner(Protocol):
+    """Who owns a stream."""
+
+    @property
+    def log(self) -> Log: ...
+
+    def noticed(self, what: bytes | OSError) -> None:
+        """A read that may be the last (already in the log), the end (no bytes), or a failure."""
+
+
+class SocketLoop:
+    """epoll over streams, which are only read and logged, and other descriptors, which are called back.
+
+    There are two ways to read, with the same results: the ``compiled`` one, which is the usual one where it
+    can be had, and one in Python, which also reads what a socket alone does not give away, such as TLS.
+    """
+
+    def __init__(self, compiled: Any = READS) -> None:
+        self._epoll = select.epoll()
+        self._streams: dict[int, tuple[Any, Log, StreamOwner, bool]] = {}
+        self._empty_ns: dict[int, int] = {}
+        """Of each that Python reads: a time at which nothing of it lay unread."""
+        self._looked_ns = self._scanned_ns = 0
+        """In Python: the last look for what is readable, and the last that told of all, which was served."""
+        self._plain = None if compiled is None else compiled.Streams()
+        """Those of them that the compiled way reads."""
+        self._watchers: dict[int, Callable[[int], None]] = {}
+        self._left = False
+        """Whether a read of this turn filled the buffer."""
+        # One for all: a new one for each read, cut down to what came, would leave the heap full of holes.
+        self._buffers = [memoryview(bytearray(READ_BYTES))]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether plain streams are read in C."""
+        return self._plain is not None
+
+    def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
+        """Calls back with the events that came. A stream's descriptor is watched too, for what is no read."""
+        if fd in self._watchers:
+            self._epoll.modify(fd, events)
+        else:
+            self._epoll.register(fd, events)
+        self._watchers[fd] = callback
+
+    def unwatch(self, fd: int) -> None:
+        """Before the descriptor is closed."""
+        if self._watchers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+        self.end_stream(fd)
+
+    def stream(self, connection: ServerConnection, reading: StreamOwner) -> None:
+        """From now on everything that comes is read into the log at once."""
+        self._streams[connection.fd] = (connection.read, reading.log, reading, connection.plain)
+        if self._plain is not None and connection.plain:
+            self._plain.add(connection.fd, reading.log, reading)
+        else:
+            self._empty_ns[connection.fd] = time.monotonic_ns()
+
+    def end_stream(self, fd: int) -> None:
+        self._empty_ns.pop(fd, None)
+        if self._streams.pop(fd, None) is not None and self._plain is not None:
+            self._plain.remove(fd)
+
+    def turn(self, timeout_s: float = -1.0, until_s: float = math.inf) -> int:
+        """Waits for events and handles them; returns how many there were. A signal may end the waiting.
+
+        The compiled way breaks off after the first read past ``until_s`` (``time.monotonic()``).
+        """
+        noticed: list[tuple[StreamOwner, bytes | OSError]] = []
+        if self._plain is None:
+            others = self._look(timeout_s)
+            count = len(others)
+        else:
+            others = []
+            timeout_ms = -1 if timeout_s < 0 else math.ceil(timeout_s * 1e3)
+            until_ns = NEVER_NS if until_s == math.inf else int(until_s * 1e9)
+            count = self._plain.turn(
+                self._epoll.fileno(), timeout_ms, EVENTS_AT_ONCE, until_ns, noticed, others
+            )
+        if others:
+            others, more = self._read_all(others, noticed)
+        else:
+            more = []
+        for reading, what in noticed:
+            reading.noticed(what)
+        for fd in more:
+            self.read(fd)
+        for fd, event in others:
+            # An earlier callback may have closed it.
+            callback = self._watchers.get(fd)
+            if callback is not None:
+                callback(event)
+        if count < EVENTS_AT_ONCE and not self._left:  # whatever was not among them had nothing to read then
+            self._scanned_ns = self._looked_ns
+        return count
+
+    def _look(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What is readable and so on; waits for it, in slices."""
+        until = math.inf if timeout_s < 0 else time.monotonic() + timeout_s
+        self._left = False
+        while True:
+            self._looked_ns = time.monotonic_ns()
+            left = until - self._looked_ns / 1e9
+            found = self._epoll.poll(max(0.0, min(left, SLICE_S)), EVENTS_AT_ONCE)
+            if found or left <= SLICE_S:
+                return found
+            self._scanned_ns = self._looked_ns
+
+    def _since_ns(self, fd: int) -> int:
+        """A time at which nothing of a stream lay unread."""
+        scanned_ns: int = self._scanned_ns if self._plain is None else self._plain.empty_ns(fd)
+        return max(self._empty_ns.get(fd, 0), scanned_ns)
+
+    def _read_all(
+        self, events: list[tuple[int, int]], noticed: list[tuple[StreamOwner, bytes | OSError]]
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """The Python way: reads what can be read, and returns all other events, and of what more follows."""
+        streams, monotonic_ns = self._streams, time.monotonic_ns
+        buffers, view = self._buffers, self._buffers[0]
+        others: list[tuple[int, int]] = []
+        more: list[int] = []
+        for fd, event in events:
+            if event != READABLE:
+                others.append((fd, event))
+                continue
+            try:
+                read, log, reading, plain = streams[fd]
+            except KeyError:
+                others.append((fd, event))
+                continue
+            try:
+                got = read(buffers, ANCILLARY_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                # Its traceback leads back to it, in a circle that nothing collects.
+                noticed.append((reading, error.with_traceback(None)))
+                continue
+            try:
+                count, ((_, _, stamp),), _, _ = got
+            except ValueError:  # no stamp
+                count, stamp = got[0], NO_STAMP
+                if got[2] == MORE_FOLLOWS:
+                    more.append(fd)
+            if not count:
+                noticed.append((reading, b""))
+                continue
+            data = view[:count].tobytes()
+            log.add(data, stamp, monotonic_ns(), self._since_ns(fd))
+            if count == READ_BYTES:  # then more may lie there that is as old
+                self._left = True
+            elif plain and self._plain is None:
+                self._empty_ns[fd] = self._looked_ns
+            if data[-4:] != USUAL_END:
+                noticed.append((reading, data))
+        return others, more
+
+    def read(self, fd: int) -> None:
+        """Reads a stream whose descriptor has more to tell than that it is readable."""
+        stream = self._streams.get(fd)
+        if stream is None:
+            return
+        read, log, reading, _ = stream
+        flags = MORE_FOLLOWS
+        while flags == MORE_FOLLOWS and fd in self._streams:
+            try:
+                count, ancillary, flags, _ = read(self._buffers, ANCILLARY_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                reading.noticed(error.with_traceback(None))
+                return
+            data = self._buffers[0][:count].tobytes()
+            if data:
+                stamp = ancillary[0][2] if ancillary else NO_STAMP
+                log.add(data, stamp, time.monotonic_ns(), self._since_ns(fd))
+            reading.noticed(data)
+
+    def close(self) -> None:
+        self._epoll.close()

@@ -1,0 +1,1 @@
+"""Parts of the NIXL backend: its agent, its plugins."""

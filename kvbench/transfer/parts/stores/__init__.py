@@ -1,0 +1,1 @@
+"""What the backends share whose bytes go through a store."""

@@ -1,0 +1,242 @@
+"""What backends share whose bytes go through a store: an object for each block of each region.
+
+- write: the initiator puts objects; ``collect`` at the target asks each initiator over the control channel
+  which keys hold the blocks now, and gets them into the registered buffer.
+- read: ``offer`` at the target puts the blocks' present content and tells each initiator the keys; the
+  initiator gets.
+
+Every start of a write has keys of its own, since a store may keep an old value without a word. Where a
+second get may be served from a copy near by, or is refused, reads have their own keys too: ``offer`` then
+puts each block ``copies`` times, and ``Ticket.repeats`` says how often a transfer can be started before the
+next ``offer``.
+
+Objects that a newer write replaced are removed after the call that replaced them is done, by another
+thread, and only when they are many.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.errors import TransferError
+from kvbench.transfer.base import Layout, Op, Ticket
+from kvbench.transfer.parts.control import ControlChannel, Door, dial
+from kvbench.transfer.parts.stores.storepeer import Place, Store, StorePeer
+from kvbench.transfer.parts.threaded import ThreadedEndpoint
+from kvbench.transfer.parts.threads import Job
+
+MAX_THREADS = 64
+# How long a target waits for an initiator to tell its keys, or to hear of new ones. Seconds.
+ASK_S = 3.0
+COPIES = 16
+
+
+@dataclass
+class _Plan:
+    """A prepared transfer."""
+
+    number: int
+    addresses: list[int]
+    places: list[Place]
+    job: Job | None = None
+
+
+class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
+    """One side of a store. A backend says how its store is provided, and how it is reached."""
+
+    fresh_reads = False
+    """Whether each read needs keys that nobody has read before."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options, MAX_THREADS)
+        self._options = options
+        self._copies = int(options.get("copies", COPIES)) if self.fresh_reads else 1
+        self._serial = 0
+        self._own: Store | None = None
+        self._provided: dict[str, Any] = {}
+        self._initiators: dict[str, ControlChannel] = {}
+        self._offers: dict[Place, list[tuple[str, Any]]] = {}
+        self._offering = threading.Lock()
+
+    @abstractmethod
+    def provide(self, address: int, layout: Layout) -> tuple[Store, dict[str, Any]]:
+        """As a target: bring the store up. Returns with it what ``reach`` needs, as JSON.
+
+        ``room`` in that is how many bytes fit, where there is a limit. Raises TransferError.
+        """
+
+    @abstractmethod
+    def reach(self, provided: Mapping[str, Any], deadline_s: float) -> Store:
+        """As an initiator: a connection to a target's store. Raises TransferError."""
+
+    # --- both sides
+
+    def register(self, address: int, layout: Layout) -> None:
+        self._address, self._layout = address, layout
+        if self._options.get("role") == "initiator":
+            return
+        self._own, self._provided = self.provide(address, layout)
+        if room := int(self._provided.get("room", 0)):
+            self._copies = max(min(self._copies, room // (2 * layout.nbytes)), 1)
+        self._door = Door(self._host, self._welcome)
+
+    def reshape(self, layout: Layout) -> bool:
+        if self._own is not None:
+            self._own.remove([key for items in self._offers.values() for key, _ in items])
+            self._offers.clear()
+        self._layout = layout
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        control = self._door.address if self._door else {}
+        return {"store": self._provided, "control": control, "copies": self._copies}
+
+    def close(self) -> None:
+        super().close()
+        if self._own is not None:
+            # Kept: what a library does when its last reference goes may take seconds.
+            self._own.close()
+
+    # --- the initiator's side
+
+    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
+        if not peer.get("control"):
+            raise TransferError("the peer is no target: it was opened as an initiator")
+        until = time.monotonic() + deadline_s
+        self.forget(str(peer["id"]))
+        # The target itself first: libraries wait long for one that is gone.
+        channel = dial(peer["control"], {"id": self._id}, deadline_s)
+        try:
+            store = self.reach(peer["store"], max(until - time.monotonic(), 0.1))
+        except BaseException:
+            channel.close()
+            raise
+        known = StorePeer(peer, store, channel)
+        serve = threading.Thread(target=channel.serve, args=(known.answer,), name="control", daemon=True)
+        serve.start()
+        self._peers[str(peer["id"])] = known
+        if not known.greeted.wait(max(until - time.monotonic(), 0.1)):
+            self.forget(str(peer["id"]))
+            raise TransferError(f"the target said nothing within {deadline_s:g} s")
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            known.channel.close()
+            # Its close may wait for a master that is gone.
+            threading.Thread(target=known.store.close, name="close", daemon=True).start()
+
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        known = self._known(peer)
+        began = time.perf_counter()
+        size = self._layout.block_bytes
+        pairs = list(zip(local, remote, strict=True))
+        regions = range(self._layout.regions)
+        offsets = [
+            self._address + self._layout.offset(region, here) for region in regions for here, _ in pairs
+        ]
+        places = [(region, there) for region in regions for _, there in pairs]
+        self._serial += 1
+        ticket = Ticket(peer, op, len(places) * size, len(places), 0.0, _Plan(self._serial, offsets, places))
+        if op == "write":
+            known.plan(ticket.nbytes)
+        elif self.fresh_reads:
+            ticket.repeats = known.copies
+        ticket.prepare_s = time.perf_counter() - began
+        return ticket
+
+    def start(self, ticket: Ticket) -> None:
+        known = self._known(ticket.peer)
+        plan: _Plan = ticket.handle
+        size = self._layout.block_bytes
+        if ticket.op == "read":
+            keys, notes = known.take(plan.places, self.fresh_reads)
+            plan.job = self._threads.start(lambda: known.store.get(keys, plan.addresses, size, notes))
+            return
+        self._serial += 1
+        stem = f"kvbench-{self._id}-{self._serial}-"
+        keys = [f"{stem}{region}_{block}" for region, block in plan.places]
+
+        blocks = (plan.addresses, size)
+        plan.job = self._threads.start(lambda: known.put(plan.number, keys, plan.places, blocks))
+
+    def poll(self, ticket: Ticket) -> bool:
+        plan: _Plan = ticket.handle
+        assert plan.job is not None
+        if not plan.job.finished():
+            return False
+        known = self._peers.get(ticket.peer)
+        if known is not None and known.to_sweep:
+            self._threads.start(known.sweep)
+        return True
+
+    def release(self, ticket: Ticket) -> None:
+        known = self._peers.get(ticket.peer)
+        if known is not None and ticket.op == "write":
+            known.release(ticket.handle.number, ticket.nbytes)
+
+    # --- the target's side
+
+    def _welcome(self, channel: ControlChannel, hello: dict[str, Any]) -> None:
+        """Keep an initiator's channel until it goes away. It is this side that asks."""
+        name = str(hello.get("id"))
+        try:
+            with self._offering:
+                self._initiators[name] = channel
+                offer = [] if self.fresh_reads else list(self._offers.items())
+                channel.ask({"cmd": "offer", "offer": offer}, ASK_S)
+            channel.wait_for_end()
+        finally:  # one that gave up in between must not be asked for ever, and spoil it for the others
+            if self._initiators.get(name) is channel:
+                del self._initiators[name]
+
+    def _own_store(self) -> Store:
+        if self._own is None:
+            raise TransferError("this side was opened as an initiator: it has no store to offer")
+        return self._own
+
+    def _address_of(self, place: Sequence[int]) -> int:
+        return self._address + self._layout.offset(int(place[0]), int(place[1]))
+
+    def collect(self, blocks: Sequence[int]) -> None:
+        store, wanted = self._own_store(), set(blocks)
+        for channel in list(self._initiators.values()):
+            for keys, places, notes in channel.ask({"cmd": "written"}, ASK_S):
+                chosen = [i for i, place in enumerate(places) if place[1] in wanted]
+                store.get(
+                    [keys[i] for i in chosen],
+                    [self._address_of(places[i]) for i in chosen],
+                    self._layout.block_bytes,
+                    [notes[i] for i in chosen],
+                )
+                store.remove(keys)
+
+    def offer(self, blocks: Sequence[int]) -> None:
+        store = self._own_store()
+        places = [(region, block) for region in range(self._layout.regions) for block in blocks]
+        with self._offering:
+            store.remove([key for place in places for key, _ in self._offers.pop(place, [])])
+            offer = [] if self.fresh_reads else self._put_offer(store, places)
+            for channel in list(self._initiators.values()):
+                # Keys that are read once only are each initiator's own.
+                own = self._put_offer(store, places) if self.fresh_reads else offer
+                channel.ask({"cmd": "offer", "offer": own}, ASK_S)
+
+    def _put_offer(self, store: Store, places: Sequence[Place]) -> list[tuple[Place, list[tuple[str, Any]]]]:
+        """Put the blocks as often as one initiator may read them, under new keys."""
+        addresses = [self._address_of(place) for place in places]
+        items: list[list[tuple[str, Any]]] = [[] for _ in places]
+        for _ in range(self._copies):
+            self._serial += 1
+            keys = [f"kvbench-{self._id}-{self._serial}-{region}_{block}" for region, block in places]
+            notes = store.put(keys, addresses, self._layout.block_bytes)
+            for known, key, note in zip(items, keys, notes, strict=True):
+                known.append((key, note))
+        for place, offered in zip(places, items, strict=True):
+            self._offers.setdefault(place, []).extend(offered)
+        return list(zip(places, items, strict=True))
