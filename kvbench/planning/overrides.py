@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from typing import Any
 
 import yaml
 
-from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.core.scenario.overrides import Overrides, Unread, merged, typed_overrides
+from kvbench.core.scenario.scenario import Scenario, read_scenario
+from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import url_problem
 from kvbench.errors import InputError, ServerError
 from kvbench.hosts.api_key import bearer
-from kvbench.planning.scenario_files import find_scenario, load_scenario, registry
+from kvbench.planning.scenario_files import load_draft, registry
 from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
 
 ASK_TIMEOUT_S = 10.0
@@ -51,87 +51,95 @@ class CliOptions:
 def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
     if cli.base_url is not None:
-        return _external(cli, cli.base_url)
-    if cli.prefill_metrics_url or cli.decode_metrics_url:
-        raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
-    overrides = [*cli.overrides, *_shorthand(cli)]
-    overrides = [*_replaced(cli), *overrides]
-    scenario, source = load_scenario(cli.scenario, overrides)
-    overrides += _traced(scenario)
-    if cli.connectors or scenario.workload.trace:
-        data, origin = find_scenario(cli.scenario)
-        if cli.connectors:
-            chosen = _chosen_connectors(scenario, cli.connectors)
-            overrides.append(f"connectors={json.dumps(chosen)}")
-        scenario = parse_scenario(data.decode("utf-8-sig"), origin, registry(), overrides)
+        text = _external(cli, cli.base_url)
+        draft, source = read_scenario(text, "--base-url"), text.encode()
+        own = {"load.workers": cli.workers} if cli.workers is not None else {}
+        overrides = merged(_sections(replace(cli, slo=())), typed_overrides(cli.overrides), own)
+    else:
+        if cli.prefill_metrics_url or cli.decode_metrics_url:
+            raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
+        draft, source = load_draft(cli.scenario)
+        overrides = merged(_sections(cli), typed_overrides(cli.overrides), _values(cli))
+    known = registry()
+    draft = draft.put(overrides)
+    scenario = draft.checked(known)
+    # What only a checked scenario tells: its entries of the chosen connectors, and its trace's lengths.
+    chosen = _chosen(scenario, cli.connectors) if cli.base_url is None else {}
+    if told := merged(_traced(scenario), chosen):
+        scenario = draft.put(told).checked(known)
     if scenario.workload.trace:
         require_fitting(scenario, load_trace(scenario.workload.trace))
     return scenario, source
 
 
-def _replaced(cli: CliOptions) -> list[str]:
+def _sections(cli: CliOptions) -> Overrides:
     """What stands for a whole section, so that nothing of the scenario's own is left beside it."""
-    found = []
+    found: dict[str, Plain] = {}
     if cli.slo:
-        found.append(f"slo={json.dumps({'limits': list(cli.slo)})}")
-    if cli.trace is not None or cli.time_scale is not None:
-        trace = {"path": cli.trace, "time_scale": cli.time_scale}
-        given = {key: value for key, value in trace.items() if value is not None}
-        if cli.trace is None:
-            found.append(f"workload.trace.time_scale={cli.time_scale}")
-        else:
-            found += [f"workload.trace={json.dumps(given)}", "search.method=trace"]
-    return [*found, *_method(cli)]
+        found["slo"] = {"limits": list(cli.slo)}
+    if cli.trace is not None:
+        scale: dict[str, Plain] = {} if cli.time_scale is None else {"time_scale": cli.time_scale}
+        found |= {"workload.trace": {"path": cli.trace, **scale}, "search.method": "trace"}
+    elif cli.time_scale is not None:
+        found["workload.trace.time_scale"] = cli.time_scale
+    return merged(found, _method(cli))
 
 
-def _method(cli: CliOptions) -> list[str]:
+def _method(cli: CliOptions) -> Overrides:
     """``--method sustained,burst`` and ``--rates``, which mean a method by themselves."""
-    found = []
+    found: dict[str, Plain] = {}
     names = [name.strip() for name in (cli.method or "").split(",") if name.strip()]
     if cli.rates is not None:
-        found += [f"search.rates=[{cli.rates}]", *([] if names else ["search.method=fixed"])]
+        found["search.rates"] = Unread(f"[{cli.rates}]")
+        if not names:
+            found["search.method"] = "fixed"
     if sorted(names) == ["burst", "sustained"]:
-        return [*found, "search.method=sustained", "search.compare_burst=true"]
+        return found | {"search.method": "sustained", "search.compare_burst": True}
     if len(names) > 1:
         raise InputError(
             f"--method takes one method, or sustained,burst for both, not {cli.method!r}",
             hint="there are: sustained, burst, fixed, trace",
         )
-    return [*found, *(f"search.method={name}" for name in names)]
+    return found | ({"search.method": Unread(names[0])} if names else {})
 
 
-def _traced(scenario: Scenario) -> list[str]:
+def _traced(scenario: Scenario) -> Overrides:
     """A trace's cell is called by the trace's mean lengths."""
     if scenario.workload.trace is None:
-        return []
+        return {}
     input_len, output_len, longest = trace_lengths(scenario.workload.trace)
-    lengths = [f"workload.input_len=[{input_len}]", f"workload.output_len={output_len}"]
-    return [*lengths, f"workload.trace.longest={longest}"]
+    return {
+        "workload.input_len": [input_len],
+        "workload.output_len": output_len,
+        "workload.trace.longest": longest,
+    }
 
 
-def _shorthand(cli: CliOptions) -> list[str]:
-    """The short options as overrides of the scenario."""
-    values = {
-        "workload.input_len": None if cli.input_len is None else f"[{cli.input_len}]",
+def _values(cli: CliOptions) -> Overrides:
+    """The options for one value each; what may be anything is read as the file's values are."""
+    values: dict[str, Plain] = {
+        "workload.input_len": None if cli.input_len is None else Unread(f"[{cli.input_len}]"),
         "workload.output_len": cli.output_len,
         "slo.ttft_ms": cli.ttft_ms,
         "slo.tpot_ms": cli.tpot_ms,
         "slo.attainment": cli.attainment,
         "load.workers": cli.workers,
         "load.mode": "direct" if cli.direct else None,
-        "deployment.engine_options.api_key_env": cli.api_key_env,
+        "deployment.engine_options.api_key_env": None if cli.api_key_env is None else Unread(cli.api_key_env),
     }
-    return [f"{path}={value}" for path, value in values.items() if value is not None]
+    return {path: value for path, value in values.items() if value is not None}
 
 
-def _chosen_connectors(scenario: Scenario, names: tuple[str, ...]) -> list[Any]:
+def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
     """The scenario's entries of these names, with their options; a name it lacks is taken with defaults."""
+    if not names:
+        return {}
     entries = {str(each["label"]): each for each in scenario.resolved()["connectors"]}
-    return [entries.get(name, name) for name in dict.fromkeys(names)]
+    return {"connectors": [entries.get(name, name) for name in dict.fromkeys(names)]}
 
 
-def _external(cli: CliOptions, base_url: str) -> tuple[Scenario, bytes]:
-    """A scenario for a server that is already there, written down as a file would be."""
+def _external(cli: CliOptions, base_url: str) -> str:
+    """The text of a scenario for a server that is already there. Raises InputError, ServerError."""
     if problem := url_problem(base_url):
         raise InputError(f"--base-url {problem}")
     missing = [
@@ -180,14 +188,7 @@ def _external(cli: CliOptions, base_url: str) -> tuple[Scenario, bytes]:
             if value is not None
         },
     }
-    text = yaml.safe_dump(document, sort_keys=False)
-    overrides = [*_replaced(replace(cli, slo=())), *cli.overrides]
-    overrides += [f"load.workers={cli.workers}"] if cli.workers is not None else []
-    scenario = parse_scenario(text, "--base-url", registry(), overrides)
-    if scenario.workload.trace:
-        overrides += _traced(scenario)
-        scenario = parse_scenario(text, "--base-url", registry(), overrides)
-    return scenario, text.encode()
+    return str(yaml.safe_dump(document, sort_keys=False))
 
 
 def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, str]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench import connectors, engines
-from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario
+from kvbench.core.scenario.overrides import typed_overrides
+from kvbench.core.scenario.scenario import Draft, Registry, Scenario, read_scenario
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import InputError, ScenarioError
 
@@ -58,10 +59,8 @@ def find_scenario(name_or_path: str) -> tuple[bytes, str]:
     raise InputError(what, hint=_there_are(name_or_path))
 
 
-def load_scenario(
-    name_or_path: str, overrides: Sequence[str] = (), known: Registry | None = None
-) -> tuple[Scenario, bytes]:
-    """A checked scenario, and the bytes of its file as they are. Raises InputError or ScenarioError."""
+def load_draft(name_or_path: str) -> tuple[Draft, bytes]:
+    """A scenario as it is written, and the bytes of its file. Raises InputError or ScenarioError."""
     data, origin = find_scenario(name_or_path)
     try:
         text = data.decode("utf-8-sig")
@@ -71,7 +70,15 @@ def load_scenario(
             f"{origin}:{line}: is not UTF-8 text: byte 0x{data[error.start]:02x}",
             hint="save the file as UTF-8",
         ) from error
-    return parse_scenario(text, origin, known or registry(), overrides), data
+    return read_scenario(text, origin), data
+
+
+def load_scenario(
+    name_or_path: str, overrides: Sequence[str] = (), known: Registry | None = None
+) -> tuple[Scenario, bytes]:
+    """A checked scenario, and the bytes of its file as they are. Raises InputError or ScenarioError."""
+    draft, data = load_draft(name_or_path)
+    return draft.put(typed_overrides(overrides)).checked(known or registry()), data
 
 
 def _read(path: Path) -> bytes:

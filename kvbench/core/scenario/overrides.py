@@ -1,16 +1,19 @@
-"""`--set path=value`: values that replace, or come into, what a scenario file says."""
+"""Values that replace, or come into, what a scenario file says, by their paths: `--set` and other options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from kvbench.core.scenario.yaml_lines import (
+    CONTROL,
     MAX_DEPTH,
     Location,
     Mistake,
     Node,
+    Plain,
     Where,
     quoted,
     read_yaml,
@@ -22,22 +25,48 @@ from kvbench.core.scenario.yaml_lines import (
 _WORD_KEY: Final = {"model": "preset", "connectors": "name"}
 
 
+class Unread(str):
+    """YAML text that is still to be read: a value as somebody typed it."""
+
+
+Overrides = Mapping[str, Plain]
+"""Path, such as ``slo.ttft_ms`` → value, or ``Unread``; None: none was given, which is a mistake."""
+
+
+def typed_overrides(texts: Sequence[str]) -> Overrides:
+    """The ``path=value`` texts of `--set`. Of several for one path the last counts, at its place."""
+    found: Overrides = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        path = path.strip()
+        found = merged(found, {path or text: Unread(value) if equals and path else None})
+    return found
+
+
+def merged(*parts: Overrides) -> Overrides:
+    """All overrides in order: a path that comes again counts where it does, for others lie below it."""
+    found: dict[str, Plain] = {}
+    for part in parts:
+        for path, value in part.items():
+            found.pop(path, None)
+            found[path] = value
+    return found
+
+
 class _OverrideError(Exception):
     """An override's path leads nowhere."""
 
 
-def apply_overrides(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Mistake]]:
-    """The tree with each ``path=value`` put in, in order, and the mistakes of the overrides."""
+def apply_overrides(root: Node, overrides: Overrides) -> tuple[Node, list[Mistake]]:
+    """The tree with each value put in, in order, and the mistakes of the overrides."""
     mistakes: list[Mistake] = []
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        path = path.strip()
-        where = Where(0, path or override)
+    for path, given in overrides.items():
+        where = Where(0, path)
         steps = path.split(".")
-        if not equals or not all(steps) or len(steps) > MAX_DEPTH:
+        if given is None or not all(steps) or len(steps) > MAX_DEPTH:
             mistakes.append(Mistake(where, (), "is not of the form path=value, as in slo.ttft_ms=300"))
             continue
-        value, found = read_yaml(text, path)
+        value, found = read_yaml(given, path) if isinstance(given, Unread) else _node_of(given, path)
         if value is None:
             mistakes += found
             continue
@@ -48,6 +77,26 @@ def apply_overrides(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Mi
             continue
         mistakes += [replace(each, location=location + each.location) for each in found]
     return root, mistakes
+
+
+def _node_of(value: Plain, override: str) -> tuple[Node, list[Mistake]]:
+    """The tree of plain data that an override brings, with what YAML would not have let pass."""
+    mistakes: list[Mistake] = []
+
+    def node(value: Plain, at: Location) -> Node:
+        where = Where(1, override)
+        if isinstance(value, dict):
+            return Node({key: node(each, (*at, key)) for key, each in value.items()}, where)
+        if isinstance(value, list):
+            return Node([node(each, (*at, index)) for index, each in enumerate(value)], where)
+        if isinstance(value, str) and CONTROL.search(value):
+            mistakes.append(Mistake(where, at, "has a control character or a lone surrogate"))
+            return Node("?", where)
+        if isinstance(value, float) and not math.isfinite(value):
+            return Node(str(value), where)
+        return Node(value, where)
+
+    return node(value, ()), mistakes
 
 
 def _put(node: Node, steps: Sequence[str], value: Node, at: Location) -> tuple[Node, Location]:

@@ -1,13 +1,15 @@
 """The scenario: what to measure, as checked and frozen values.
 
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
-mistakes. What each section may hold stands in ``sections``, ``workload`` and ``goals``.
+mistakes; ``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each
+section may hold stands in ``sections``, ``workload`` and ``goals``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -19,7 +21,7 @@ from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.hosts import FarHost, Roles, Ssh
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.options import ConnectorOptions
-from kvbench.core.scenario.overrides import apply_overrides
+from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
 from kvbench.core.scenario.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions, SlurmNodes, SlurmOptions
 from kvbench.core.scenario.sections import (
     CommandPrefix,
@@ -28,7 +30,7 @@ from kvbench.core.scenario.sections import (
     ModelChoice,
 )
 from kvbench.core.scenario.workload import KvLink, Load, Simulate, Trace, Workload
-from kvbench.core.scenario.yaml_lines import Mistake, Where, plain, read_yaml
+from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 
 __all__ = [
@@ -112,11 +114,39 @@ class Scenario(Section):
         return data
 
 
-def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence[str] = ()) -> Scenario:
-    """A checked scenario. ``overrides`` are ``path=value`` texts, put in before anything is checked.
+@dataclass(frozen=True)
+class Draft:
+    """A scenario as it is written, each value with its line, to be changed before it is checked."""
 
-    Raises ScenarioError with every mistake on a line of its own, as ``path:line: what is wrong``.
-    """
+    root: Node
+    path: str
+    """Where it comes from, for messages."""
+    mistakes: tuple[Mistake, ...] = ()
+
+    def put(self, overrides: Overrides) -> Draft:
+        """With these values in place of the file's."""
+        root, mistakes = apply_overrides(self.root, overrides)
+        return replace(self, root=root, mistakes=(*self.mistakes, *mistakes))
+
+    def checked(self, registry: Registry) -> Scenario:
+        """The scenario. Raises ScenarioError with every mistake on a line of its own: ``path:line: what``."""
+        mistakes = list(self.mistakes)
+        data = plain(self.root)
+        assert isinstance(data, dict)
+        data.setdefault("name", name_from_path(self.path))
+        _stand_in_lengths(data)
+        scenario = None
+        try:
+            scenario = Scenario.model_validate(data, context=registry)
+        except ValidationError as error:
+            mistakes += explain(error, self.root, _with_defaults(data), _keys_at(registry, data), mistakes)
+        if scenario is None or mistakes:
+            raise scenario_error(mistakes, self.path)
+        return _settled(scenario)
+
+
+def read_scenario(text: str, path: str) -> Draft:
+    """The draft of a file's text. Raises ScenarioError where it is no mapping."""
     root, mistakes = read_yaml(text)
     if root is None:
         raise scenario_error(mistakes, path)
@@ -124,20 +154,12 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
         raise scenario_error([Mistake(Where(), (), "the file is empty")], path)
     if not isinstance(root.value, dict):
         raise scenario_error([Mistake(root.where, (), "must be a mapping of `key: value` lines")], path)
-    root, more = apply_overrides(root, overrides)
-    mistakes += more
-    data = plain(root)
-    assert isinstance(data, dict)
-    data.setdefault("name", name_from_path(path))
-    _stand_in_lengths(data)
-    scenario = None
-    try:
-        scenario = Scenario.model_validate(data, context=registry)
-    except ValidationError as error:
-        mistakes += explain(error, root, _with_defaults(data), _keys_at(registry, data), mistakes)
-    if scenario is None or mistakes:
-        raise scenario_error(mistakes, path)
-    return _settled(scenario)
+    return Draft(root, path, tuple(mistakes))
+
+
+def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence[str] = ()) -> Scenario:
+    """A checked scenario. ``overrides``: ``path=value`` texts. Raises ScenarioError, as ``Draft.checked``."""
+    return read_scenario(text, path).put(typed_overrides(overrides)).checked(registry)
 
 
 def _settled(scenario: Scenario) -> Scenario:

@@ -75,7 +75,7 @@ _FALSE = frozenset({"false", "False", "FALSE"})
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 _TRAPS: Final = (
     (
         re.compile(r"(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)"),
@@ -207,7 +207,7 @@ class _Builder:
 
     def _scalar(self, event: yaml.ScalarEvent, where: Where, at: Location) -> Scalar:
         text = str(event.value)
-        if _CONTROL.search(text):
+        if CONTROL.search(text):
             self._mistake(where, at, "has a control character or a lone surrogate")
             return "?"
         if event.style is not None:
@@ -244,7 +244,7 @@ class _Builder:
             if not isinstance(event, yaml.ScalarEvent):
                 raise _UnreadableError(line, "a key must be a word, not a list, a mapping or an alias")
             key, where = str(event.value), Where(line, self.override)
-            if _CONTROL.search(key):
+            if CONTROL.search(key):
                 raise _UnreadableError(line, "a key has a control character or a lone surrogate")
             value = replace(self._node(next(events), events, (*at, key)), key_where=where)
             if key in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +14,14 @@ from pydantic import Field
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
-from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario, scenario_schema
+from kvbench.core.scenario.overrides import merged, typed_overrides
+from kvbench.core.scenario.scenario import (
+    Registry,
+    Scenario,
+    parse_scenario,
+    read_scenario,
+    scenario_schema,
+)
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import EXIT_BAD_INPUT, ScenarioError
 
@@ -341,6 +349,31 @@ def test_wrong_overrides(override: str, said: str) -> None:
     found = mistakes(MINIMAL, override)
     assert len(found) == 1
     assert found[0].startswith(said)
+
+
+def test_the_last_override_of_a_path_counts_where_it_stands() -> None:
+    given = typed_overrides(["slo.ttft_ms=1", "slo={tpot_ms: 30}", " slo.ttft_ms =7", "nonsense"])
+    assert list(given.items()) == [("slo", "{tpot_ms: 30}"), ("slo.ttft_ms", "7"), ("nonsense", None)]
+    assert list(merged({"a": 1, "b": 2}, {"a": 3})) == ["b", "a"]
+    scenario = parse(MINIMAL, "slo.ttft_ms=1", "slo={tpot_ms: 30}", "slo.ttft_ms=7")
+    assert (scenario.slo.ttft_ms, scenario.slo.tpot_ms) == (7, 30)
+
+
+def test_a_draft_takes_values_and_is_checked_again() -> None:
+    draft = read_scenario(MINIMAL, "mine.yaml")
+    values = {"connectors": [{"name": "push", "nics": ["on"]}], "slo.ttft_ms": 7.5, "workload.output_len": 3}
+    changed = draft.put(values).checked(REGISTRY)
+    assert changed.connector_options("push") == Push(nics=("on",))  # text as it is, not as YAML reads it
+    assert (changed.slo.ttft_ms, changed.workload.output_len) == (7.5, 3)
+    assert draft.checked(REGISTRY) == parse(MINIMAL)
+    wrong = {"slo.ttft_ms": math.inf, "workload": {"input_len": [1, "x"], "output_len": 2}, "name": "a\x07"}
+    with pytest.raises(ScenarioError) as caught:
+        draft.put(wrong).checked(REGISTRY)
+    assert set(caught.value.message.split("\n")) == {
+        "--set slo.ttft_ms: slo.ttft_ms must be a number, not 'inf'",
+        "--set workload: workload.input_len.1 must be a whole number, not 'x'",
+        "--set name: has a control character or a lone surrogate",
+    }
 
 
 def test_mistakes_of_file_and_overrides_come_together() -> None:
