@@ -148,11 +148,7 @@ class Run:
 
     def requests(self, trial_id: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
-        import pandas as pd
-
-        path = self._parquet("requests", trial_id)
-        with _readable(path):
-            return pd.read_parquet(path, columns=list(columns) if columns else None)
+        return self._frame("requests", trial_id, columns)
 
     def request_records(self, trial_id: str) -> list[RequestRecord]:
         """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
@@ -164,15 +160,20 @@ class Run:
 
     def telemetry(self, trial_id: str) -> pd.DataFrame:
         """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
-        import pandas as pd
-
-        path = self._parquet("telemetry", trial_id)
-        with _readable(path):
-            return pd.read_parquet(path)
+        return self._frame("telemetry", trial_id)
 
     def transfer_records(self) -> list[TransferRecord]:
         """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
         return read_transfers(self.path)
+
+    def _frame(
+        self, kind: Literal["requests", "telemetry"], trial_id: str, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        import pandas as pd
+
+        path = self._parquet(kind, trial_id)
+        with _readable(path):
+            return pd.read_parquet(path, columns=list(columns) if columns else None)
 
     def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
         path = parquet_path(self.path, kind, trial_id)
@@ -303,10 +304,10 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
     for result in cells:
         own = (result.cell, result.method, result.tier)
         if result.status != "failed":
-            found = {key: each for key, each in found.items() if key == own or not _mended(each, result)}
+            found = {key: each for key, each in found.items() if key == own or not _now_done(each, result)}
         found[own] = result
     return list(found.values())
 
 
-def _mended(earlier: CellResult, later: CellResult) -> bool:
+def _now_done(earlier: CellResult, later: CellResult) -> bool:
     return earlier.status == "failed" and earlier.cell == later.cell
