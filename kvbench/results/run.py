@@ -1,6 +1,6 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
-Old schemas are lifted by a list of upgrade functions; a newer one is refused politely.
+Old schemas are lifted by a list of upgrade functions; a newer one is refused politely (schema.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from kvbench.core.records import (
     MAIN_METHODS,
@@ -25,10 +25,10 @@ from kvbench.core.records import (
 )
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
-from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.errors import StoreError
 from kvbench.files import read_lines, read_object
+from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents, Upgrade, schema_of
 from kvbench.results.transfer_rows import read_transfers
-from kvbench.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,24 +83,6 @@ class CellResult:
         require_types(result)
         require_types(result.cell)
         return result
-
-
-@dataclass
-class Documents:
-    """The raw JSON of a run folder: what an upgrade function changes."""
-
-    manifest: dict[str, Any]
-    plan: dict[str, Any]
-    environment: dict[str, Any]
-    trials: list[dict[str, Any]]
-    cells: list[dict[str, Any]]
-
-
-Upgrade: TypeAlias = Callable[[Documents], Documents]
-
-# UPGRADES[k] lifts a folder of schema FIRST_SCHEMA + k by one.
-FIRST_SCHEMA: Final = 1
-UPGRADES: Final[tuple[Upgrade, ...]] = ()
 
 
 @dataclass
@@ -207,7 +189,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
     warnings: list[str] = []
     manifest = read_object(folder / MANIFEST, None)
-    schema = _schema_of(manifest, folder, FIRST_SCHEMA + len(upgrades))
+    schema = schema_of(manifest, folder / MANIFEST, FIRST_SCHEMA + len(upgrades))
     documents = Documents(
         manifest,
         read_object(folder / "plan.json", warnings),
@@ -271,19 +253,6 @@ def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id:
     if not _SAFE_NAME.fullmatch(trial_id):
         raise StoreError(f"trial id {trial_id!r} cannot be a file name")
     return folder / kind / f"{trial_id}.parquet"
-
-
-def _schema_of(manifest: Mapping[str, Any], folder: Path, newest: int) -> int:
-    schema = manifest.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
-        raise StoreError(f"{folder / MANIFEST} names no schema that was ever written: {schema!r}")
-    if schema > newest:
-        raise NewerSchemaError(
-            f"{folder} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
-            f"with schema {schema}; this is kvbench {__version__}, which reads up to {newest}",
-            hint="upgrade kvbench",
-        )
-    return schema
 
 
 def _parsed(
