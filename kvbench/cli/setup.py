@@ -42,11 +42,11 @@ def doctor(
     if gates:
         return gatetable.command(console())
     if hosts:
-        from kvbench.planning.doctor import hosts as hostscheck
+        from kvbench.planning.doctor import hosts as doctor_hosts
 
         if scenario is None:
             raise InputError("--hosts checks the hosts of a scenario: name one")
-        return hostscheck.command(scenario, tuple(set_ or ()), console())
+        return doctor_hosts.command(scenario, tuple(set_ or ()), console())
     return examination.command(console(), scenario, tuple(set_ or ()))
 
 
@@ -58,9 +58,9 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> int:
     """Write a commented scenario for this machine: devices found, connectors that can run, SLOs asked."""
-    from kvbench.planning import init as wizard
+    from kvbench.planning import init as new_scenario
 
-    return wizard.command(file, console(), yes=yes, force=force)
+    return new_scenario.command(file, console(), yes=yes, force=force)
 
 
 def hosts_install(

@@ -23,6 +23,8 @@ from kvbench.errors import InputError
 
 Role = Literal["prefill", "decode", "aggregated"]
 DispatchMode = Literal["none", "sequential", "concurrent"]
+Body = Mapping[str, Any]
+"""JSON of a request, or of an answer."""
 
 KV_ROLE: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
 
@@ -180,16 +182,12 @@ class Connector(ABC):
         return ""
 
     @abstractmethod
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         """The body to send to P for a client's body."""
 
     @abstractmethod
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         """The body to send to D; ``prefill_response`` is None with concurrent dispatch."""
 

@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from kvbench.connectors.base import (
     KV_ROLE,
+    Body,
     Connector,
     ConnectorOptions,
     PrefillPeer,
@@ -215,7 +216,7 @@ class MooncakeZmq(PullConnector, _Chosen):
         # 0.13 is hard-wired to "rdma" and leaves that key alone; the environment enforces the transport.
         return _options(options).sending()
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(body, {"do_remote_decode": True, "do_remote_prefill": False})
 
 
@@ -243,17 +244,13 @@ class _Bootstrap(_Settings):
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         return _options(options).sending()
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
             body, {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": request_id}
         )
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         params = {
             "do_remote_prefill": True,

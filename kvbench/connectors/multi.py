@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from kvbench import connectors
-from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role, Seat
+from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role, Seat
 from kvbench.core.plan.engine_versions import Releases
 
 _TIER: dict[str, JsonValue] = {
@@ -102,15 +102,11 @@ class Multi(Connector):
     def transport_asked(self, options: ConnectorOptions) -> str:
         return self._first.transport_asked(self._own(options))
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return self._first.prefill_request(body, request_id, peer)
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         return self._first.decode_request(body, prefill_response, request_id, peer)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import Connector, ConnectorOptions, PrefillPeer, Role
+from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
 from kvbench.core.plan.engine_versions import Releases
@@ -67,11 +67,7 @@ class NixlPushAtOnce(NixlPush):
     needs_engine_id = True
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         host, _, port = peer.side_address.rpartition(":")
         params = {

@@ -87,6 +87,7 @@ class Diagnosis:
 
 
 _ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
+_PATTERN: Final = {pattern.key: pattern for pattern in PATTERNS}
 
 
 def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
@@ -101,16 +102,10 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
         pattern = next((each for each in patterns if each.regex.search(line)), None)
         if pattern is None:
             continue
-        known = found.get(pattern.key)
-        count = _counted(pattern.key, known.count, 1) if known else 1
-        fatal = pattern.level == "fatal" or (pattern.fatal_after and count >= pattern.fatal_after)
-        level: Level = "fatal" if fatal else pattern.level
-        if known is not None:
-            found[pattern.key] = replace(known, count=count, level=level)
-        else:
-            quote = line.strip()[:MAX_QUOTE_CHARS]
-            new = Diagnosis(pattern.key, level, pattern.cause, pattern.hint, quote, source.process)
-            found[pattern.key] = replace(new, of_cancelled=pattern.of_cancelled)
+        quote = line.strip()[:MAX_QUOTE_CHARS]
+        new = Diagnosis(pattern.key, pattern.level, pattern.cause, pattern.hint, quote, source.process)
+        new = replace(new, of_cancelled=pattern.of_cancelled)
+        found[pattern.key] = _together(found.get(pattern.key), new)
     return sorted(found.values(), key=_rank)
 
 
@@ -162,20 +157,16 @@ class LogWatch:
         return found
 
     def _add(self, found: Iterable[Diagnosis]) -> None:
-        limits: Mapping[str, int] = _FATAL_AFTER
         for new in found:
-            known = self._found.get((new.process, new.key))
-            if known is not None:
-                count = _counted(new.key, known.count, new.count)
-                fatal = known.fatal or new.fatal or (new.key in limits and count >= limits[new.key])
-                new = replace(known, count=count, level="fatal" if fatal else known.level)
-            self._found[new.process, new.key] = new
+            place = (new.process, new.key)
+            self._found[place] = _together(self._found.get(place), new)
 
 
-def _counted(key: str, before: int, more: int) -> int:
-    """How often something has happened; what happens once has not happened again if it is said again."""
-    return max(before, more) if key in _ONCE else before + more
-
-
-_ONCE: Final = frozenset(each.key for each in PATTERNS if each.once)
-_FATAL_AFTER: Final = {each.key: each.fatal_after for each in PATTERNS if each.fatal_after}
+def _together(known: Diagnosis | None, new: Diagnosis) -> Diagnosis:
+    """One diagnosis of a key and process, with what came before; of some patterns so many are fatal."""
+    pattern = _PATTERN[new.key]
+    count = new.count
+    if known is not None:  # what happens once has not happened again if it is said again
+        count = max(known.count, count) if pattern.once else known.count + count
+    fatal = new.fatal or (known is not None and known.fatal) or 0 < pattern.fatal_after <= count
+    return replace(known or new, count=count, level="fatal" if fatal else pattern.level)

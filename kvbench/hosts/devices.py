@@ -12,7 +12,9 @@ from typing import Any, Final, Literal
 
 SMI_DEADLINE_S: Final = 5.0
 
-_PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+LOOPBACK_TYPE: Final = 772
+"""ARPHRD_LOOPBACK of Linux."""
+PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _SMI_FIELDS: Final = ("index", "name", "memory.total", "driver_version", "pci.bus_id", "pstate")
 
 
@@ -84,7 +86,7 @@ def _pci(folder: Path) -> dict[str, Any]:
     """Driver, PCI address and NUMA node of a device; null for a virtual one."""
     device = (folder / "device").resolve()
     # A virtio device hangs one level below the PCI device that carries it.
-    addresses = [place for place in (device, *device.parents[:2]) if _PCI_ADDRESS.fullmatch(place.name)]
+    addresses = [place for place in (device, *device.parents[:2]) if PCI_ADDRESS.fullmatch(place.name)]
     node = read_int(addresses[0] / "numa_node") if addresses else None
     return {
         "driver": link_name(device / "driver"),
@@ -177,8 +179,6 @@ def gpus(command: str = "nvidia-smi", deadline_s: float = SMI_DEADLINE_S) -> lis
 
 # Counters that grow while a trial runs
 
-_LOOPBACK_TYPE: Final = 772
-"""ARPHRD_LOOPBACK of Linux."""
 _RATE: Final = re.compile(r"([\d.]+)\s*([GM])b/sec")
 _RDMA_WORD_BYTES: Final = 4
 """``port_xmit_data`` and ``port_rcv_data`` count words of four bytes (octets over four lanes)."""
@@ -205,7 +205,7 @@ def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
             continue
         speed = read_int(folder / "speed")
         rate = speed * 1e6 / 8 if speed and speed > 0 else None
-        loopback = folder.name == "lo" or read_int(folder / "type") == _LOOPBACK_TYPE
+        loopback = folder.name == "lo" or read_int(folder / "type") == LOOPBACK_TYPE
         found[folder.name] = NicReading("ip", sent, received, rate, loopback)
     for device in children(root / "sys/class/infiniband"):
         ports = children(device / "ports")
@@ -236,15 +236,19 @@ def thermal_events(root: Path = Path("/")) -> int | None:
     return sum(counts) if counts else None
 
 
-def cgroup_throttled_s(root: Path = Path("/")) -> float | None:
-    """Seconds for which a CPU limit has held this process's cgroup, or one above it, back."""
+def own_cgroups(root: Path) -> list[Path]:
+    """This process's cgroup (v2), and all above it."""
     own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
     base = root / "sys/fs/cgroup"
-    folder = base / (own.group(1) if own else "")
+    folder = base / (own[1] if own else "")
+    return [place for place in (folder, *folder.parents) if place == base or base in place.parents]
+
+
+def cgroup_throttled_s(root: Path = Path("/")) -> float | None:
+    """Seconds for which a CPU limit has held this process's cgroup, or one above it, back."""
+    base = root / "sys/fs/cgroup"
     seconds: list[float] = []
-    for place in (folder, *folder.parents):
-        if place != base and base not in place.parents:
-            break
+    for place in own_cgroups(root):
         if found := re.search(r"^throttled_usec (\d+)$", read(place / "cpu.stat") or "", re.MULTILINE):
             seconds.append(int(found[1]) / 1e6)
     first_version = read(base / "cpu/cpu.stat") or read(base / "cpu,cpuacct/cpu.stat") or ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvbench.hosts.devices import children, gpus, nics, output_of, rdma, read
+from kvbench.hosts.devices import children, gpus, nics, output_of, own_cgroups, rdma, read
 from kvbench.version import __version__
 
 GIT_DEADLINE_S: Final = 5.0
@@ -116,15 +116,9 @@ def cpu(root: Path) -> dict[str, Any]:
 
 def cgroup_cpu_limit(root: Path) -> float | None:
     """Cores that this process's cgroup, or one above it, grants; None without a limit."""
-    own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
     base = root / "sys/fs/cgroup"
-    folder = base / (own.group(1) if own else "")
-    limits = []
-    while True:  # a limit above binds as well
-        limits.append(_quota((read(folder / "cpu.max") or "").split()))
-        if folder == base or base not in folder.parents:
-            break
-        folder = folder.parent
+    # A limit above binds as well.
+    limits = [_quota((read(folder / "cpu.max") or "").split()) for folder in own_cgroups(root)]
     first_version = (read(base / "cpu/cpu.cfs_quota_us"), read(base / "cpu/cpu.cfs_period_us"))
     limits.append(_quota([value for value in first_version if value]))
     return min((limit for limit in limits if limit), default=None)
@@ -158,13 +152,15 @@ def load_average(root: Path = Path("/")) -> list[float] | None:
 
 def versions() -> dict[str, str | None]:
     """The installed version of each library that matters here; null for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: version_of(name) for name in LIBRARIES}
+
+
+def version_of(name: str) -> str | None:
+    """A distribution's installed version, if it is installed; nothing is imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ questions; it starts no CUDA context.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -39,10 +40,7 @@ def slowed_s(name: str = LIBRARY) -> dict[str, float]:
         return {}
     found: dict[str, float] = {}
     try:
-        for index in range(_count(library)):
-            handle = ctypes.c_void_p()
-            if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
-                continue
+        for index, handle in _gpus(library):
             for policy, word in POLICIES.items():
                 time = _Violation()
                 asked: Any = library.nvmlDeviceGetViolationStatus
@@ -60,16 +58,20 @@ def names(library_name: str = LIBRARY) -> list[str]:
         return []
     found = []
     try:
-        for index in range(_count(library)):
-            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
-            if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
-                told = library.nvmlDeviceGetName(handle, text, ctypes.c_uint(_NAME_BYTES)) == 0
-                found.append(text.value.decode("utf-8", "replace") if told else "")
+        for _, handle in _gpus(library):
+            text = ctypes.create_string_buffer(_NAME_BYTES)
+            known = library.nvmlDeviceGetName(handle, text, ctypes.c_uint(_NAME_BYTES)) == 0
+            found.append(text.value.decode("utf-8", "replace") if known else "")
     except AttributeError:
         return []
     return found
 
 
-def _count(library: ctypes.CDLL) -> int:
+def _gpus(library: ctypes.CDLL) -> Iterator[tuple[int, ctypes.c_void_p]]:
+    """Index and handle of each GPU that can be asked."""
     count = ctypes.c_uint()
-    return count.value if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+    for index in range(count.value if known else 0):
+        handle = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
+            yield index, handle

@@ -27,7 +27,7 @@ def family(pid: int) -> list[int]:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped it (SIGSTOP, Ctrl-Z): it does nothing until it is continued."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return bool(fields) and fields[0] == STOPPED
 
 
@@ -35,13 +35,13 @@ def cpu_s(pids: Iterable[int]) -> float:
     """CPU seconds that these processes have taken together; of those that have ended, none."""
     ticks = 0
     for pid in pids:
-        fields = _stat(pid)
+        fields = stat(pid)
         if fields:
             ticks += int(fields[11]) + int(fields[12])  # utime and stime, fields 14 and 15 of proc(5)
     return ticks / _TICKS_PER_S
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:

@@ -5,7 +5,6 @@ Pure but for ``installed`` and ``cuda_major_of``: recorded versions of other mac
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import operator
 import re
@@ -18,6 +17,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from kvbench.hosts.devices import output_of
+from kvbench.hosts.environment import version_of
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -146,7 +146,7 @@ def _key(version: str) -> tuple[tuple[int, ...], int, int]:
 def installed(python: Path | None = None) -> dict[str, str]:
     """Versions of what matters, here or in another interpreter's environment; nothing is imported."""
     if python is None:
-        return {name: version for name in DISTRIBUTIONS if (version := _version(name)) is not None}
+        return {name: version for name in DISTRIBUTIONS if (version := version_of(name)) is not None}
     code = (
         "import importlib.metadata as m, json, sys\n"
         "found = {}\n"
@@ -161,13 +161,6 @@ def installed(python: Path | None = None) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(name): str(version) for name, version in found.items()}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cuda_major_of(versions: Mapping[str, str]) -> int | None:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby, permutations
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from kvbench.core.scenario.scenario import Scenario
@@ -79,9 +78,7 @@ class BetweenHosts:
             self.counts = (min(named),)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._fleet is not None:
             self._fleet.close()
 

@@ -7,7 +7,6 @@ get theirs from Kubernetes. Here it is about this machine, and about commands th
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.hosts import devices
+from kvbench.launchers.parts.sockets import is_free
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 Listed = Sequence[Mapping[str, Any]] | None
@@ -61,7 +61,7 @@ def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
     What CUDA_VISIBLE_DEVICES names counts before what nvidia-smi lists, also if it names none.
     """
     deployment = scenario.deployment
-    if deployment.several_hosts or deployment.hosts or not _is_here(deployment.host):
+    if deployment.several_hosts or deployment.hosts or not is_free(deployment.host, 0):
         return None
     visible = os.environ.get(VISIBLE)
     if visible is not None:
@@ -102,13 +102,3 @@ def _dealt(
         if pool is not None or len(mine) > 1:
             planned = dealt(planned, mine, pool, deployment.tensor_parallel_size)
     return planned
-
-
-def _is_here(host: str) -> bool:
-    """Whether an address is this machine's."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True

@@ -34,7 +34,7 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     """Settings of the scenario that its engine ignores or that harm."""
     chosen = {}
     for choice in scenario.connectors:
-        with suppress(InputError):  # one that the engine lacks is told by ``unusable``
+        with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
             chosen[choice.label] = (profile_of(scenario, choice.name, choice.label), choice.options)
     deployment = scenario.deployment
     per_request_s = scenario.slo.main().e2el_ms(scenario.workload.output_len) / 1e3
@@ -214,7 +214,7 @@ def several_hosts_problem() -> InputError:
 
 
 def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
-    """Why a deployment of this scenario cannot run here, with the mend; None if it can."""
+    """Why a deployment of this scenario cannot run here, with the fix; None if it can."""
     deployment = scenario.deployment
     options = deployment.engine_options
     if deployment.launcher == "local" and deployment.several_hosts and options.starts_processes:

@@ -1,6 +1,6 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
-Old schemas are lifted by a list of upgrade functions; a newer one is refused politely.
+Old schemas are lifted by a list of upgrade functions; a newer one is refused politely (schema.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from kvbench.core.records import (
     MAIN_METHODS,
@@ -25,10 +25,10 @@ from kvbench.core.records import (
 )
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
-from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.errors import StoreError
 from kvbench.files import read_lines, read_object
+from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents, Upgrade, schema_of
 from kvbench.results.transfer_rows import read_transfers
-from kvbench.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,24 +86,6 @@ class CellResult:
 
 
 @dataclass
-class Documents:
-    """The raw JSON of a run folder: what an upgrade function changes."""
-
-    manifest: dict[str, Any]
-    plan: dict[str, Any]
-    environment: dict[str, Any]
-    trials: list[dict[str, Any]]
-    cells: list[dict[str, Any]]
-
-
-Upgrade: TypeAlias = Callable[[Documents], Documents]
-
-# UPGRADES[k] lifts a folder of schema FIRST_SCHEMA + k by one.
-FIRST_SCHEMA: Final = 1
-UPGRADES: Final[tuple[Upgrade, ...]] = ()
-
-
-@dataclass
 class Run:
     """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole.
 
@@ -148,11 +130,7 @@ class Run:
 
     def requests(self, trial_id: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
-        import pandas as pd
-
-        path = self._parquet("requests", trial_id)
-        with _readable(path):
-            return pd.read_parquet(path, columns=list(columns) if columns else None)
+        return self._frame("requests", trial_id, columns)
 
     def request_records(self, trial_id: str) -> list[RequestRecord]:
         """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
@@ -164,15 +142,20 @@ class Run:
 
     def telemetry(self, trial_id: str) -> pd.DataFrame:
         """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
-        import pandas as pd
-
-        path = self._parquet("telemetry", trial_id)
-        with _readable(path):
-            return pd.read_parquet(path)
+        return self._frame("telemetry", trial_id)
 
     def transfer_records(self) -> list[TransferRecord]:
         """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
         return read_transfers(self.path)
+
+    def _frame(
+        self, kind: Literal["requests", "telemetry"], trial_id: str, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        import pandas as pd
+
+        path = self._parquet(kind, trial_id)
+        with _readable(path):
+            return pd.read_parquet(path, columns=list(columns) if columns else None)
 
     def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
         path = parquet_path(self.path, kind, trial_id)
@@ -206,7 +189,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
     warnings: list[str] = []
     manifest = read_object(folder / MANIFEST, None)
-    schema = _schema_of(manifest, folder, FIRST_SCHEMA + len(upgrades))
+    schema = schema_of(manifest, folder / MANIFEST, FIRST_SCHEMA + len(upgrades))
     documents = Documents(
         manifest,
         read_object(folder / "plan.json", warnings),
@@ -272,19 +255,6 @@ def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id:
     return folder / kind / f"{trial_id}.parquet"
 
 
-def _schema_of(manifest: Mapping[str, Any], folder: Path, newest: int) -> int:
-    schema = manifest.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
-        raise StoreError(f"{folder / MANIFEST} names no schema that was ever written: {schema!r}")
-    if schema > newest:
-        raise NewerSchemaError(
-            f"{folder} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
-            f"with schema {schema}; this is kvbench {__version__}, which reads up to {newest}",
-            hint="upgrade kvbench",
-        )
-    return schema
-
-
 def _parsed(
     rows: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T], name: str, warnings: list[str]
 ) -> list[T]:
@@ -303,10 +273,10 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
     for result in cells:
         own = (result.cell, result.method, result.tier)
         if result.status != "failed":
-            found = {key: each for key, each in found.items() if key == own or not _mended(each, result)}
+            found = {key: each for key, each in found.items() if key == own or not _now_done(each, result)}
         found[own] = result
     return list(found.values())
 
 
-def _mended(earlier: CellResult, later: CellResult) -> bool:
+def _now_done(earlier: CellResult, later: CellResult) -> bool:
     return earlier.status == "failed" and earlier.cell == later.cell

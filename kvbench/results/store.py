@@ -231,7 +231,7 @@ class RunStore:
             write_json(self.path / "environment.json", environment)
 
     def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
-        """Notes that a connector is not measured in this run, why, and the command that would mend it."""
+        """Notes that a connector is not measured in this run, why, and the command that would fix it."""
         skipped = [entry for entry in self._manifest["skipped"] if entry["connector"] != connector]
         self.update(skipped=[*skipped, {"connector": connector, "reason": reason, "hint": hint}])
 

@@ -20,7 +20,8 @@ from kvbench.core.records import SCHEMA_VERSION, Cell, Finding, RequestRecord, T
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import append_line, open_append, write_json
 from kvbench.results.parquet import write_parquet
-from kvbench.results.run import FIRST_SCHEMA, UPGRADES, Documents, writer_is_alive
+from kvbench.results.run import writer_is_alive
+from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents
 from kvbench.results.store import CellResult, RunInfo, RunStore, load_run
 
 CELL = Cell("tcp", 1024, 16)

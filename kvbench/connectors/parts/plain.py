@@ -6,21 +6,16 @@ D finds the KV by the prompt's tokens or by the request id, so nothing has to be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from kvbench.connectors.base import Connector, PrefillPeer, one_token_prefill
+from kvbench.connectors.base import Body, Connector, PrefillPeer, one_token_prefill
 
 
 class _UnchangedOnD(Connector):
     """D gets a client's body as it is."""
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         return dict(body)
 
@@ -30,7 +25,7 @@ class PlainConnector(_UnchangedOnD):
 
     dispatch = "sequential"
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(body)
 
 
@@ -39,5 +34,5 @@ class LoneConnector(_UnchangedOnD):
 
     dispatch = "none"
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         raise NotImplementedError(f"{self.name} runs one server and has no prefill request")

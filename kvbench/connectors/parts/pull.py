@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvbench.connectors.base import Connector, DispatchMode, PrefillPeer, Role, one_token_prefill
+from kvbench.connectors.base import Body, Connector, DispatchMode, PrefillPeer, Role, one_token_prefill
 
 
 class PullConnector(Connector):
@@ -24,7 +24,7 @@ class PullConnector(Connector):
     )
     """What P's ``kv_transfer_params`` must hold for D to find the blocks."""
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
             body,
             {
@@ -38,11 +38,7 @@ class PullConnector(Connector):
         )
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         return {**body, "kv_transfer_params": (prefill_response or {}).get("kv_transfer_params")}
 

@@ -7,10 +7,9 @@ bits) to both bodies (SGLang 0.5, sglang_router). Not run here: SGLang needs a G
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
-from kvbench.connectors.base import Connector, PrefillPeer, Role
+from kvbench.connectors.base import Body, Connector, PrefillPeer, Role
 
 
 class RoomConnector(Connector):
@@ -19,17 +18,13 @@ class RoomConnector(Connector):
     dispatch = "concurrent"
     side_port_roles: tuple[Role, ...] = ("prefill",)
 
-    def prefill_request(self, body: Mapping[str, Any], request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         # P's own answer is thrown away, so it need not come as a stream.
         request = {key: value for key, value in body.items() if key != "stream_options"}
         return {**request, "stream": False, **room_of(request_id, peer)}
 
     def decode_request(
-        self,
-        body: Mapping[str, Any],
-        prefill_response: Mapping[str, Any] | None,
-        request_id: str,
-        peer: PrefillPeer,
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
         return {**body, **room_of(request_id, peer)}
 

@@ -101,10 +101,6 @@ def report(lab: Lab, fault: Fault) -> FaultReport:
     return FaultReport(fault, max(0, _ACTIONS[fault.kind].count(lab, fault) - fault.seen_before))
 
 
-def reports(lab: Lab) -> list[FaultReport]:
-    return [report(lab, fault) for fault in lab.state.faults]
-
-
 def _check(lab: Lab, kind: str, nic: int) -> None:
     if kind not in KINDS:
         raise InputError(f"no fault is called {kind!r}", hint=f"there are: {', '.join(KINDS)}")

@@ -21,6 +21,7 @@ from typing import Any, Final
 from kvbench.errors import LabError
 from kvbench.hosts.devices import children, read
 from kvbench.hosts.lab.layout import LabPlan, Side
+from kvbench.hosts.procfs import stat
 
 TOOL_DEADLINE_S: Final = 15.0
 HOLDER_DEADLINE_S: Final = 10.0
@@ -84,11 +85,8 @@ class LabProcess:
 
 
 def _start_ticks(pid: int) -> int | None:
-    text = read(Path(f"/proc/{pid}/stat"))
-    if text is None:
-        return None
-    fields = text.rpartition(")")[2].split()  # a process's name may hold spaces and parentheses
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvbench.errors import InputError
-from kvbench.hosts.devices import gpus, link_rate, nics, rdma, read_int
+from kvbench.hosts.devices import LOOPBACK_TYPE, PCI_ADDRESS, gpus, link_rate, nics, rdma, read_int
 
 Kind = Literal["rdma", "tcp"]
 Addresses = Mapping[str, Sequence[str]]
@@ -21,9 +21,7 @@ Addresses = Mapping[str, Sequence[str]]
 
 ROOT: Final = Path("/")
 
-_LOOPBACK_TYPE: Final = 772  # ARPHRD_LOOPBACK
 _PLACE: Final = re.compile(r"(gpu|numa):(\d+)")
-_PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _ROCE_V2: Final = "RoCE v2"
 
 
@@ -181,7 +179,7 @@ def _tcp_fault(root: Path, nic: Mapping[str, Any], addresses: Sequence[str], in_
     """Why an interface cannot be used; empty if it can. The files are those of sysfs-class-net."""
     name = nic["name"]
     folder = root / "sys/class/net" / name
-    if name == "lo" or read_int(folder / "type") == _LOOPBACK_TYPE:
+    if name == "lo" or read_int(folder / "type") == LOOPBACK_TYPE:
         return "the loopback"
     if (folder / "bridge").is_dir():
         return "a bridge of containers or virtual machines"
@@ -225,7 +223,7 @@ def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | 
             if card["index"] == str(number):
                 return _place_of_pci(card["pci_address"], root)
         raise InputError(f"there is no GPU {number} here", hint="nvidia-smi lists them")
-    if _PCI_ADDRESS.fullmatch(text.lower()):
+    if PCI_ADDRESS.fullmatch(text.lower()):
         return _place_of_pci(text.lower(), root)
     raise InputError(f"{text!r} is no place", hint="write gpu:0, numa:1 or a PCI address")
 
@@ -263,7 +261,7 @@ def _pci_path(address: str | None, root: Path) -> tuple[str, ...]:
     if address is None or not link.exists():
         return ()
     parts = link.resolve().parts
-    return tuple(part for part in parts if part.startswith("pci") or _PCI_ADDRESS.fullmatch(part))
+    return tuple(part for part in parts if part.startswith("pci") or PCI_ADDRESS.fullmatch(part))
 
 
 def in_order(found: Sequence[Nic], place: MemoryPlace | None = None, root: Path = ROOT) -> list[Nic]:

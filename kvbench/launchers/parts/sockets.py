@@ -23,7 +23,7 @@ def require_free_port(host: str, port: int, name: str) -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether something can be bound to ``host:port`` now."""
+    """Whether something can be bound to ``host:port`` now. With port 0: is the address this machine's?"""
     with suppress(PortInUseError):
         require_free_port(host, port, "")
         return True

@@ -213,7 +213,7 @@ def test_partition(lab: Lab) -> None:
     assert labfaults.place(lab, "partition", 1).words() == "partition on nic1: no packet met it yet"
     assert connecting(lab, 1) == "TimeoutError"
     assert connecting(lab, 2) == "ConnectionRefusedError"
-    (report,) = labfaults.reports(lab)
+    report = labfaults.report(lab, lab.state.faults[0])
     assert report.packets > 0
     labfaults.heal(lab, "partition", 1)
     assert connecting(lab, 1, DEADLINE_S) == "ConnectionRefusedError"
@@ -254,7 +254,7 @@ def test_slow(lab: Lab) -> None:
     size = 1_000_000
     seconds, _, _ = move(lab, 1, size)
     assert seconds >= (size - lab.burst_bytes) * 8 / 20e6 * 0.9
-    assert labfaults.reports(lab)[0].packets > 0
+    assert labfaults.report(lab, lab.state.faults[0]).packets > 0
     labfaults.place(lab, "slow", 1, "30mbit")  # in place of the other
     assert [(fault.kind, fault.amount) for fault in lab.state.faults] == [("slow", "30mbit")]
     labfaults.heal(lab, "slow", 1)
