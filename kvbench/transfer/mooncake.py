@@ -32,9 +32,9 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts import mooncakewheel
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.mooncakelanes import EngineLane, TransferPart
+from kvbench.transfer.parts.mooncake import mooncakewheel
+from kvbench.transfer.parts.mooncake.mooncakelanes import EngineLane, TransferPart
 from kvbench.transfer.parts.native import inherited
 
 # The library then gives up a stalled connection by itself, long after our own deadlines, so that

@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 from kvbench.core.plan.processes import unproxied
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout
-from kvbench.transfer.parts import mooncakewheel
-from kvbench.transfer.parts.mooncakecodes import OBJECT_NOT_FOUND, require_all, words
+from kvbench.transfer.parts.mooncake import mooncakewheel
+from kvbench.transfer.parts.mooncake.mooncakecodes import OBJECT_NOT_FOUND, require_all, words
 from kvbench.transfer.parts.native import inherited
 from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
 from kvbench.transfer.parts.stores.servers import Master, available_bytes, master_binary

@@ -192,7 +192,7 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
 # processes/exact_server/sockets.py see when it is set).
 _DATES = {
     "processes/emulator/answers.py": 1,
-    "processes/emulator/lies.py": 1,
+    "processes/emulator/lies/counters.py": 1,
     "processes/emulator/metrics.py": 1,
     "processes/emulator/handoffs/pull.py": 1,
     "processes/emulator/server.py": 1,

@@ -6,22 +6,21 @@ the request, never an answer of D alone, and the other's connection is dropped.
 
 from __future__ import annotations
 
-import http.client
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
 from kvbench import connectors
-from kvbench.connectors.base import Connector, PrefillPeer
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_id_in
+from kvbench.connectors.base import Connector
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec
 from kvbench.core.records import RequestRecord
-from kvbench.errors import InputError, ServerError
+from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.loadgen.answer import ServerAnswer
+from kvbench.processes.loadgen.direct_backend import MAX_ANSWER_BYTES, DirectBackend, asked_engine_id
 from kvbench.processes.loadgen.http_request import Failure, HttpRequest
 from kvbench.processes.loadgen.in_flight import (
     InFlightRequest,
@@ -33,13 +32,8 @@ from kvbench.processes.loadgen.in_flight import (
 from kvbench.processes.loadgen.plan import PlannedRequest, completion_fields, request_headers
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
-from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
 from kvbench.processes.loadgen.stream import clipped, whole_body_error
-
-BOOTSTRAP_RETRY_S: Final = 0.1
-BOOTSTRAP_ANSWER_S: Final = 5.0
-MAX_PREFILL_BYTES: Final = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,23 +55,6 @@ class DirectSpec:
         except ValidationError as error:
             raise InputError(f"the spec's direct.options: {error.errors()[0]['msg']}") from error
         return connector.profile(self.version, options)
-
-
-class DirectBackend:
-    """P or D. ``engine_id`` is known after the bootstrap query."""
-
-    def __init__(self, role: str, spec: BackendSpec, loop: SocketLoop) -> None:
-        self.name = f"{role} {spec.url}"
-        self.spec = spec
-        self.server = ServerAddress(spec.url)
-        self.pool = ConnectionPool(self.server, loop)
-        self.engine_id = spec.engine_id
-
-    def peer(self) -> PrefillPeer:
-        spec = self.spec
-        return PrefillPeer(
-            spec.url, spec.bootstrap_url, self.engine_id, spec.side_address, spec.tensor_parallel_size
-        )
 
 
 @dataclass
@@ -189,7 +166,7 @@ class DirectRequest(InFlightRequest):
         super().__init__(run, plan, scheduled_s)
         self._prefill: HttpRequest | None = None
         if handoff.prefill is not None:
-            self._prefill = HttpRequest(self, handoff.prefill.pool, MAX_PREFILL_BYTES)
+            self._prefill = HttpRequest(self, handoff.prefill.pool, MAX_ANSWER_BYTES)
 
     def start(self, plan: PlannedRequest) -> None:
         if self._prefill is not None:
@@ -273,30 +250,3 @@ class DirectRequest(InFlightRequest):
         backend = self._handoff.prefill
         assert backend is not None
         return failure[0], f"{backend.name}: {failure[1]}"
-
-
-def asked_engine_id(backend: DirectBackend, timeout_s: float) -> str:
-    """The engine id that a prefill server's bootstrap address tells. Raises ServerError past the deadline."""
-    where = ServerAddress(backend.spec.bootstrap_url)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        connection = http.client.HTTPConnection(where.host, where.port, timeout=BOOTSTRAP_ANSWER_S)
-        try:
-            connection.request("GET", "/query")
-            answer = connection.getresponse()
-            body = answer.read(MAX_PREFILL_BYTES)
-            engine_id = engine_id_in(body) if answer.status == 200 else ""
-            problem = f"status {answer.status}" if answer.status != 200 else "the answer carries no engine_id"
-        except (OSError, http.client.HTTPException) as error:
-            engine_id, problem = "", str(error) or type(error).__name__
-        finally:
-            connection.close()
-        if engine_id:
-            return engine_id
-        if time.monotonic() > deadline:
-            raise ServerError(
-                f"{backend.name}: its bootstrap address {backend.spec.bootstrap_url} told no engine id"
-                f" within {timeout_s:g} s: {problem}",
-                hint="is it a prefill server with this connector, and is the bootstrap port right?",
-            )
-        time.sleep(BOOTSTRAP_RETRY_S)

@@ -8,13 +8,12 @@ import os
 import select
 import signal
 import socket
-import threading
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbench.errors import KvbenchError, TransferError
+from kvbench.processes.transfer_worker.peers import Peers, check_ids
 from kvbench.transfer.base import Backend, Endpoint, Layout, Ticket, TransferResult
 from kvbench.transfer.parts.blocks import unpack_ids
 from kvbench.transfer.parts.nativelog import NativeLog
@@ -35,19 +34,6 @@ class _Pending:
     mark: int
 
 
-@dataclass
-class _Connecting:
-    """A connect under way in a thread. Once given up, a late success is undone."""
-
-    peer: str
-    layout: Layout
-    deadline: float
-    deadline_s: float
-    mark: int
-    done: bool = False
-    error: str = ""
-
-
 class WorkerLoop:
     """Answers commands, polls what is pending, enforces deadlines; otherwise sleeps."""
 
@@ -60,13 +46,10 @@ class WorkerLoop:
         self._in = bytearray()
         self._out = bytearray()
         self._pending: dict[int, _Pending] = {}
-        self._connecting: dict[int, _Connecting] = {}
-        self._abandoned: deque[_Connecting] = deque()
-        self._peers: dict[str, Layout] = {}
-        self._unusable: set[str] = set()
         self._stop_at = float("inf")
         self._transport = ""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._peers = Peers(backend.name, endpoint, layout, self._wake_w)
         self._epoll = select.epoll()
 
     def run(self, control: socket.socket, ready: dict[str, Any]) -> None:
@@ -86,7 +69,11 @@ class WorkerLoop:
             self._wait()
             self._endpoint.progress()
             self._poll_pending()
-            self._poll_connecting()
+            for number, mark, error, peer in self._peers.connected():
+                if error:
+                    self._refuse(number, error, mark)
+                else:
+                    self._answer(number, {"peer": peer})
             if self._stop_at < float("inf") and not self._pending:
                 break
         self._flush_before_end()
@@ -97,11 +84,7 @@ class WorkerLoop:
     def _wait(self) -> None:
         """Sleep until there is a command, a wake-up, or the next poll or deadline is due."""
         now = time.monotonic()
-        due = min(
-            [p.deadline for p in self._pending.values()]
-            + [c.deadline for c in self._connecting.values()]
-            + [self._stop_at, now + 60.0]
-        )
+        due = min([p.deadline for p in self._pending.values()] + [self._peers.due, self._stop_at, now + 60.0])
         pause = self._endpoint.poll_interval_s if self._pending else self._endpoint.progress_interval_s
         timeout = max(min(due - now, due - now if pause is None else pause), 0.0)
         # epoll counts in whole milliseconds; select on the epoll set in microseconds.
@@ -145,14 +128,14 @@ class WorkerLoop:
                 case "transfer":
                     self._start_transfer(number, request, mark)
                 case "connect":
-                    self._start_connect(number, request, mark)
+                    self._peers.connect(number, request["peer"], float(request["deadline_s"]), mark)
                 case "collect" | "offer" as side:
                     blocks = unpack_ids(request["blocks"])
-                    _check_ids("local", blocks, self._layout)
+                    check_ids("local", blocks, self._layout)
                     (self._endpoint.collect if side == "collect" else self._endpoint.offer)(blocks)
                     self._answer(number, {})
                 case "forget":
-                    self._forget(str(request["peer"]))
+                    self._peers.forget(str(request["peer"]))
                     self._answer(number, {})
                 case other:
                     self._refuse(number, f"unknown command {other!r}", mark)
@@ -170,14 +153,11 @@ class WorkerLoop:
         local, remote = unpack_ids(request["local"]), unpack_ids(request["remote"])
         if op not in self._backend.ops:
             raise TransferError(f"{self._backend.name} cannot {op}")
-        if peer in self._unusable:
-            raise TransferError(f"peer {peer} is unusable since a transfer to it timed out; connect again")
-        if peer not in self._peers:
-            raise TransferError(f"no peer is called {peer!r}; connect first")
+        theirs = self._peers.layout_of(peer)
         if len(local) != len(remote):
             raise TransferError(f"{len(local)} local blocks do not pair with {len(remote)} remote ones")
-        _check_ids("local", local, self._layout)
-        _check_ids("remote", remote, self._peers[peer])
+        check_ids("local", local, self._layout)
+        check_ids("remote", remote, theirs)
         ticket = self._endpoint.prepare(peer, op, local, remote)
         try:
             self._endpoint.start(ticket)
@@ -204,7 +184,7 @@ class WorkerLoop:
                 self._answer(number, asdict(result))
             elif now >= pending.deadline:
                 del self._pending[number]
-                self._unusable.add(ticket.peer)
+                self._peers.give_up(ticket.peer)
                 self._endpoint.release(ticket)
                 self._refuse(
                     number,
@@ -216,59 +196,6 @@ class WorkerLoop:
             self._endpoint.release(ticket)
             cause = str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}"
             self._refuse(number, cause, pending.mark)
-
-    # --- peers
-
-    def _start_connect(self, number: int, request: dict[str, Any], mark: int) -> None:
-        peer, deadline_s = request["peer"], float(request["deadline_s"])
-        if peer.get("backend") != self._backend.name:
-            raise TransferError(f"the peer speaks {peer.get('backend')!r}, this side {self._backend.name!r}")
-        layout = Layout(**peer["layout"])
-        mine = self._layout
-        if (layout.regions, layout.block_bytes) != (mine.regions, mine.block_bytes):
-            raise TransferError(
-                f"the peer's layout is {layout.regions} regions of {layout.block_bytes}-byte blocks, "
-                f"this side's {mine.regions} of {mine.block_bytes}"
-            )
-        name = str(peer["id"])
-        connecting = _Connecting(name, layout, time.monotonic() + deadline_s, deadline_s, mark)
-        self._connecting[number] = connecting
-
-        def work() -> None:
-            try:
-                self._endpoint.connect(peer, deadline_s)
-            except Exception as error:
-                connecting.error = str(error) or type(error).__name__
-            connecting.done = True
-            os.write(self._wake_w, b"\0")
-
-        threading.Thread(target=work, name="connect", daemon=True).start()
-
-    def _poll_connecting(self) -> None:
-        now = time.monotonic()
-        for number, connecting in list(self._connecting.items()):
-            if connecting.done:
-                del self._connecting[number]
-                if connecting.error:
-                    self._refuse(number, connecting.error, connecting.mark)
-                    continue
-                self._peers[connecting.peer] = connecting.layout
-                self._unusable.discard(connecting.peer)
-                self._answer(number, {"peer": connecting.peer})
-            elif now >= connecting.deadline:
-                del self._connecting[number]
-                self._abandoned.append(connecting)
-                message = f"no answer from the peer within {connecting.deadline_s:g} s"
-                self._refuse(number, message, connecting.mark)
-        for late in [item for item in self._abandoned if item.done]:
-            self._abandoned.remove(late)
-            if not late.error and late.peer not in self._peers:
-                self._endpoint.forget(late.peer)
-
-    def _forget(self, peer: str) -> None:
-        self._peers.pop(peer, None)
-        self._unusable.discard(peer)
-        self._endpoint.forget(peer)
 
     # --- answers
 
@@ -305,15 +232,3 @@ class WorkerLoop:
         self._control.settimeout(0.5)
         with contextlib.suppress(OSError):  # the parent may no longer listen
             self._control.sendall(self._out)
-
-
-def _check_ids(side: str, ids: list[int], layout: Layout) -> None:
-    """Block ids must exist and be named once. Raises TransferError."""
-    if not ids:
-        return
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= layout.blocks:
-        wrong = low if low < 0 else high
-        raise TransferError(f"{side} block {wrong} is outside the pool of {layout.blocks} blocks")
-    if len(set(ids)) != len(ids):
-        raise TransferError(f"a {side} block is named twice")

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from kvbench.errors import TransferError
-from kvbench.transfer.parts import mooncakewheel
+from kvbench.transfer.parts.mooncake import mooncakewheel
 
 # Runs under way to one peer. The library refuses what exceeds its queue per peer ("TCP lane
 # queue-full rejection", seen with a few thousand runs); 1024 at a time were not faster than this.
