@@ -28,7 +28,6 @@ from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.progress import CaseProgress
 from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report
-from kvbench.report.transfers import report as transfer_report
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import RunInfo, RunStore
 
@@ -58,7 +57,7 @@ def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
         _measure(asked, places, store, console)
     run = load_run(store.path)
     report.write_report(run.path)
-    transfer_report.render(run, console, before)
+    report.render_terminal(run, console, before=before)
     return exit_code(run)
 
 

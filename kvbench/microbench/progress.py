@@ -11,7 +11,7 @@ from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.core.transfers.stats import call_times
 from kvbench.core.units import duration_text
 from kvbench.report.live_bar import LiveBar
-from kvbench.report.tables.result import number
+from kvbench.report.tables.numbers import number
 from kvbench.report.tables.transfers import case_text, time_text
 
 

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from kvbench.core.metrics.limit import LIMIT_SHORT
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.report.tables.cells import table
-from kvbench.report.tables.result import MISSING, Row, number, percent, summary_table
+from kvbench.report.tables.numbers import MISSING, number, percent
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.tables.table import markdown_table
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import Run
 
@@ -149,7 +150,10 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
     ]
     for length in dict.fromkeys(each.input_len for each in found):
         mine = [each for each in found if each.input_len == length]
-        parts += [f"## {length:,} in, {mine[0].output_len:,} out", table(HEADER, map(cells_of, mine))]
+        parts += [
+            f"## {length:,} in, {mine[0].output_len:,} out",
+            markdown_table(HEADER, map(cells_of, mine)),
+        ]
         told = [
             f"- {each.connector} {each.split}: {each.limit_evidence}" for each in mine if each.limit_evidence
         ]

@@ -19,7 +19,7 @@ from kvbench.microbench.host_pairs import BetweenHosts, chosen_pairs
 from kvbench.microbench.hosts import MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.report.transfers.host_pairs import pair_matrices
+from kvbench.report.tables.host_pairs import pair_matrices
 from kvbench.transfer.parts.usable import movers_on
 
 REASON = no_hosts_reason()
@@ -158,8 +158,8 @@ def test_a_matrix_says_who_sends_to_whom() -> None:
     ]
     write, read = pair_matrices(rows)
     assert write.title == "tcp write"
-    assert list(write.lines) == [("a", "–", "2.50"), ("b", "FAILED", "–")]
-    assert list(read.lines) == [("a", "–", "–"), ("b", "3.50", "–")]  # a reads what b has
+    assert write.cells == [["a", "–", "2.50"], ["b", "FAILED", "–"]]
+    assert read.cells == [["a", "–", "–"], ["b", "3.50", "–"]]  # a reads what b has
     assert pair_matrices(rows[:2]) == []
     assert pair_matrices([TransferRecord(Case("tcp", "tcp", "write", 1, 1))] * 2) == []
 

@@ -20,8 +20,8 @@ from kvbench.errors import InputError
 from kvbench.files import spreadsheet_cell
 from kvbench.importers.parts import importing
 from kvbench.report import compare
-from kvbench.report.compare import Asked, compare_runs, sheets
-from kvbench.report.tables.formats import Column, Sheet, as_csv, as_latex, as_markdown, latex
+from kvbench.report.compare import Asked, compare_runs, tables
+from kvbench.report.tables.table import Column, as_csv, as_latex, as_markdown, latex, of_values
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
 
@@ -110,15 +110,15 @@ def test_columns_are_called_as_in_the_page(pr10884: Run) -> None:
 def test_rows_are_sorted_and_grouped_by_any_axis(pr10884: Run, axis: str) -> None:
     asked = Asked(by=axis, group=axis, sort=("rate",))
     compared = compare_runs([pr10884], asked)
-    groups = sheets(compared, asked)
-    levels = [{row[axis] for row in sheet.rows} for sheet in groups]
+    groups = tables(compared, asked)
+    levels = [{row[axis] for row in table.rows} for table in groups]
     assert all(len(level) == 1 for level in levels)
     assert len(groups) == len({next(iter(level)) for level in levels})
-    assert sum(len(sheet.rows) for sheet in groups) == 33
-    for sheet in groups:
-        rates = [row["rate"] for row in sheet.rows]
+    assert sum(len(table.rows) for table in groups) == 33
+    for table in groups:
+        rates = [row["rate"] for row in table.rows]
         assert rates == sorted(rates)
-        assert sheet.columns[0].key == axis
+        assert table.columns[0].key == axis
 
 
 def test_two_runs_of_one_scenario_are_repeats(tmp_path: Path) -> None:
@@ -215,12 +215,12 @@ def test_a_refused_trial_is_no_row(tmp_path: Path) -> None:
 
 @given(st.text(max_size=40))
 def test_no_text_breaks_a_format(text: str) -> None:
-    sheet = Sheet("", [Column("a", "A"), Column("b", "B")], [{"a": text, "b": 1.5}])
-    (row,) = csv.DictReader(io.StringIO(as_csv([sheet]), newline=""))
+    table = of_values("", [Column("a", "A"), Column("b", "B")], [{"a": text, "b": 1.5}])
+    (row,) = csv.DictReader(io.StringIO(as_csv([table]), newline=""))
     assert row["b"] == "1.5"
     assert row["a"] == spreadsheet_cell(text)
-    assert len(as_markdown([sheet]).splitlines()) == 3
-    (line,) = [each for each in as_latex([sheet]).splitlines() if each.endswith("& 1.50 \\\\")]
+    assert len(as_markdown([table]).splitlines()) == 3
+    (line,) = [each for each in as_latex([table]).splitlines() if each.endswith("& 1.50 \\\\")]
     inside = line.removesuffix("& 1.50 \\\\")
     assert not re.search(r"(?<!\\)[&%#_]", inside)
 

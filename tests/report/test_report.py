@@ -27,11 +27,13 @@ from sample_run import (
 
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import compare
+from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
-from kvbench.report.tables.result import VALUE_COLUMNS, Answer, Row, number, percent, summary_table
+from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.router_cost import router_costs
+from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import CellResult, Run, load_run
 from kvbench.results.store import RunInfo, RunStore
 
@@ -168,7 +170,7 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 
 def test_rates_are_ordered_only_where_their_intervals_are_apart() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.5, 13.0)]
-    told = {(each.ahead, each.behind): each for each in compare(rows)}
+    told = {(each.ahead, each.behind): each for each in rate_pairs(rows)}
     assert told["c", "b"].ratio is None
     b_over_a = told["b", "a"]
     assert (b_over_a.ratio, b_over_a.low, b_over_a.high) == (1.2, 12.0 / 10.5, 12.6 / 10.0)
@@ -178,12 +180,14 @@ def test_rates_are_ordered_only_where_their_intervals_are_apart() -> None:
 
 
 def test_open_ended_and_missing_rates_are_compared_honestly() -> None:
-    assert compare([row("a", 10.0, None, "at_least"), row("b", 4.0, 5.0)])[0].text() == "a at least 2.00× b"
-    assert compare([row("a", 4.0, None, "at_least"), row("b", 10.0, 11.0)])[0].ratio is None
-    told = compare([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
+    assert (
+        rate_pairs([row("a", 10.0, None, "at_least"), row("b", 4.0, 5.0)])[0].text() == "a at least 2.00× b"
+    )
+    assert rate_pairs([row("a", 4.0, None, "at_least"), row("b", 10.0, 11.0)])[0].ratio is None
+    told = rate_pairs([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
     assert told.text() == "a holds a rate, b none that was tested"
-    assert compare([row("a", 4.0, 4.2), row("b", None, 8.0, "none")])[0].ratio is None
-    assert compare([row("a", 4.0, 4.2), row("b", None, None, "refused")]) == []
+    assert rate_pairs([row("a", 4.0, 4.2), row("b", None, 8.0, "none")])[0].ratio is None
+    assert rate_pairs([row("a", 4.0, 4.2), row("b", None, None, "refused")]) == []
 
 
 intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0], t[0] * t[1]))
@@ -193,7 +197,7 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0],
 def test_an_order_is_claimed_if_and_only_if_the_intervals_do_not_touch(
     one: tuple[float, float], other: tuple[float, float]
 ) -> None:
-    (told,) = compare([row("a", *one), row("b", *other)])
+    (told,) = rate_pairs([row("a", *one), row("b", *other)])
     apart = one[0] > other[1] or other[0] > one[1]
     assert (told.ratio is not None) == apart
     if told.ratio is not None:
@@ -288,7 +292,7 @@ def test_csv_and_json_hold_the_rows(tmp_path: Path) -> None:
     assert data["rows"] == [each.flat() for each in rows]
     assert data["labels"] == ["emulated"]
     assert data["slo"] == {"ttft_ms": 250, "tpot_ms": 15, "attainment": 0.95}
-    assert [c["text"] for c in data["comparisons"]] == [each.text() for each in compare(rows)]
+    assert [c["text"] for c in data["comparisons"]] == [each.text() for each in rate_pairs(rows)]
 
 
 def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
@@ -317,9 +321,9 @@ def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_text_from_outside_does_not_break_a_markdown_table(full: Run) -> None:
-    from kvbench.report.tables.cells import table
+    from kvbench.report.tables.table import markdown_table
 
-    assert table(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y z |"
+    assert markdown_table(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y z |"
 
 
 # --- several runs --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvbench.core.units import size_text
 from kvbench.importers.base import ServingRow, TransferRow
-from kvbench.report.tables.result import MISSING, number
+from kvbench.report.tables.numbers import MISSING, number
 
 
 def serving_table(rows: Sequence[ServingRow]) -> Table:

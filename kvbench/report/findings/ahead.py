@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
 from kvbench.core.plan.engine_count import Unit, counted, unequal
-from kvbench.report.tables.result import Answer, Row, number
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import Answer, Row
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RatePair:
     """Two rows of one input length. ``ratio`` is None where one cannot be told from the other.
 
     ``ratio`` compares the two rates; ``low`` and ``high`` are what the two intervals allow. A ratio of
@@ -51,7 +52,7 @@ class Comparison:
         return f"{self.ahead} {number(self.ratio)}× {self.behind} {interval}"
 
 
-def unequal_text(found: Sequence[Comparison]) -> str:
+def unequal_text(found: Sequence[RatePair]) -> str:
     """What is said of all pairs of one length and unequal size: why not the rates, and the rates per engine.
 
     ``cannot be compared directly: 2 engines (nixl) against 1 engine (aggregated); per engine: aggregated
@@ -76,18 +77,26 @@ def _many(count: int | None, unit: Unit) -> str:
     return f"an unknown number of {unit}s" if count is None else counted(count, unit)
 
 
-def compare(rows: Sequence[Row]) -> list[Comparison]:
+def rate_pairs(rows: Sequence[Row]) -> list[RatePair]:
     """Each pair of rows with an answer, per input length: ordered only where their intervals are apart."""
-    comparisons = []
+    found = []
     known = [row for row in rows if row.outcome in ("found", "at_least", "none")]
     known.sort(key=lengths)
     for _, group in groupby(known, key=lengths):
         ranked = sorted(group, key=lambda row: -(row.answer.max_request_rate or 0.0))
-        comparisons += [_compared(one, other) for one, other in combinations(ranked, 2)]
-    return comparisons
+        found += [_compared(one, other) for one, other in combinations(ranked, 2)]
+    return found
 
 
-def parted(found: Iterable[Comparison]) -> tuple[list[Comparison], list[Comparison], list[Comparison]]:
+def by_lengths(found: Iterable[RatePair]) -> dict[tuple[int, int], list[RatePair]]:
+    """The pairs by input and output length."""
+    groups: dict[tuple[int, int], list[RatePair]] = {}
+    for each in found:
+        groups.setdefault((each.input_len, each.output_len), []).append(each)
+    return groups
+
+
+def parted(found: Iterable[RatePair]) -> tuple[list[RatePair], list[RatePair], list[RatePair]]:
     """Those that are ordered, those that cannot be told apart, and those of unequal size."""
     found = list(found)
     fair = [each for each in found if each.per is None]
@@ -98,17 +107,17 @@ def parted(found: Iterable[Comparison]) -> tuple[list[Comparison], list[Comparis
     )
 
 
-def _compared(one: Row, other: Row) -> Comparison:
+def _compared(one: Row, other: Row) -> RatePair:
     unit = unequal(one.size, other.size)
     if unit is None:
-        return Comparison(*lengths(one), one.name, other.name, *_ratios(one.answer, other.answer))
+        return RatePair(*lengths(one), one.name, other.name, *_ratios(one.answer, other.answer))
     # Whoever has the higher rate per engine stands first.
     one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
     counts = one.size.count(unit), other.size.count(unit)
     ratios: tuple[float | None, float | None, float | None] = (None, None, None)
     if counts[0] and counts[1]:
         ratios = _ratios(_divided(one.answer, counts[0]), _divided(other.answer, counts[1]))
-    return Comparison(*lengths(one), one.name, other.name, *ratios, per=unit, counts=counts)
+    return RatePair(*lengths(one), one.name, other.name, *ratios, per=unit, counts=counts)
 
 
 def _divided(answer: Answer, count: int) -> Answer:

@@ -14,10 +14,11 @@ from typing import Final
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
-from kvbench.report.findings.notes import Note
 from kvbench.report.findings.transfers import told
 from kvbench.report.tables.methods import method_tables
-from kvbench.report.tables.result import Row, number, summary_table
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.value import Note
 from kvbench.results.run import Run
 
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
@@ -28,7 +29,8 @@ def statements(run: Run, rows: Sequence[Row] | None = None) -> list[Statement]:
     if run.manifest.get("kind") == "microbench":
         return told(run.transfer_records())
     rows = summary_table(run) if rows is None else rows
-    found = [*conclusions([run]), *_bursts(run), *_refused(run), *_warned(run, rows)]
+    own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
+    found = [*conclusions([run]), *_bursts(run), *own, *warned(run, rows)]
     if not any(each.kind in ("ahead", "untold") for each in found):
         found += _alone(run, rows)
     return found
@@ -84,22 +86,23 @@ def _bursts(run: Run) -> Iterable[Statement]:
                 )
 
 
-def _refused(run: Run) -> Iterable[Statement]:
-    refused = [trial for trial in run.trials if trial.verdict == "invalid"]
-    if not refused or run.manifest.get("kind") == IMPORTED:
+def refused(run: Run) -> Iterable[Statement]:
+    """How many trials count neither way, and by which gate."""
+    invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
+    if not invalid:
         return
     causes = Counter(
-        finding.gate for trial in refused for finding in trial.findings if finding.level == "invalid"
+        finding.gate for trial in invalid for finding in trial.findings if finding.level == "invalid"
     )
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
-    text = f"{len(refused)} of {len(run.trials)} trials were refused and count neither way"
+    text = f"{len(invalid)} of {len(run.trials)} trials were refused and count neither way"
     yield Statement(
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",
-        places=tuple(trial.trial_id for trial in refused), evidence=dict(causes),
+        places=tuple(trial.trial_id for trial in invalid), evidence=dict(causes),
     )  # fmt: skip
 
 
-def _warned(run: Run, rows: Sequence[Row]) -> Iterable[Statement]:
+def warned(run: Run, rows: Sequence[Row]) -> Iterable[Statement]:
     """Warnings of the trials behind the table: one statement a gate, with one of its messages."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
     found: dict[str, list[tuple[TrialRecord, Finding]]] = {}

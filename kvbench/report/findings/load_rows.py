@@ -26,8 +26,9 @@ from kvbench.core.records import TrialRecord
 from kvbench.core.slo import Limit
 from kvbench.core.stats import sectioned
 from kvbench.errors import StoreError
-from kvbench.report.findings.ahead import Comparison, compare, parted, unequal_text
-from kvbench.report.tables.result import Row, engine_word, summary_table
+from kvbench.report.findings.ahead import RatePair, by_lengths, parted, rate_pairs, unequal_text
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.tables.trial_values import engine_word
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
 from kvbench.results.run import Run, parquet_path
@@ -256,11 +257,8 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
     """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told,
     and one for all that is not.
     """
-    places: dict[tuple[int, int], list[Comparison]] = {}
-    for each in compare(rows):
-        places.setdefault((each.input_len, each.output_len), []).append(each)
     found = []
-    for (input_len, output_len), mine in places.items():
+    for (input_len, output_len), mine in by_lengths(rate_pairs(rows)).items():
         place = f"{input_len:,} in, {output_len:,} out"
         told, untold, unfair = parted(mine)
         if told:
@@ -279,7 +277,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
     return found
 
 
-def _compared(pairs: Sequence[Comparison]) -> dict[str, Any]:
+def _compared(pairs: Sequence[RatePair]) -> dict[str, Any]:
     return {"pairs": [vars(each) for each in pairs]}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.metrics.limit import LIMIT_WORDS
-from kvbench.report.findings.ahead import Comparison, compare, parted, unequal_text
-from kvbench.report.findings.load_rows import row_conclusions
-from kvbench.report.tables.result import Row, number
+from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, unequal_text
+from kvbench.report.findings.findings import as_notes, refused, warned
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import Row
+from kvbench.report.value import Note
 from kvbench.results.finished_cells import changed_outputs
 from kvbench.results.provenance import mark_of
 from kvbench.results.run import Run
@@ -20,33 +19,13 @@ from kvbench.results.same_conditions import ELSEWHERE
 MOST_DIFFERENCES: Final = 5
 
 
-@dataclass(frozen=True)
-class Note:
-    """One sentence, and what to do about it."""
-
-    text: str
-    advice: str = ""
-
-
-def concluded(run: Run) -> dict[str, list[Note]]:
-    """What the rules say of the run's loads (listed rates, read-in results), under the heading of each
-    kind.
-    """
-    told = row_conclusions([run])
-    return {
-        words: mine
-        for kind, words in KIND_WORDS.items()
-        if (mine := [Note(each.text, each.advice) for each in told if each.kind == kind])
-    }
-
-
 def notes(run: Run, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
     """Everything that limits what the rows of this run say, the weightiest first.
 
     ``gates``: also what the gates found, where that does not stand under the findings.
     """
     found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows)]
-    return [*found, *_refused_trials(run), *_warnings(run, rows)] if gates else found
+    return [*found, *as_notes([*refused(run), *warned(run, rows)])] if gates else found
 
 
 def _state(run: Run) -> Iterable[Note]:
@@ -143,42 +122,9 @@ def _said_of(row: Row) -> str:
     return row.reason if row.outcome == "one_rate" else ""
 
 
-def _refused_trials(run: Run) -> Iterable[Note]:
-    refused = [trial for trial in run.trials if trial.verdict == "invalid"]
-    causes = Counter(
-        finding.gate for trial in refused for finding in trial.findings if finding.level == "invalid"
-    )
-    if refused:
-        by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
-        total = f"{len(refused)} of {len(run.trials)} trials were refused and count neither way"
-        yield Note(f"{total} ({by_gate})" if by_gate else total)
-
-
-def _warnings(run: Run, rows: Sequence[Row]) -> Iterable[Note]:
-    """Warnings of the trials behind the table: one note a gate, with one of its messages."""
-    names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
-    places: dict[str, dict[str, list[int]]] = {}
-    messages: dict[str, list[tuple[str, str]]] = {}
-    for trial in run.trials:
-        for finding in trial.findings:
-            if trial.trial_id in names and finding.level == "warning":
-                name, length = names[trial.trial_id]
-                places.setdefault(finding.gate, {}).setdefault(name, []).append(length)
-                messages.setdefault(finding.gate, []).append((finding.message, finding.advice))
-    for gate, where in places.items():
-        message, advice = messages[gate][-1]
-        listed = "; ".join(
-            f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
-        )
-        last = "" if len(messages[gate]) == 1 else "for example, "
-        yield Note(f"{gate} ({listed}): {last}{message}", advice)
-
-
 def ahead(rows: Sequence[Row]) -> list[str]:
     """Who is ahead: one sentence per input length, from the intervals alone."""
-    groups: dict[tuple[int, int], list[Comparison]] = {}
-    for comparison in compare(rows):
-        groups.setdefault((comparison.input_len, comparison.output_len), []).append(comparison)
+    groups = by_lengths(rate_pairs(rows))
     several = len({output_len for _, output_len in groups}) > 1
     lines = []
     for (input_len, output_len), group in groups.items():

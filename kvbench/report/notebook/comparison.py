@@ -11,20 +11,19 @@ from typing import Any, Final
 
 import pandas as pd
 
-from kvbench.core.findings.ahead import Pair, pairs
-from kvbench.core.transfers.stats import compare as compare_transfers
+from kvbench.core.findings.ahead import Pair
 from kvbench.errors import InputError
-from kvbench.report.findings.ahead import Comparison as Searched
-from kvbench.report.findings.ahead import compare as compare_rows
-from kvbench.report.findings.load_rows import default_axis, load_rows
+from kvbench.report.findings.ahead import RatePair
 from kvbench.report.notebook import frames
 from kvbench.report.notebook.display import html_table, markdown_table
 from kvbench.report.notebook.run import Run, load
-from kvbench.report.tables.result import number, summary_table
-from kvbench.results.provenance import caption, check_comparable
+from kvbench.report.side_by_side import Changes, are_microbenchmarks, compared_runs
+from kvbench.report.tables.numbers import number
+from kvbench.results.provenance import caption
 
 _LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ROW_COLUMNS: Final = ("figure", "place", "one", "other", "ratio", "low", "high", "told", "text")
+_CASE: Final = ("backend", "protocol", "op", "block_bytes", "batch_size", "nics")
 
 
 class Comparison:
@@ -86,27 +85,17 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
     if not loaded or len(loaded) > len(_LETTERS):
         raise InputError(f"give 1 to {len(_LETTERS)} runs to compare, not {len(loaded)}")
     named = dict(zip(_LETTERS, loaded, strict=False))
-    raw = {run.kind == "microbench" for run in loaded}
-    if raw == {True, False}:
-        raise InputError("a microbenchmark of transfers and a run of requests have no table in common")
-    if raw == {True}:
-        return Comparison(named, _transfer_rows(loaded), [])
-    differing = check_comparable([run.folder for run in loaded], force=force)
-    rows = [
-        row
-        for letter, run in named.items()
-        for row in summary_table(run.folder, letter if len(named) > 1 else "")
-    ]
-    letters = list(named) if len(named) > 1 else [""]
-    offered = [
-        row for letter, run in zip(letters, loaded, strict=True) for row in load_rows(run.folder, letter)
-    ]
-    axis = by or default_axis(offered)
-    found = [*(_searched(each) for each in compare_rows(rows)), *_offered(pairs(offered, axis))]
-    return Comparison(named, frames.frame(found, ROW_COLUMNS), differing)
+    folders = [run.folder for run in loaded]
+    if are_microbenchmarks(folders):
+        if len(loaded) != 2:
+            raise InputError(f"two microbenchmarks are compared, not {len(loaded)}")
+        return Comparison(named, _changed(Changes.between(*folders)), [])
+    told = compared_runs(folders, by, force=force)
+    found = [*map(_searched, told.searched), *_offered(told.offered)]
+    return Comparison(named, frames.frame(found, ROW_COLUMNS), told.differing)
 
 
-def _searched(pair: Searched) -> dict[str, Any]:
+def _searched(pair: RatePair) -> dict[str, Any]:
     """Two searched rates; of unequal numbers of engines, those per engine. ``one`` is ahead if told."""
     return {
         "figure": "max_request_rate" + (f"_per_{pair.per.lower()}" if pair.per else ""),
@@ -124,16 +113,14 @@ def _searched(pair: Searched) -> dict[str, Any]:
 def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
     """Two loads that were offered as such: a row each figure, whether anything can be told of it or not."""
     for pair in found:
+        names = {"place": pair.place, "one": pair.one, "other": pair.other}
         if pair.unequal:
-            names = {"figure": "", "place": pair.place, "one": pair.one, "other": pair.other}
-            yield {**names, "told": False, "text": f"cannot be told: {pair.reason()}"}
+            yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
         for each in pair.ratios:
             told = each.told and not pair.why_not
             yield {
                 "figure": each.figure,
-                "place": pair.place,
-                "one": pair.one,
-                "other": pair.other,
+                **names,
                 "ratio": each.ratio,
                 "low": each.low,
                 "high": each.high,
@@ -142,27 +129,12 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _transfer_rows(loaded: Sequence[Run]) -> pd.DataFrame:
-    if len(loaded) != 2:
-        raise InputError(f"two microbenchmarks are compared, not {len(loaded)}")
-    before, after = (run.folder.transfer_records() for run in loaded)
-    names = (
-        "backend",
-        "protocol",
-        "op",
-        "block_bytes",
-        "batch_size",
-        "nics",
-        "before_gb_per_s",
-        "after_gb_per_s",
-    )
+def _changed(changes: Changes) -> pd.DataFrame:
+    """A row for each case of the later run and the earlier one."""
+    names = (*_CASE, "before_gb_per_s", "after_gb_per_s")
     rows = [
-        {
-            **{name: getattr(change.case, name) for name in names[:6]},
-            **asdict(change),
-        }
-        | {"text": change.text()}
-        for change in compare_transfers(before, after)
+        {**{name: getattr(change.case, name) for name in _CASE}, **asdict(change), "text": change.text()}
+        for change, _ in changes.cases
     ]
     found = frames.frame(rows, (*names, "ratio", "low", "high", "text"))
     return found.drop(columns=["case", "why"], errors="ignore")

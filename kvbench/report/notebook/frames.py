@@ -19,8 +19,9 @@ from kvbench.errors import InputError, StoreError
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.findings.notes import notes
-from kvbench.report.tables.result import engine_word, read_answer, summary_table, trial_values
+from kvbench.report.tables.result import read_answer, summary_table
 from kvbench.report.tables.transfers import flat_row
+from kvbench.report.tables.trial_values import engine_word, trial_values
 from kvbench.report.tables.vllm_bench import about, serve_values
 from kvbench.results.run import CellResult, Run, parquet_path
 

@@ -17,7 +17,8 @@ import pandas as pd
 from kvbench.core.records import Method
 from kvbench.errors import InputError
 from kvbench.report.notebook import frames
-from kvbench.report.notebook.display import describe, html_of, markdown_of
+from kvbench.report.notebook.display import html_of, markdown_of
+from kvbench.report.sections.build import build
 from kvbench.report.tables.methods import method_tables
 from kvbench.results.provenance import mark_of, slo_of
 from kvbench.results.run import Run as Folder
@@ -158,10 +159,10 @@ class Run:
         return f"<kvbench run {self.name}: {self.kind}, {self.status}, {counts}>"
 
     def _repr_html_(self) -> str:
-        return html_of(describe(self.folder))
+        return html_of(build(self.folder, writers=("notebook",)))
 
     def _repr_markdown_(self) -> str:
-        return markdown_of(describe(self.folder))
+        return markdown_of(build(self.folder, writers=("notebook",)))
 
 
 class Plots:
@@ -201,16 +202,9 @@ class Plots:
         )
 
     def _pictures(self) -> dict[str, Callable[[Folder, Theme], Figure | None]]:
-        from kvbench.report import plots
-        from kvbench.report.plots import transfer
+        from kvbench.report.plots import pictures_of
 
-        if self._folder.manifest.get("kind") == "microbench":
-            return {
-                "bandwidth": transfer.bandwidth_figure,
-                "nic_scaling": transfer.scaling_figure,
-                "call_time": transfer.call_time_figure,
-            }
-        return {name: picture.draw for name, picture in plots.PICTURES.items()}
+        return {name: picture.draw for name, picture in pictures_of(self._folder).items() if picture.filed}
 
 
 def _showable(figure: Figure) -> Figure:

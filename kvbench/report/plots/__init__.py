@@ -7,7 +7,7 @@ Each is drawn from a run folder alone and carries scenario, versions, hardware, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -23,6 +23,7 @@ from kvbench.report.plots.nicshare import nic_share_figure
 from kvbench.report.plots.pareto import pareto_figure
 from kvbench.report.plots.rates import max_rate_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
+from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
 from kvbench.results.run import Run
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_DATA",
     "PICTURES",
+    "TRANSFER_PICTURES",
     "Picture",
     "Theme",
     "breakdown_figure",
@@ -43,6 +45,7 @@ __all__ = [
     "max_rate_figure",
     "nic_share_figure",
     "pareto_figure",
+    "pictures_of",
     "write_plots",
 ]
 
@@ -56,6 +59,8 @@ class Picture:
     title: str
     alt: str
     draw: Callable[[Run, Theme], Figure | None]
+    filed: bool = True
+    """Whether figures/ has it; the page has all."""
 
 
 PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
@@ -114,6 +119,34 @@ PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
 )
 """Every picture of a run of requests, in the order in which they are read."""
 
+TRANSFER_PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
+    {
+        "bandwidth": Picture(
+            "Bandwidth by block size",
+            "GB/s over the block size, one curve per way of moving bytes, "
+            "with the line rate where it is known.",
+            bandwidth_figure,
+        ),
+        "nic_scaling": Picture(
+            "Bandwidth by number of NICs",
+            "GB/s over the number of network cards, beside the ideal of as many times one card.",
+            scaling_figure,
+        ),
+        "nic_share": replace(PICTURES["nic_share"], filed=False),
+        "call_time": Picture(
+            "Time of one transfer",
+            "How long one transfer takes, by the number of blocks in it.",
+            call_time_figure,
+        ),
+    }
+)
+"""The same of a microbenchmark."""
+
+
+def pictures_of(run: Run) -> Mapping[str, Picture]:
+    """The pictures that a run of its kind may have."""
+    return TRANSFER_PICTURES if run.manifest.get("kind") == "microbench" else PICTURES
+
 
 def write_plots(
     run: Run, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
@@ -125,7 +158,9 @@ def write_plots(
     """
     written = []
     suffix = "" if theme == "light" else f"-{theme}"
-    for name, picture in PICTURES.items():
+    for name, picture in pictures_of(run).items():
+        if not picture.filed:
+            continue
         figure = picture.draw(run, theme)
         for kind in formats:
             path = folder / f"{name}{suffix}.{kind}"

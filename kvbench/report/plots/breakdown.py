@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS, PARTS
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, new_figure, style
-from kvbench.report.tables.result import Row, number, summary_table
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import Run
 
 if TYPE_CHECKING:

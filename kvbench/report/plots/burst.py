@@ -15,7 +15,8 @@ from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.report.plots.flight import IN_FLIGHT, WAITING, outline
 from kvbench.report.plots.panels import light_records
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
-from kvbench.report.tables.result import number, read_answer
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import read_answer
 from kvbench.results.run import CellResult, Run
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.stats import StepSeries
 from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
-from kvbench.report.tables.result import number
+from kvbench.report.tables.numbers import number
 from kvbench.results.run import Run
 
 if TYPE_CHECKING:

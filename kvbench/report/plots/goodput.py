@@ -23,7 +23,8 @@ from kvbench.report.plots.style import (
     new_figure,
     style,
 )
-from kvbench.report.tables.result import summary_table, trial_value
+from kvbench.report.tables.result import summary_table
+from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.run import Run
 
 if TYPE_CHECKING:

@@ -39,7 +39,8 @@ from kvbench.report.plots.style import (
     plain_ticks,
     style,
 )
-from kvbench.report.tables.result import summary_table, trial_value
+from kvbench.report.tables.result import summary_table
+from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import Run
 

@@ -23,7 +23,8 @@ from kvbench.report.plots.style import (
     plain_ticks,
     style,
 )
-from kvbench.report.tables.result import number, trial_value
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import Run
 

@@ -26,7 +26,7 @@ from kvbench.report.plots.style import (
     new_figure,
     style,
 )
-from kvbench.report.tables.result import trial_value
+from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import mark_of, resolved
 from kvbench.results.run import Run
 

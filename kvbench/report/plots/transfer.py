@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvbench.core.transfers.records import Case, TransferRecord
@@ -24,7 +23,6 @@ from kvbench.report.plots.style import (
     new_figure,
     nice_log_ticks,
     plain_ticks,
-    save,
     style,
 )
 from kvbench.results.provenance import caption
@@ -40,29 +38,6 @@ _LEGEND_WORDS: Final = 6
 """Entries of a legend's line that fit beside each other."""
 
 Rows = Sequence[TransferRecord]
-
-
-def write_transfer_plots(
-    run: Run, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
-) -> list[Path]:
-    """Writes each picture that has data, in each format; one left from before without data is removed."""
-    pictures: Mapping[str, Callable[[Run, Theme], Figure | None]] = {
-        "bandwidth": bandwidth_figure,
-        "nic_scaling": scaling_figure,
-        "call_time": call_time_figure,
-    }
-    written = []
-    for name, draw in pictures.items():
-        figure = draw(run, theme)
-        for kind in formats:
-            path = folder / f"{name}{'' if theme == 'light' else f'-{theme}'}.{kind}"
-            if figure is None:
-                path.unlink(missing_ok=True)
-                continue
-            with style(PALETTES[theme]):
-                save(figure, path)
-            written.append(path)
-    return written
 
 
 @dataclass(frozen=True)

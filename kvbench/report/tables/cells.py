@@ -1,6 +1,6 @@
-"""The report's tables of cells: one line for each row of the result, or what the router adds to one.
+"""The tables that have one line for each row of the result, or for what the router adds to one.
 
-The words beside a table say what its figures are taken from.
+The words of a table say what its figures are taken from.
 """
 
 from __future__ import annotations
@@ -8,46 +8,155 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from kvbench.core.metrics.limit import LIMIT_WORDS
+from kvbench.core.metrics.limit import LIMIT_SHORT, LIMIT_WORDS
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
-from kvbench.report.tables.result import MISSING, Row, number, percent, shared_unit
+from kvbench.report.tables.numbers import MISSING, number, percent
+from kvbench.report.tables.result import Row, shared_unit
 from kvbench.report.tables.router_cost import FIGURE_WORDS, RouterCost, difference
+from kvbench.report.tables.table import Column, Rows, Table, of_csv, of_texts
 
 _FIGURES: Final = ("mean", "p50", "p90", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 
+# --- the result ------------------------------------------------------------------------------------
 
-def result(rows: Sequence[Row]) -> str:
+
+def result(rows: Sequence[Row]) -> Table:
     """The highest rates, what binds them, and how each was found."""
     unit = shared_unit(rows)
-    header = ["connector", "input", "output", "max rate (req/s)", f"per {unit}", "limit", "search", "met (%)"]
+    header = [
+        "connector", "input", "output", "max rate (req/s)", f"per {unit}", "limit", "search", "met (%)",
+        "achieved (req/s)", "trials", "findings", "labels",
+    ]  # fmt: skip
     body = [
         [
             row.cell.connector,
-            f"{row.cell.input_len}",
-            f"{row.cell.output_len}",
+            row.cell.input_len,
+            row.cell.output_len,
             row.rate_text(),
             number(row.rate_per(unit)),
             LIMIT_WORDS.get(row.limit, MISSING),
             row.search + (", confirmed" if row.confirmed else ""),
-            with_interval(row.values),
+            _with_interval(row.values),
             number(row.values["achieved_request_rate"]),
+            row.trials,
+            sum(row.findings.values()),
+            ", ".join(row.labels),
         ]
         for row in rows
     ]
-    return table([*header, "achieved (req/s)", "trials", "findings", "labels"], [
-        [*cells, f"{row.trials}", f"{sum(row.findings.values())}", ", ".join(row.labels)]
-        for cells, row in zip(body, rows, strict=True)
-    ])  # fmt: skip
+    return of_texts("", header, body)
 
 
-def with_interval(values: Mapping[str, float | None]) -> str:
+def _with_interval(values: Mapping[str, float | None]) -> str:
     """The share of requests that met the SLO, in per cent, with its interval where there is one."""
     share = percent(values["slo_attainment"])
     if share == MISSING or values.get("attainment_lower") is None:
         return share
     return f"{share} [{percent(values['attainment_lower'])}, {percent(values['attainment_upper'])}]"
 
+
+def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
+    """The result in a hundred columns, one group a length. ``named``: rows with the names of their runs, all
+    empty for a single run.
+    """
+    rows = [row for _, row in named]
+    unit = shared_unit(rows)
+    figures = (
+        "input\nlen", "max rate\nreq/s [interval]", f"req/s\n/{'GPU' if unit == 'GPU' else 'eng'}", "met\n%",
+        "TTFT ms\nP50 / P99", "TPOT ms\nP50 / P99", "KV MB\n/req", "KV ms\n/req",
+    )  # fmt: skip
+    several, limits = any(name for name, _ in named), any(row.limit for row in rows)
+    columns = [Column("", "run", align="left")] * several + [Column("", "connector", align="left", width=14)]
+    columns += [Column("", title, align="right") for title in figures]
+    columns += [Column("", "limit", align="left")] * limits
+    groups: dict[tuple[int, int], int] = {}
+    cells = []
+    for place, (name, row) in enumerate(named):
+        groups.setdefault((row.cell.input_len, row.cell.output_len), place)
+        values = row.values
+        cells.append(
+            [
+                *[name] * several,
+                row.cell.connector,
+                f"{row.cell.input_len}",
+                row.answer.text(),
+                number(row.rate_per(unit)),
+                percent(values["slo_attainment"]),
+                _pair(values["ttft_ms_p50"], values["ttft_ms_p99"]),
+                _pair(values["tpot_ms_p50"], values["tpot_ms_p99"]),
+                _megabytes(values["kv_bytes_per_request"]),
+                number(values["kv_transfer_ms_per_request"]),
+                *[LIMIT_SHORT.get(row.limit, MISSING)] * limits,
+            ]
+        )
+    return Table("", columns, cells, groups=dict.fromkeys(groups.values(), ""))
+
+
+def _pair(one: float | None, other: float | None) -> str:
+    return MISSING if one is None and other is None else f"{number(one)} / {number(other)}"
+
+
+def _megabytes(size: float | None) -> str:
+    return number(None if size is None else size / 1e6)
+
+
+_RESULT: Final = {
+    "connector": "connector",
+    "input_len": "input (tokens)",
+    "output_len": "output (tokens)",
+    "max_request_rate": "max rate (req/s)",
+    "max_request_rate_per_engine": "per engine (req/s)",
+    "max_request_rate_per_gpu": "per GPU (req/s)",
+    "limit": "limit",
+    "slo_attainment": "met (%)",
+    "ttft_ms_p50": "TTFT P50 (ms)",
+    "ttft_ms_p99": "TTFT P99 (ms)",
+    "tpot_ms_p50": "TPOT P50 (ms)",
+    "tpot_ms_p99": "TPOT P99 (ms)",
+    "request_goodput": "goodput (req/s)",
+    "output_tok_per_s": "output tok/s",
+    "kv_bytes_per_request": "KV (MB/req)",
+    "kv_transfer_ms_per_request": "KV (ms/req)",
+    "trials": "trials",
+    "findings": "findings",
+    "labels": "labels",
+}
+_TRIALS: Final = {
+    "trial_id": "trial",
+    "method": "method",
+    "purpose": "asked as",
+    "request_rate": "rate (req/s)",
+    "verdict": "verdict",
+    "slo_attainment": "met (%)",
+    "ttft_ms_p50": "TTFT P50 (ms)",
+    "ttft_ms_p99": "TTFT P99 (ms)",
+    "tpot_ms_p50": "TPOT P50 (ms)",
+    "tpot_ms_p99": "TPOT P99 (ms)",
+    "reason": "reason",
+}
+
+
+def sorted_result(rows: Sequence[Row], summary: Rows) -> Table | None:
+    """The result with the values of summary.csv behind it, for a page that sorts."""
+    texts = {
+        "max_request_rate": [row.rate_text() for row in rows],
+        "limit": [LIMIT_WORDS.get(row.limit, MISSING) for row in rows],
+        "slo_attainment": [_with_interval(row.values) for row in rows],
+        "kv_bytes_per_request": [_megabytes(row.values["kv_bytes_per_request"]) for row in rows],
+    }
+    other = "max_request_rate_per_engine" if shared_unit(rows) == "GPU" else "max_request_rate_per_gpu"
+    headings = {key: words for key, words in _RESULT.items() if key != other}
+    return of_csv("summary", "One line per connector and input length", summary, headings, texts)
+
+
+def sorted_trials(trials: Rows) -> Table | None:
+    """The trials with the values of trials.csv behind them."""
+    met = {"slo_attainment": [percent(row["slo_attainment"]) for row in trials]}
+    return of_csv("trials", "Every trial, in the order of measuring", trials, _TRIALS, met)
+
+
+# --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
     "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
@@ -62,7 +171,7 @@ WHICH_TRIAL: Final = (
 )
 
 
-def latencies(rows: Sequence[Row]) -> str:
+def latencies(rows: Sequence[Row]) -> Table | None:
     """TTFT, TPOT, ITL and E2EL of the supporting trials."""
     shown = [
         (row, [*(_four(row.values, name) for name in _LATENCIES), row.trial_id])
@@ -70,16 +179,18 @@ def latencies(rows: Sequence[Row]) -> str:
         if row.trial_id
     ]
     header = [*(f"{name.upper()} (ms)" for name in _LATENCIES), "trial"]
-    return _at_rates(header, shown) or "No trial supports a rate."
+    return _at_rates("Latency at the supporting trial", WHICH_TRIAL, header, shown)
 
 
-def _at_rates(header: Sequence[str], shown: Iterable[tuple[Row, Sequence[str]]]) -> str:
-    """A table of cells at their rates, each with the columns of ``header``; empty if there are none."""
+def _at_rates(
+    title: str, words: str, header: Sequence[str], shown: Iterable[tuple[Row, Sequence[str]]]
+) -> Table | None:
+    """A table of cells at their rates, each with the columns of ``header``; None if there are none."""
     body = [
-        [row.cell.connector, f"{row.cell.input_len}", number(row.answer.max_request_rate), *columns]
+        [row.cell.connector, row.cell.input_len, number(row.answer.max_request_rate), *columns]
         for row, columns in shown
     ]
-    return table(["connector", "input", "rate", *header], body) if body else ""
+    return of_texts(title, ["connector", "input", "rate", *header], body, words=words) if body else None
 
 
 def _four(values: Mapping[str, float | None], name: str) -> str:
@@ -87,7 +198,7 @@ def _four(values: Mapping[str, float | None], name: str) -> str:
     return MISSING if not any(figures) else " / ".join(number(figure) for figure in figures)
 
 
-WHICH_PARTS: Final = (
+_WHICH_PARTS: Final = (
     "Means in milliseconds over the answered requests of the same trial, warm-up included. The engines' "
     "histograms tell queue and prefill, the router's times of each request (in direct mode the load "
     "generator's own) tell what lies around them. The first decode step is taken as D's mean gap between "
@@ -97,15 +208,16 @@ WHICH_PARTS: Final = (
 )
 
 
-def breakdown(rows: Sequence[Row]) -> str:
-    """The parts of the mean TTFT; empty if no run tells them."""
+def breakdown(rows: Sequence[Row]) -> Table | None:
+    """The parts of the mean TTFT; None if no run tells them."""
     columns = ["ttft_ms_mean_of_all", *(f"ttft_{part}_ms" for part in PART_WORDS)]
     shown = [
         (row, [number(row.values[column]) for column in columns])
         for row in rows
         if any(row.values[column] is not None for column in columns[1:])
     ]
-    return _at_rates(["TTFT", *PART_WORDS.values()], shown)
+    title = "Where the time to the first token goes"
+    return _at_rates(title, _WHICH_PARTS, ["TTFT", *PART_WORDS.values()], shown)
 
 
 WHICH_COSTS: Final = (
@@ -116,29 +228,24 @@ WHICH_COSTS: Final = (
 )
 
 
-def router_cost(cost: RouterCost) -> str:
-    """One cell measured through the router and directly, under a heading of its own."""
-    head = f"### {cost.cell.connector}, {cost.cell.input_len:,} in, {number(cost.request_rate)} req/s"
-    if not cost.added:
-        return f"{head}\n\n{cost.reason}."
+def router_cost(cost: RouterCost) -> Table:
+    """TTFT of one cell through the router and directly."""
     body = [
         [FIGURE_WORDS[each.figure], number(each.with_), number(each.without), difference(each)]
         for each in cost.added
     ]
-    left = f", {cost.left_out} more were not answered both ways" if cost.left_out else ""
-    told = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
-    return "\n\n".join([head, table(["TTFT", "router (ms)", "direct (ms)", "the router adds"], body), told])
+    return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "the router adds"], body)
 
 
-WHICH_CLIENT: Final = (
+_WHICH_CLIENT: Final = (
     "Of the same trial, the worst process where several sent. `stamps`: whether receive times are the "
     "kernel's or were taken at the read; chunk lag is the time between the two. Send lag is how much later "
     "than planned a request was written. CPU 1 is a whole core."
 )
 
 
-def client(rows: Sequence[Row]) -> str:
-    """How late the load generator was and what it cost; empty if no run tells it."""
+def client(rows: Sequence[Row]) -> Table | None:
+    """How late the load generator was and what it cost; None if no run tells it."""
     shown = [
         (
             row,
@@ -155,26 +262,20 @@ def client(rows: Sequence[Row]) -> str:
         for row in rows
         if row.values["client_send_lag_ms_p99"] is not None
     ]
-    header = ["way", "processes", "stamps", "send lag P50 / P99 (ms)"]
-    return _at_rates([*header, "chunk lag P99 (ms)", "loop lag P99 (ms)", "CPU"], shown)
+    header = [
+        "way", "processes", "stamps", "send lag P50 / P99 (ms)", "chunk lag P99 (ms)", "loop lag P99 (ms)",
+        "CPU",
+    ]  # fmt: skip
+    return _at_rates("The load generator itself", _WHICH_CLIENT, header, shown)
 
 
-def rates(rows: Sequence[Row]) -> str:
+def rates(rows: Sequence[Row]) -> Table | None:
     """Goodput and token rates, the KV that was moved, and what the prefix caches held."""
     header = [
-        "connector",
-        "input",
-        "goodput (req/s)",
-        "output tok/s",
-        "total tok/s",
-        "KV bytes per request",
-        "KV transfer (ms per request)",
-        "KV descriptors per request",
-        "told by",
-        "transport",
-        "prefix hits on P (%)",
-        "prefix hits on D (%)",
-    ]
+        "connector", "input", "goodput (req/s)", "output tok/s", "total tok/s", "KV bytes per request",
+        "KV transfer (ms per request)", "KV descriptors per request", "told by", "transport",
+        "prefix hits on P (%)", "prefix hits on D (%)",
+    ]  # fmt: skip
     body = []
     for row in rows:
         if row.trial_id:
@@ -183,7 +284,7 @@ def rates(rows: Sequence[Row]) -> str:
             body.append(
                 [
                     row.cell.connector,
-                    f"{row.cell.input_len}",
+                    row.cell.input_len,
                     number(values["request_goodput"]),
                     number(values["output_tok_per_s"]),
                     number(values["total_tok_per_s"]),
@@ -196,14 +297,4 @@ def rates(rows: Sequence[Row]) -> str:
                     percent(values["prefix_hit_rate_decode"]),
                 ]
             )
-    return table(header, body) if body else "No trial supports a rate."
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; what would break it is escaped."""
-    lines = [_line(header), _line(["---"] * len(header)), *(_line(row) for row in rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    return of_texts("", header, body) if body else None

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.core.records import TrialRecord
-from kvbench.report.tables.result import number, percent, read_answer
+from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.result import read_answer
+from kvbench.report.tables.table import Table, of_method
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
-    Table,
     about,
     fixed_tables,
     imported_table,
@@ -94,7 +95,7 @@ def _burst(run: Run) -> Table:
         "TPOT alone, and is bisected as by hand. Its rate is what fits in at once, not what can be held: "
         "compare it with what was completed per second, over the whole of the same trial."
     )
-    return Table("burst", "Burst and sustained", words, header, shown, rows, (0, 1, 2, 3, 4, 6))
+    return of_method("burst", "Burst and sustained", words, header, shown, rows, (0, 1, 2, 3, 4, 6))
 
 
 def _trial_at(run: Run, result: CellResult, rate: float | None) -> TrialRecord | None:
@@ -157,7 +158,7 @@ def _equal_rate(run: Run) -> Table:
         "same prompts at the same times, in a second round of deployments; one trial each, latencies of the "
         "steady window. At a rate of its own each shows what it holds, at an equal one what it costs."
     )
-    return Table("equal_rate", "At one equal rate", words, header, shown, rows, (0, 1, 2, 3, 4, 5, 8, 9))
+    return of_method("equal_rate", "At one equal rate", words, header, shown, rows, (0, 1, 2, 3, 4, 5, 8, 9))
 
 
 # --- tiers -----------------------------------------------------------------------------------------
@@ -197,4 +198,4 @@ def _tiers(run: Run) -> Table:
         "tier rests on the trials of all."
     )
     header = ["connector", "input", "tier", "max rate (req/s)", "search", "trial"]
-    return Table("tiers", "By tier of the SLO", words, header, shown, rows)
+    return of_method("tiers", "By tier of the SLO", words, header, shown, rows)

@@ -1,4 +1,4 @@
-"""The rows of a microbenchmark as people read them: lines of a table, footnotes, and who is ahead."""
+"""The rows of a microbenchmark as people read them, with footnotes, and as files have them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
-from kvbench.core.transfers.stats import Figures, figures
+from kvbench.core.transfers.stats import figures
 from kvbench.core.units import joined, size_text
-from kvbench.report.tables.result import MISSING, number
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.table import Column, Table, of_csv
 
 HEADER: Final = (
     "op",
@@ -32,48 +33,44 @@ LEGEND: Final = (
 
 
 @dataclass(frozen=True)
-class Line:
-    """One case: its cells as in HEADER, and the numbers of its footnotes."""
+class Cases:
+    """Everything that is said of a microbenchmark's cases: their table, in groups of one way of moving bytes
+    (backend, protocol, NICs, sides), footnotes, what failed, and what was not run.
+    """
 
-    record: TransferRecord
-    figures: Figures
-    cells: tuple[str, ...]
-    notes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Group:
-    """Lines of one way of moving bytes: backend, protocol, NICs, sides."""
-
-    title: str
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True)
-class Tabled:
-    """Everything that is said of a run: groups of lines, footnotes, what was not run."""
-
-    groups: tuple[Group, ...]
+    table: Table
     footnotes: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
-def tabled(records: Sequence[TransferRecord]) -> Tabled:
+def tabled(records: Sequence[TransferRecord]) -> Cases:
     """The table of a run's rows. A note that all of them share marks none of them."""
     measured = [record for record in records if record.status != "skipped"]
     said = joined(_note(warning) for record in measured for warning in record.warnings)
     shared = _shared([record for record in measured if record.status == "ok"], said)
     notes: dict[str, int] = {}
-    groups = []
+    groups: dict[int, str] = {}
+    cells: list[list[str]] = []
+    marks: list[tuple[int, ...]] = []
     for _, members in groupby(measured, key=lambda record: (record.pair, *_way(record.case))):
         own = list(members)
-        lines = tuple(_line(record, records, notes, _said(record, said, shared)) for record in own)
-        groups.append(Group(_title(own), lines))
-    errors = _errors(measured)
+        groups[len(cells)] = _title(own)
+        for record in own:
+            numbers = [notes.setdefault(note, len(notes) + 1) for note in _said(record, said, shared)]
+            cells.append(_cells(record, records))
+            marks.append(tuple(dict.fromkeys(numbers)))
     footnotes = [f"{place}. {note}" for note, place in notes.items()]
     every = [f"every row: {note}" for note in shared]
-    return Tabled(tuple(groups), (*every, *footnotes), tuple(errors), tuple(dict.fromkeys(_skipped(records))))
+    last = len(HEADER) - 1
+    columns = [
+        Column("", title, align="left" if place in (0, 1, last) else "right")
+        for place, title in enumerate(HEADER)
+    ]
+    table = Table("", columns, cells, groups=groups, marks=marks, ruled=False)
+    return Cases(
+        table, (*every, *footnotes), tuple(_errors(measured)), tuple(dict.fromkeys(_skipped(records)))
+    )
 
 
 def _errors(records: Sequence[TransferRecord]) -> list[str]:
@@ -162,28 +159,23 @@ def _title(records: Sequence[TransferRecord]) -> str:
     return " · ".join(parts)
 
 
-def _line(
-    record: TransferRecord, run: Sequence[TransferRecord], notes: dict[str, int], own: Sequence[str]
-) -> Line:
-    told = figures(record, run)
-    numbers = [notes.setdefault(note, len(notes) + 1) for note in own]
+def _cells(record: TransferRecord, run: Sequence[TransferRecord]) -> list[str]:
     case = record.case
     if record.status == "error":
         # Its cause is told whole below the table.
-        cells = (case.op, blocks_text(case), *[MISSING] * (len(HEADER) - 3), "FAILED")
-    else:
-        cells = (
-            case.op,
-            blocks_text(case),
-            f"{record.descriptors}" if record.descriptors else MISSING,
-            number(told.gb_per_s),
-            *(_percent(share) for share in (told.of_line_rate, told.of_tcp, told.of_memcpy)),
-            time_text(told.times.p50),
-            time_text(told.times.p99),
-            number(told.cpu_s_per_gb),
-            {True: "ok", False: "WRONG", None: MISSING}[record.verified],
-        )
-    return Line(record, told, cells, tuple(dict.fromkeys(numbers)))
+        return [case.op, blocks_text(case), *[MISSING] * (len(HEADER) - 3), "FAILED"]
+    told = figures(record, run)
+    return [
+        case.op,
+        blocks_text(case),
+        f"{record.descriptors}" if record.descriptors else MISSING,
+        number(told.gb_per_s),
+        *(_percent(share) for share in (told.of_line_rate, told.of_tcp, told.of_memcpy)),
+        time_text(told.times.p50),
+        time_text(told.times.p99),
+        number(told.cpu_s_per_gb),
+        {True: "ok", False: "WRONG", None: MISSING}[record.verified],
+    ]
 
 
 def time_text(time_s: float | None) -> str:
@@ -200,6 +192,34 @@ def _percent(share: float | None) -> str:
     if share is None:
         return MISSING
     return f"{share * 100:.0f}" if share >= 0.01 else "<1"
+
+
+_SORTED: Final = {
+    "backend": "backend",
+    "protocol": "protocol",
+    "nics": "NICs",
+    "op": "op",
+    "block_bytes": "block (bytes)",
+    "batch_size": "blocks",
+    "descriptors": "descriptors",
+    "gb_per_s": "GB/s",
+    "of_line_rate": "of line rate",
+    "of_tcp": "of plain TCP",
+    "of_memcpy": "of a memory copy",
+    "call_s_p50": "P50",
+    "call_s_p99": "P99",
+    "cpu_s_per_gb": "CPU s/GB",
+    "verified": "data right",
+    "status": "status",
+    "transport": "transport",
+    "error": "error",
+}
+
+
+def sorted_cases(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The cases with the values of transfers.csv behind them, for a page that sorts."""
+    texts = {key: [time_text(row.get(key)) for row in rows] for key in ("call_s_p50", "call_s_p99")}
+    return of_csv("transfers", "Every case", rows, _SORTED, texts)
 
 
 # --- rows for files --------------------------------------------------------------------------------

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
-from kvbench.report.tables.result import number, percent
+from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.table import Table, of_method
 from kvbench.results.run import Run
 
 FIGURES: Final = ("mean", "p50", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl")
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table. ``rows`` are values by column as in the CSV; ``shown`` the same for people.
-
-    ``name``: the CSV's; ``words``: what a reader has to know to read it right.
-    """
-
-    name: str
-    title: str
-    words: str
-    header: Sequence[str]
-    shown: Sequence[Sequence[str]]
-    rows: Sequence[Mapping[str, Any]]
-    brief: Sequence[int] = ()
-    """The columns for a terminal; none: all of them."""
-    in_terminal: bool = True
 
 
 # --- listed rates ----------------------------------------------------------------------------------
@@ -105,7 +87,7 @@ def fixed_tables(run: Run) -> Iterable[Table]:
         title, key = views[view]
         places = [(key(trial), place) for place, trial in enumerate(trials)]
         ordered = [place for _, place in sorted(places)]
-        yield Table(
+        yield of_method(
             f"fixed_{view}",
             f"Listed rates, {title}",
             _FIXED_WORDS if view == chosen[0] else "The same trials.",
@@ -122,8 +104,7 @@ def fixed_tables(run: Run) -> Iterable[Table]:
                 for place in ordered
             ],
             [rows[place] for place in ordered],
-            (0, 1, 3, 9, 10, 12, 13, 15),
-            in_terminal=view == chosen[0],
+            (0, 1, 3, 9, 10, 12, 13, 15) if view == chosen[0] else (),
         )
 
 
@@ -190,7 +171,7 @@ def imported_table(run: Run) -> Table:
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
     first = 4 + len(axes)
     brief = (*range(first), first + 5, first + 6, *range(first + 8, first + 10))
-    return Table("imported", "Results that were read in", _IMPORTED_WORDS, header, shown, rows, brief)
+    return of_method("imported", "Results that were read in", _IMPORTED_WORDS, header, shown, rows, brief)
 
 
 _IMPORTED_HEADER: Final = (
@@ -215,7 +196,7 @@ def trace_table(run: Run) -> Table:
     told = run.manifest.get("trace")
     trials = [trial for trial in run.trials if trial.method == "trace"]
     if not isinstance(told, Mapping) or not trials:
-        return Table("trace", "", "", [], [], [])
+        return of_method("trace", "", "", (), (), ())
     own_rate = told.get("request_rate")
     header = [
         "connector", "rate (req/s)", "speed-up", *_SERVE_HEADER, "prefix hits expected (%)",
@@ -253,4 +234,4 @@ def trace_table(run: Run) -> Table:
         f"average, time scaled by {told.get('time_scale'):g}; the speed-up counts from there. Expected hits "
         "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
     )
-    return Table("trace", "The trace", words, header, shown, rows, (0, 1, 2, 8, 11, 12, 14, 15, 17))
+    return of_method("trace", "The trace", words, header, shown, rows, (0, 1, 2, 8, 11, 12, 14, 15, 17))

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.errors import EXIT_FAILED, EXIT_OK
-from kvbench.report.tables.result import MISSING, number, percent
+from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.watch.page import serving
 from kvbench.report.watch.state import Seen, TrialLine, Watch
 

@@ -24,8 +24,8 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes, write_csv
 from kvbench.report.findings.load_rows import load_rows
-from kvbench.report.tables.cells import table
-from kvbench.report.tables.result import number
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import markdown_table
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import Run
 
@@ -257,7 +257,7 @@ def write_account(path: Path, account: Account) -> None:
         f"# {account.scenario.name} against {account.run.path.name} ({account.word})",
         f"> **{account.word.title()}**: {account.how}",
         account.scenario.description.strip(),
-        table(*lines_of(account.found, account.short)),
+        markdown_table(*lines_of(account.found, account.short)),
         *("\n".join([f"{words}\n", *(f"- {line}" for line in lines)]) for words, lines in _told_off(account)),
     ]
     with said_clearly(path):

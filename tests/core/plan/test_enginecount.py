@@ -30,12 +30,13 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
 from kvbench.report.compare import Asked, as_text, compare_runs
 from kvbench.report.export import prometheus
-from kvbench.report.findings.ahead import compare
+from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.notes import ahead
 from kvbench.report.plots.rates import max_rate_figure
 from kvbench.report.report import render_terminal, write_report
-from kvbench.report.tables.result import VALUE_COLUMNS, Answer, Row, summary_table
+from kvbench.report.tables.result import Answer, Row, summary_table
+from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import Run, load_run
 from kvbench.sweep import resume
 
@@ -130,7 +131,7 @@ def test_sizes_differ_in_gpus_where_both_are_known_and_else_in_engines(one: Size
 def test_twice_the_engines_are_not_ahead() -> None:
     """The README's own case: 69.2 req/s on P and D, 40.2 on one engine: 1.72 by rate, 0.86 per engine."""
     rows = [row("nixl", 69.2, 73.8, Size(2)), row("aggregated", 40.2, 44.5, Size(1))]
-    (told,) = compare(rows)
+    (told,) = rate_pairs(rows)
     assert (told.ahead, told.per, told.counts) == ("aggregated", "engine", (1, 2))
     assert told.ratio == pytest.approx(1 / 0.86, rel=0.005)
     assert told.text() == (
@@ -141,28 +142,28 @@ def test_twice_the_engines_are_not_ahead() -> None:
 
 
 def test_gpus_are_what_is_compared_where_they_are_known() -> None:
-    (told,) = compare([row("a", 20.0, 21.0, Size(2, 16)), row("b", 15.0, 16.0, Size(2, 8))])
+    (told,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 16)), row("b", 15.0, 16.0, Size(2, 8))])
     assert told.text().startswith(
         "cannot be compared directly: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5"
     )
-    (fair,) = compare([row("a", 20.0, 21.0, Size(2, 8)), row("b", 10.0, 11.0, Size(1, 8))])
+    (fair,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 8)), row("b", 10.0, 11.0, Size(1, 8))])
     assert fair.text() == "a 2.00× b [1.82, 2.10]"
 
 
 def test_nothing_is_invented_for_what_nobody_counted() -> None:
-    (told,) = compare([row("url", 20.0, 21.0, Size()), row("b", 10.0, 11.0, Size(2))])
+    (told,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("b", 10.0, 11.0, Size(2))])
     assert told.ratio is None
     assert (
         told.text() == "cannot be compared directly: 2 engines (b) against an unknown number of engines (url)"
     )
-    (both,) = compare([row("url", 20.0, 21.0, Size()), row("other", 10.0, 11.0, Size())])
+    (both,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("other", 10.0, 11.0, Size())])
     assert both.text() == "url 2.00× other [1.82, 2.10]"
 
 
 def test_a_rate_against_none_is_told_per_engine_too() -> None:
-    (told,) = compare([row("a", 8.0, 8.4, Size(2)), row("b", None, 2.0, Size(1), "none")])
+    (told,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 2.0, Size(1), "none")])
     assert told.text().endswith("per engine: a holds a rate, b none that was tested")
-    (open_,) = compare([row("a", 8.0, 8.4, Size(2)), row("b", None, 6.0, Size(1), "none")])
+    (open_,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 6.0, Size(1), "none")])
     assert open_.ratio is None
 
 
@@ -173,7 +174,7 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0],
 def test_a_pair_is_compared_by_rates_only_at_equal_numbers(
     one: tuple[float, float], other: tuple[float, float], n: int, m: int
 ) -> None:
-    (told,) = compare([row("a", *one, Size(n)), row("b", *other, Size(m))])
+    (told,) = rate_pairs([row("a", *one, Size(n)), row("b", *other, Size(m))])
     assert (told.per is None) == (n == m)
     per = {"a": [end / n for end in one], "b": [end / m for end in other]}
     apart = per["a"][0] > per["b"][1] or per["b"][0] > per["a"][1]

@@ -11,7 +11,7 @@ import kvbench
 from kvbench.core.findings.findings import KIND_WORDS, Statement
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
-from kvbench.report.findings.ahead import compare
+from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import as_notes, by_kind, statements
 from kvbench.report.findings.transfers import told
 from kvbench.report.tables.result import summary_table
@@ -61,7 +61,7 @@ def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
             assert float(low) <= float(ratio) <= float(high)
             assert (ahead.answer.lower or 0) / counts[0] > (behind.answer.upper or 0) / counts[1]
             checked += 1
-    assert checked == sum(pair.ratio is not None for pair in compare(rows)) > 0
+    assert checked == sum(pair.ratio is not None for pair in rate_pairs(rows)) > 0
 
 
 def test_a_folder_from_before_says_how_many_engines_it_had() -> None:

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from kvbench.core.records import Cell, TrialRecord, VerdictKind
-from kvbench.report.tables.result import measuring_share, read_answer
+from kvbench.report.tables.result import read_answer
+from kvbench.report.tables.trial_values import measuring_share
 from kvbench.sweep.cell import resting_on
 
 CELL = Cell("nixl", 256, 16)

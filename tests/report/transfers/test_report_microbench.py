@@ -21,8 +21,8 @@ from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
+from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.transfers import HEADER, flat_row, tabled
-from kvbench.report.transfers.report import render, write
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import RunInfo, RunStore
 from kvbench.results.transfer_rows import TRANSFERS, read_transfers
@@ -43,7 +43,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def printed(run: Run, before: Run | None = None) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False)
-    render(run, console, before)
+    render_terminal(run, console, before=before)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -65,7 +65,7 @@ def test_a_run_is_whole_after_each_row_and_says_when_it_was_cut_off(tmp_path: Pa
     (store.path / f".{TRANSFERS}.1.abcd.tmp").write_bytes(b"half a fi")
     store.finish("interrupted", "interrupted after 5 of 60 cases")
     run = load_run(store.path)
-    write(run)
+    write_report(run.path)
     assert "Status of the run: interrupted" in (run.path / "report.md").read_text()
 
 
@@ -80,7 +80,7 @@ def test_a_spoilt_or_newer_file_is_said_clearly(tmp_path: Path, monkeypatch: pyt
 
 
 def test_everything_derived_is_rebuilt_byte_for_byte(plain: Run) -> None:
-    names = sorted(str(path.relative_to(plain.path)) for path in write(plain))
+    names = sorted(str(path.relative_to(plain.path)) for path in write_report(plain.path))
     first = {name: (plain.path / name).read_bytes() for name in names}
     assert {
         "report.md",
@@ -97,13 +97,15 @@ def test_everything_derived_is_rebuilt_byte_for_byte(plain: Run) -> None:
 
 
 def test_pictures_are_there_and_not_blank(lab: Run) -> None:
-    pictures = [path for path in write(lab, ("png",)) if path.suffix == ".png"]
+    pictures = [path for path in write_report(lab.path, ("png",)) if path.suffix == ".png"]
     assert {path.stem for path in pictures} == {"bandwidth", "nic_scaling", "call_time"}
     for path in pictures:
         pixels = matplotlib.image.imread(path)
         assert pixels[..., :3].std() > 0.03
         assert pixels.shape[1] >= 1200
-    svg = next(path for path in write(lab, ("svg",)) if path.name == "nic_scaling.svg").read_text()
+    svg = next(
+        path for path in write_report(lab.path, ("svg",)) if path.name == "nic_scaling.svg"
+    ).read_text()
     for word in ("line rate × NICs", "LAB: 8 × 1gbit", "tcp", "nixl", "write", "read"):
         assert word in svg
 
@@ -113,7 +115,7 @@ def test_a_picture_without_data_is_not_drawn_and_an_old_one_goes(tmp_path: Path)
     left = run.path / "figures" / "nic_scaling.png"
     left.parent.mkdir()
     left.write_bytes(b"old")
-    assert not [path for path in write(run) if path.suffix == ".png"]
+    assert not [path for path in write_report(run.path) if path.suffix == ".png"]
     assert not left.exists()
 
 
@@ -135,7 +137,7 @@ def test_a_lab_is_marked_and_its_nics_are_compared_with_the_line(lab: Run) -> No
     assert "LAB 8 × 1gbit" in text
     assert "tcp write (16 MiB × 1): 1, 2, 4, 8 NICs give 0.9" in text
     assert "× one NIC's line rate" in " ".join(text.split())
-    assert "(lab: 8 × 1gbit)" in (write(lab)[-1]).read_text().splitlines()[0]
+    assert "(lab: 8 × 1gbit)" in (write_report(lab.path, ("md",))[-1]).read_text().splitlines()[0]
 
 
 def test_nics_that_bring_nothing_are_named() -> None:
@@ -163,7 +165,7 @@ def test_a_note_of_every_row_marks_none() -> None:
     rows[0].warnings.append(TransferWarning("few_repeats", "3 calls only", "--seconds"))
     table = tabled(rows)
     assert table.footnotes == ("every row: the load average was 9 → wait", "1. 3 calls only → --seconds")
-    assert [line.notes for line in table.groups[0].lines] == [(1,), *[()] * 7]
+    assert table.table.marks[:8] == [(1,), *[()] * 7]
 
 
 def test_notes_that_differ_in_numbers_only_are_one_with_the_range() -> None:
@@ -174,7 +176,7 @@ def test_notes_that_differ_in_numbers_only_are_one_with_the_range() -> None:
         row.warnings = [TransferWarning("few_repeats", text)]
     table = tabled(rows)
     assert table.footnotes == ("1. only 9–18 calls in 5.05–5.06 s", "2. nic3 idle")
-    assert [line.notes for line in table.groups[0].lines][:3] == [(1,), (1,), (2,)]
+    assert table.table.marks[:3] == [(1,), (1,), (2,)]
 
 
 def test_equal_causes_are_told_once() -> None:
@@ -185,7 +187,7 @@ def test_equal_causes_are_told_once() -> None:
 
 
 def test_tables_for_programs(plain: Run) -> None:
-    write(plain)
+    write_report(plain.path)
     rows = list(csv.DictReader((plain.path / "tables" / "transfers.csv").read_text().splitlines()))
     records = plain.transfer_records()
     assert len(rows) == len(records)

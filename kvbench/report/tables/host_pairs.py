@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from kvbench.core.transfers.records import TransferRecord, pairs_of
-from kvbench.report.tables.result import MISSING, number
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.table import Column, Table
 from kvbench.report.tables.transfers import way_text
 
 CAPTION: Final = (
@@ -18,27 +18,11 @@ FAILED: Final = "FAILED"
 _MOVES_NOTHING: Final = "null"
 
 
-@dataclass(frozen=True)
-class PairMatrix:
-    """One way of moving bytes: ``cells[row][column]`` went from ``hosts[row]`` to ``hosts[column]``."""
+def pair_matrices(records: Sequence[TransferRecord]) -> list[Table]:
+    """A matrix for each way and op, a row for each host that sends.
 
-    title: str
-    hosts: tuple[str, ...]
-    cells: tuple[tuple[str, ...], ...]
-
-    @property
-    def header(self) -> tuple[str, ...]:
-        return ("from \\ to", *self.hosts)
-
-    @property
-    def lines(self) -> Iterator[tuple[str, ...]]:
-        """The rows with their hosts' names."""
-        for host, cells in zip(self.hosts, self.cells, strict=True):
-            yield (host, *cells)
-
-
-def pair_matrices(records: Sequence[TransferRecord]) -> list[PairMatrix]:
-    """A matrix for each way and op; none where the rows are of one pair, or of no named hosts."""
+    None where the rows are of one pair, or of no named hosts.
+    """
     if len(pairs_of(records)) < 2:
         return []
     named = [record for record in records if record.pair and record.case.backend != _MOVES_NOTHING]
@@ -51,16 +35,20 @@ def pair_matrices(records: Sequence[TransferRecord]) -> list[PairMatrix]:
     for (way, op, nics, memory), members in groups.items():
         parts = [f"{way} {op}", *([f"{nics} NIC{'s' * (nics != 1)}"] if nics else [])]
         parts += [f"{memory} memory"] if memory != "host" else []
-        found.append(PairMatrix(" · ".join(parts), hosts, _cells(hosts, members)))
+        columns = [
+            Column("", "from \\ to", align="left"),
+            *(Column("", host, align="right") for host in hosts),
+        ]
+        found.append(Table(" · ".join(parts), columns, _cells(hosts, members), ruled=False))
     return found
 
 
-def _cells(hosts: Sequence[str], records: Sequence[TransferRecord]) -> tuple[tuple[str, ...], ...]:
+def _cells(hosts: Sequence[str], records: Sequence[TransferRecord]) -> list[list[str]]:
     of_pair: dict[tuple[str, str], list[TransferRecord]] = {}
     for record in records:
         way = (record.initiator_host, record.target_host)
         of_pair.setdefault(way if record.case.op == "write" else (way[1], way[0]), []).append(record)
-    return tuple(tuple(_cell(of_pair.get((one, other), [])) for other in hosts) for one in hosts)
+    return [[one, *(_cell(of_pair.get((one, other), [])) for other in hosts)] for one in hosts]
 
 
 def _cell(records: Sequence[TransferRecord]) -> str:

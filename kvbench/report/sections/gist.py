@@ -1,0 +1,137 @@
+"""What a run is called, and its gist: one small table and what limits it, for a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from kvbench.core.transfers.records import TransferRecord
+from kvbench.core.transfers.stats import figures
+from kvbench.report.findings.notes import notes
+from kvbench.report.sections.facts import Facts, Material
+from kvbench.report.sections.transfers import labs
+from kvbench.report.tables.numbers import MISSING, number, percent
+from kvbench.report.tables.result import shared_unit
+from kvbench.report.tables.table import Table, of_texts
+from kvbench.report.tables.transfers import blocks_text, time_text, way_text
+from kvbench.report.tables.vllm_bench import about, serve_values
+from kvbench.report.value import Block, Section, Writer
+from kvbench.results.provenance import mark_of, scenario_of, slo_of
+
+
+def titles(facts: Facts) -> Mapping[Writer, str]:
+    """What each writer calls the run."""
+    run, mark = facts.run, mark_of(facts.run)
+    kind = str(run.manifest.get("kind") or "sweep")
+    marked = f" ({mark.word})" if mark else ""
+    if facts.is_microbench:
+        what = "KV transfer microbenchmark"
+        heading = what + (f" (lab: {labs(facts)})" if labs(facts) else "")
+        goal = ""
+    else:
+        what, goal = _measured(facts, kind), slo_of(run).text()
+        subject = "results that were read in" if facts.is_imported else "highest request rate under the SLO"
+        heading = f"{scenario_of(run)}: {subject}{marked}"
+    parts = dict.fromkeys((scenario_of(run), kind, goal))
+    return {
+        "markdown": heading,
+        "html": f"{scenario_of(run)}: {what}{marked}",
+        "notebook": " · ".join(part for part in parts if part),
+    }
+
+
+def _measured(facts: Facts, kind: str) -> str:
+    methods = {trial.method for trial in facts.run.all_trials}
+    if facts.is_imported or "imported" in methods:
+        return "imported results"
+    if kind == "bench":
+        return "one request rate"
+    if methods and methods <= {"fixed", "equal_rate"}:
+        return "listed request rates"
+    return "highest request rate under the SLO"
+
+
+def of_requests(of: Material) -> Iterator[Section]:
+    """The rates found; where nothing was searched, the loads that were offered."""
+    yield _gist(of.one, _tried(of.one) if not of.one.rows and of.one.run.other_trials else _searched(of.one))
+
+
+def of_transfers(of: Material) -> Iterator[Section]:
+    yield _gist(of.one, _moved(of.one.records))
+
+
+def _gist(facts: Facts, table: Table) -> Section:
+    mark = mark_of(facts.run)
+    told = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
+    shown = Block(table=table) if table.cells else Block(words="no rows yet")
+    return Section("gist", "", [shown, *([Block(notes=told)] if told else [])])
+
+
+_TRIED_KEYS: Final = (
+    "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms",
+)  # fmt: skip
+_TRIED: Final = (
+    "connector", "input", "offered req/s", "req/s", "output tok/s", "TTFT mean (ms)", "TTFT P99 (ms)",
+    "TPOT mean (ms)", "TPOT P99 (ms)",
+)  # fmt: skip
+_MOVED: Final = (
+    "way", "NICs", "op", "cases", "most GB/s", "with", "of memcpy %", "least P50", "with ", "failed",
+)  # fmt: skip
+
+
+def _searched(facts: Facts) -> Table:
+    unit = shared_unit(facts.rows)
+    header = (
+        "connector", "input", "max rate (req/s) [interval]", f"per {unit}", "met %", "TTFT P50 (ms)",
+        "TTFT P99 (ms)", "TPOT P50 (ms)", "KV (ms)", "limit",
+    )  # fmt: skip
+    cells = [
+        [
+            row.cell.connector,
+            f"{row.cell.input_len:,}",
+            row.answer.text(),
+            number(row.rate_per(unit)),
+            percent(row.values["slo_attainment"]),
+            number(row.values["ttft_ms_p50"]),
+            number(row.values["ttft_ms_p99"]),
+            number(row.values["tpot_ms_p50"]),
+            number(row.values["kv_transfer_ms_per_request"]),
+            row.limit or MISSING,
+        ]
+        for row in facts.rows
+    ]
+    return of_texts("", header, cells)
+
+
+def _tried(facts: Facts) -> Table:
+    cells = [
+        [f"{named['connector']}", f"{named['input_len']:,}", number(named["request_rate"])]
+        + [number(served[key]) for key in _TRIED_KEYS]
+        for trial in facts.run.other_trials
+        for named, served in [(about(trial), serve_values(trial))]
+    ]
+    return of_texts("", _TRIED, cells)
+
+
+def _moved(records: Sequence[TransferRecord]) -> Table:
+    """One row a way of moving bytes: its widest and its quickest case."""
+    ways: dict[tuple[str, int, str], list[TransferRecord]] = {}
+    for record in records:
+        if record.status != "skipped":
+            case = record.case
+            ways.setdefault((way_text(case), case.nics, case.op), []).append(record)
+    rows = []
+    for (way, nics, op), mine in ways.items():
+        told = [(record, figures(record, records)) for record in mine if record.status == "ok"]
+        wide = max(told, key=lambda each: each[1].gb_per_s or 0.0, default=None)
+        quick = min(told, key=lambda each: each[1].times.p50 or math.inf, default=None)
+        widest = (
+            [number(wide[1].gb_per_s), blocks_text(wide[0].case), percent(wide[1].of_memcpy)]
+            if wide
+            else [MISSING] * 3
+        )
+        quickest = [time_text(quick[1].times.p50), blocks_text(quick[0].case)] if quick else [MISSING] * 2
+        failed = sum(record.status == "error" or record.verified is False for record in mine)
+        rows.append([way, nics or MISSING, op, len(mine), *widest, *quickest, failed])
+    return of_texts("", _MOVED, rows)

@@ -1,0 +1,258 @@
+"""The sections of a run of requests: a sweep, a bench, listed rates, read-in results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvbench.core.findings.findings import KIND_WORDS
+from kvbench.core.records import TrialRecord
+from kvbench.report.findings.findings import as_notes, by_kind
+from kvbench.report.findings.load_rows import row_conclusions
+from kvbench.report.findings.notes import ahead, notes
+from kvbench.report.plots import NO_DATA
+from kvbench.report.sections.facts import Facts, Material
+from kvbench.report.tables import cells
+from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.table import of_texts
+from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
+from kvbench.report.value import Block, Note, Section
+from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
+from kvbench.results.run import Run
+
+# --- in a terminal ---------------------------------------------------------------------------------
+
+
+def heads(of: Material) -> Iterator[Section]:
+    """What was measured, under which SLO, and the word *emulated* or *simulated* where it was."""
+    blocks = []
+    for facts in of.runs:
+        run, mark = facts.run, mark_of(facts.run)
+        marked = f"{mark.word.upper()} · " if mark is not None else ""
+        title = f"{marked}{scenario_of(run)} · {slo_of(run).text()}"
+        blocks.append(Block(_named(facts, title), caption(run), style="dim"))
+    yield Section("head", "", blocks, apart=True)
+
+
+def _named(facts: Facts, text: str) -> str:
+    return f"{facts.name}  {text}" if facts.name else text
+
+
+def brief_result(of: Material) -> Iterator[Section]:
+    """The rows of all runs in one table."""
+    shown = [(facts.name, row) for facts, row in of.rows() if row.outcome != "skipped"]
+    if shown:
+        yield Section("result", "", [Block(table=cells.brief_result(shown))])
+    elif not any(facts.methods for facts in of.runs):
+        yield Section("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
+
+
+def clients(of: Material) -> Iterator[Section]:
+    """How good the load generator was, and how much of the time was measuring."""
+    told = [
+        _named(facts, said)
+        for facts in of.runs
+        for said in (_client_line(facts.run), time_line(facts.run))
+        if said
+    ]
+    yield Section("client", "", [Block(words=each, style="dim") for each in told])
+
+
+def _client_line(run: Run) -> str:
+    """What the load generator says of itself: the worst of all trials; empty where nothing was told."""
+    trials = [(trial_values(trial), engine_word(trial, "client.stamps")) for trial in run.trials]
+
+    def worst(column: str) -> float | None:
+        return max((known for values, _ in trials if (known := values[column]) is not None), default=None)
+
+    lag = worst("client_send_lag_ms_p99")
+    if lag is None:
+        return ""
+    late, stamps = worst("client_chunk_lag_ms_p99"), sorted({word for _, word in trials if word})
+    workers = int(worst("client_workers") or 1)
+    parts = [
+        f"sends {number(lag)} ms late" + (f", reads {number(late)} ms" if late is not None else ""),
+        *([f"{' and '.join(stamps)} stamps"] if stamps else []),
+        f"{workers} process{'es' if workers > 1 else ''}",
+    ]
+    return f"client (P99, worst trial): {'; '.join(parts)}"
+
+
+def not_comparable(of: Material) -> Iterator[Section]:
+    """In what runs differ that were put together all the same."""
+    words = "NOT COMPARABLE, put together by --force: the runs differ in"
+    told = Block(words=words, notes=[Note(line) for line in of.differing], style="bold red")
+    yield Section("differ", "", [told] if of.differing else [], apart=True)
+
+
+def concluded(of: Material) -> Iterator[Section]:
+    """What the rules say of the loads that were offered as such."""
+    for facts in of.runs:
+        told = row_conclusions([facts.run])
+        for kind, words in KIND_WORDS.items():
+            if mine := as_notes(each for each in told if each.kind == kind):
+                heading = f"{words.lower()}, {facts.name}" if facts.name else words.lower()
+                yield Section(kind, heading, [Block(notes=mine)])
+
+
+def who_is_ahead(of: Material) -> Iterator[Section]:
+    told = [Note(text) for text in ahead([row for _, row in of.rows()])]
+    if told:
+        yield Section("ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=told)])
+
+
+def router(of: Material) -> Iterator[Section]:
+    for facts in of.runs:
+        if facts.costs:
+            words = f"what the router adds in {facts.name}" if facts.name else "what the router adds"
+            yield Section("router", words, [Block(notes=[Note(cost.text()) for cost in facts.costs])])
+
+
+def every_note(of: Material) -> Iterator[Section]:
+    for facts in of.runs:
+        if told := notes(facts.run, facts.rows):
+            yield Section("notes", f"notes on {facts.name}" if facts.name else "notes", [Block(notes=told)])
+
+
+# --- on pages --------------------------------------------------------------------------------------
+
+
+def findings(of: Material) -> Iterator[Section]:
+    """All that is concluded, by kind; on a page with what limits it."""
+    facts = of.one
+    rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
+    blocks = [Block(words=rule, writers=("markdown",))]
+    for words, found in by_kind(facts.statements).items():
+        block = Block(words, notes=as_notes(found))
+        if rule and words == KIND_WORDS["ahead"]:
+            blocks += [
+                replace(block, writers=("markdown",)), replace(block, words=rule, writers=("html",))
+            ]  # fmt: skip
+        else:
+            blocks.append(block)
+    if facts.limits:
+        title = "What limits what these numbers say"
+        blocks.append(Block(title, notes=facts.limits, writers=("html",)))
+    yield Section("findings", "Findings", blocks)
+
+
+def result(of: Material) -> Iterator[Section]:
+    """The highest rates; on a page also what was measured beside them, and what the router adds."""
+    facts = of.one
+    blocks = []
+    if facts.rows:
+        blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
+        sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
+        blocks.append(Block(table=sorted_, writers=("html",)))
+    elif not facts.methods:
+        blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
+    if blocks:
+        yield Section("result", "Result", blocks, ("markdown",))
+    more = [Block(each.title, table=each) for each in facts.methods]
+    more += [Block(f"What the router adds: {cost.cell.connector}", cost.text()) for cost in facts.costs]
+    yield Section("result", "Result", [*blocks, *more], ("html",))
+
+
+def methods(of: Material) -> Iterator[Section]:
+    """What was measured beside the main column, a section each."""
+    for facts in of.runs:
+        for table in facts.methods:
+            heading = f"{table.title} in {facts.name}" if facts.name else table.title
+            yield Section(table.name, heading, [Block(table=table)])
+
+
+def limits(of: Material) -> Iterator[Section]:
+    told = Block(notes=of.one.limits) if of.one.limits else Block(words="None.")
+    yield Section("notes", "Notes", [told])
+
+
+def provenance(of: Material) -> Iterator[Section]:
+    """Of read-in results: the files that were read, what they do not say, and what was left out."""
+    if not of.one.is_imported:
+        return
+    told: Mapping[str, Any] = of.one.run.manifest.get("imported") or {}
+    read = [
+        [
+            file.get("name"), file.get("format"), f"{file.get('tool')} {file.get('version') or ''}",
+            file.get("lines"), file.get("sha256"),
+        ]
+        for file in told.get("files", ())
+    ]  # fmt: skip
+    missing = ", ".join(f"{name} ({count})" for name, count in (told.get("missing") or {}).items())
+    left = [
+        Note(f"{each.get('file')}:{each.get('line')}: {each.get('why')}")
+        for each in told.get("left_out") or ()
+    ]
+    out = Block(words="Left out, or to be read with care:" if left else "Nothing was left out.", notes=left)
+    blocks = [
+        Block(table=of_texts("", ["file", "format", "tool", "lines", "SHA-256"], read)),
+        Block(words=f"Not told, and in how many rows: {missing or 'nothing'}."),
+        out,
+    ]
+    yield Section("source", "Where the rows come from", blocks)
+
+
+def at_supporting_trials(of: Material) -> Iterator[Section]:
+    """Latency, parts of TTFT, router, rates and load generator, of the trials behind the rates."""
+    facts = of.one
+    if facts.is_imported:
+        return
+    none = "No trial supports a rate."
+    latency = cells.latencies(facts.rows)
+    blocks = [Block(table=latency)] if latency else [Block(words=cells.WHICH_TRIAL), Block(words=none)]
+    yield Section("latency", "Latency at the supporting trial", blocks)
+    if (parts := cells.breakdown(facts.rows)) is not None:
+        yield Section("parts", parts.title, [Block(table=parts)])
+    if facts.costs:
+        blocks = [Block(words=cells.WHICH_COSTS)]
+        for cost in facts.costs:
+            head = f"{cost.cell.connector}, {cost.cell.input_len:,} in, {number(cost.request_rate)} req/s"
+            left = f", {cost.left_out} more were not answered both ways" if cost.left_out else ""
+            told = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
+            if cost.added:
+                blocks += [Block(head, table=cells.router_cost(cost)), Block(words=told)]
+            else:
+                blocks.append(Block(head, f"{cost.reason}."))
+        yield Section("router", "What the router adds", blocks)
+    rates = cells.rates(facts.rows)
+    title = "Rates, KV cache and prefix cache at the supporting trial"
+    yield Section("rates", title, [Block(table=rates) if rates else Block(words=none)])
+    if (client := cells.client(facts.rows)) is not None:
+        yield Section("client", client.title, [Block(table=client)])
+
+
+def searches(of: Material) -> Iterator[Section]:
+    """Every trial of each search, in the order of measuring."""
+    run = of.one.run
+    if of.one.is_imported:
+        return
+    tried = list(dict.fromkeys(trial.cell for trial in run.trials))
+    blocks = [] if tried else [Block(words="No trial was run.")]
+    if told := time_line(run):
+        blocks.append(Block(words=f"{told}."))
+    header = ["trial", "asked as", "rate", "verdict", "met (%)", "TTFT P50 / P99", "TPOT P50 / P99", "reason"]
+    for cell in tried:
+        table = of_texts("", header, [_trial_cells(trial) for trial in run.trials_of(cell)])
+        blocks.append(Block(f"{cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out", table=table))
+    yield Section("search", "Search", blocks)
+
+
+def _trial_cells(trial: TrialRecord) -> list[str]:
+    values = trial_values(trial)
+    return [
+        trial.trial_id,
+        trial.purpose,
+        number(trial.request_rate),
+        trial.verdict,
+        percent(values["slo_attainment"]),
+        f"{number(values['ttft_ms_p50'])} / {number(values['ttft_ms_p99'])}",
+        f"{number(values['tpot_ms_p50'])} / {number(values['tpot_ms_p99'])}",
+        trial.reason,
+    ]
+
+
+def trials(of: Material) -> Iterator[Section]:
+    table, told = cells.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
+    blocks = [Block(words=f"{told}." if told else "", table=table)] if table else []
+    yield Section("trials", "Trials", blocks)

@@ -1,0 +1,154 @@
+"""The sections of a microbenchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvbench.report.findings.findings import as_notes, by_kind
+from kvbench.report.findings.transfers import answers, models_text
+from kvbench.report.sections.any_run import drawings
+from kvbench.report.sections.facts import Facts, Material
+from kvbench.report.tables.host_pairs import CAPTION, pair_matrices
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.transfers import LEGEND, sorted_cases
+from kvbench.report.value import Block, Note, Section
+from kvbench.results.provenance import caption
+
+_BUSY = "machine_busy"
+_SHARES = (
+    "The shares of the NICs' line rate, of plain TCP and of a copy in memory are those of the same transfer "
+    "in the same run; 1 is all of it. Descriptors: handed over for one transfer. CPU: of both sides."
+)
+
+
+def _notes(lines: Iterable[object]) -> list[Note]:
+    """Each one a paragraph: a library's error may have several lines."""
+    return [Note(str(line).replace("\n", " ")) for line in lines]
+
+
+def _words(facts: Facts) -> list[Note]:
+    """What was asked for."""
+    return _notes(facts.run.plan.get("words") or ())
+
+
+def _not_run(facts: Facts) -> list[Note]:
+    left = [f"{item.get('what')}: {item.get('reason')}" for item in facts.left_out]
+    return _notes([*facts.cases.skipped, *left])
+
+
+def labs(facts: Facts) -> str:
+    """The labs in which rows were measured; empty for real hosts."""
+    return ", ".join(sorted({record.lab for record in facts.records if record.lab}))
+
+
+def head(of: Material) -> Iterator[Section]:
+    facts = of.one
+    lab = f" · LAB {labs(facts)}" if labs(facts) else ""
+    block = Block(f"KV TRANSFERS{lab}", caption(facts.run), style="dim")
+    yield Section("head", "", [block, Block(notes=_words(facts))], apart=True)
+
+
+def asked(of: Material) -> Iterator[Section]:
+    if told := _words(of.one):
+        yield Section("asked", "", [Block(notes=told)])
+
+
+def findings(of: Material) -> Iterator[Section]:
+    """All that is concluded, by kind; on a page with what was asked for, and what went wrong."""
+    facts = of.one
+    blocks = [Block(words, notes=as_notes(found)) for words, found in by_kind(facts.statements).items()]
+    yield Section("findings", "Findings", blocks, ("markdown",))
+    notes = facts.cases.footnotes
+    more = [
+        Block("What was asked for", notes=[Note(str(each)) for each in facts.run.plan.get("words") or ()]),
+        Block(f"Notes ({len(notes)})", notes=list(map(Note, notes)), folded=True),
+        Block("Failed", notes=list(map(Note, facts.cases.errors))),
+        Block("Not run", notes=list(map(Note, facts.cases.skipped))),
+        Block("The folder", notes=list(map(Note, facts.run.warnings))),
+    ]
+    yield Section("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
+
+
+def pictures(of: Material) -> Iterator[Section]:
+    for each in drawings(of.one.run):
+        yield Section(each.name, each.title, [Block(picture=each)])
+
+
+def host_pairs(of: Material) -> Iterator[Section]:
+    matrices = [Block(table=each) for each in pair_matrices(of.one.records)]
+    if matrices:
+        yield Section("pairs", "From host to host", [Block(words=f"{CAPTION}."), *matrices])
+
+
+def cases(of: Material) -> Iterator[Section]:
+    """Every case, with what its columns mean."""
+    facts, table = of.one, of.one.cases.table
+    legend = Block(notes=[Note(LEGEND)], bullets=False)
+    told = [Block(table=table), legend] if table.cells else [Block(words="no case was measured")]
+    yield Section("cases", "", told, ("terminal",))
+    blocks = [Block(table=table)] if table.cells else []
+    yield Section("cases", "Every case", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
+    page = sorted_cases(facts.files["transfers"])
+    blocks = [Block(words=_SHARES, table=page) if page else Block(words="No case was measured.")]
+    if models := models_text(facts.records):
+        blocks.append(Block("Transfer models", notes=list(map(Note, models))))
+    yield Section("result", "Result", blocks, ("html",))
+
+
+def matrices(of: Material) -> Iterator[Section]:
+    blocks = [
+        Block(f"from host to host · {each.title}", table=each) for each in pair_matrices(of.one.records)
+    ]
+    if blocks:
+        yield Section("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])
+
+
+def besides(of: Material) -> Iterator[Section]:
+    """What is said of the cases; the answers stand in the findings where there are such."""
+    facts = of.one
+    models = _notes(models_text(facts.records))
+    told = (
+        ("Notes", "notes", _notes(facts.cases.footnotes)),
+        ("Failed", "failed", _notes(facts.cases.errors)),
+        ("Not run", "not run", _not_run(facts)),
+        ("Transfer models", "transfer models (time of one transfer, fitted)", models),
+        ("", "answers", _notes(answers(facts.records))),
+        ("Warnings on the folder", "the folder", _notes(facts.run.warnings)),
+    )
+    for title, brief, notes in told:
+        if notes:
+            yield Section(brief, brief, [Block(notes=notes)], ("terminal",))
+        if notes and title:
+            yield Section(brief, title, [Block(notes=notes)], ("markdown",))
+
+
+def changes(of: Material) -> Iterator[Section]:
+    """How it differs from an earlier run, case by case."""
+    found = of.changes
+    if found is None:
+        return
+    blocks = []
+    differing = [line for line in found.differing if not line.startswith("seed")]
+    if differing:
+        blocks.append(Block(words=f"the two runs differ in {'; '.join(differing)}", style="red"))
+    title = f"beside {found.before.run_id} (GB/s: then → now, ratio with its 99 % interval)"
+    blocks.append(Block(title))
+    earlier = found.before.transfer_records()
+    if any(warning.kind == _BUSY for record in (*earlier, *of.one.records) for warning in record.warnings):
+        words = "  the machine was busy in one of the runs, so a change may be other work's"
+        blocks.append(Block(words=words, style="yellow"))
+    lines = [
+        f"{text} ({_rate(change.before_gb_per_s)} → {_rate(change.after_gb_per_s)})"
+        for change, text in found.cases
+    ]
+    yield Section("beside", "", [*blocks, Block(notes=_notes(lines))])
+
+
+def _rate(value: float | None) -> str:
+    return MISSING if value is None else number(value)
+
+
+def files(of: Material) -> Iterator[Section]:
+    path = of.one.run.path
+    words = f"files: {path} (report.md, tables/, figures/, transfers.parquet, logs/)"
+    yield Section("files", "", [Block(words=words)])

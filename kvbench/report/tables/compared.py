@@ -1,0 +1,151 @@
+"""The tables of a comparison: loads of one or several runs, or cases of two microbenchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from kvbench.core.findings.load_row import LoadRow
+from kvbench.core.plan.engine_count import Unit, unit_of
+from kvbench.core.transfers.stats import Change
+from kvbench.report.findings.load_rows import AXES
+from kvbench.report.tables.table import Column, Table, of_values
+
+_AXIS_TITLES: Final = {
+    "run": "run",
+    "connector": "connector",
+    "mode": "way",
+    "protocol": "protocol",
+    "nics": "num_rdma_nic",
+    "tp": "tp",
+    "input_len": "input length",
+    "output_len": "output length",
+    "rate": "qps",
+}
+# Key, as in the JSON of ``vllm bench serve`` → title, as in PR 10884's tables; ✓ where a terminal shows it.
+_SERVE: Final = (
+    ("completed", "Successful Requests", False),
+    ("failed", "Failed Requests", False),
+    ("duration_s", "Duration (s)", False),
+    ("total_input_tokens", "Total Input Tokens", False),
+    ("total_output_tokens", "Total Generated Tokens", False),
+    ("request_throughput", "Req Throughput (req/s)", True),
+    ("output_throughput", "Output Token Throughput (tok/s)", True),
+    ("total_token_throughput", "Total Token Throughput (tok/s)", False),
+    *(
+        (
+            f"{word.lower()}_{latency.lower()}_ms",
+            f"{word} {latency} (ms)",
+            word in ("Mean", "P99") and latency != "ITL",
+        )
+        for latency in ("TTFT", "TPOT", "ITL")
+        for word in ("Mean", "Median", "P90", "P99")
+        if word != "P90" or latency != "ITL"
+    ),
+)
+_CASE: Final = (
+    "backend", "protocol", "op", "block_bytes", "batch_size", "regions", "threads", "nics", "initiators",
+    "targets", "memory", "scattered", "merged", "shape",
+)  # fmt: skip
+_CHANGE: Final = {
+    "before_gb_per_s": "GB/s before",
+    "after_gb_per_s": "GB/s after",
+    "ratio": "ratio",
+    "low": "from",
+    "high": "to",
+    "before_p50_s": "p50 (s) before",
+    "after_p50_s": "p50 (s) after",
+    "told": "told",
+}
+
+
+def load_tables(
+    found: Sequence[LoadRow], by: str, sort: Sequence[str], group: str, several: bool
+) -> list[Table]:
+    """The rows as one table, or one for each level of ``group``.
+
+    ``by``: the axis that is compared; ``several``: whether they are of several runs.
+    """
+    order = [group, *sort] if group else list(sort)
+    order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
+    rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
+    unit = unit_of(row.size for row in rows)
+    columns = _columns(rows, by, unit, several)
+    if not group:
+        return [of_values("", columns, [_flat(row, unit) for row in rows])] if rows else []
+    return [
+        of_values(
+            f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
+            columns,
+            [_flat(row, unit) for row in mine],
+        )
+        for level, mine in groupby(rows, key=lambda row: row.axes.get(group))
+    ]
+
+
+def _sortable(value: Any) -> tuple[int, float, str]:
+    if isinstance(value, (int, float)):
+        return 0, float(value), ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+
+def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool) -> list[Column]:
+    """The axis compared first, then what varies, then what is the same everywhere; then the figures."""
+    known = [axis for axis in AXES if any(row.axes.get(axis) is not None for row in rows)]
+    if not several:
+        known = [axis for axis in known if axis != "run"]
+    varying = [axis for axis in known if len({row.axes.get(axis) for row in rows}) > 1]
+    first = [by] if by in known else []
+    order = list(dict.fromkeys([*first, *varying, *known]))
+    # What comes with the axis compared, level by level, needs no column of its own in a terminal.
+    with_it = {axis for axis in varying if _comes_with(rows, axis, by)}
+    brief = {*first, *varying, "connector", "input_len"} - (with_it - {"connector"})
+    answered = any(row.answer for row in rows)
+    if answered:
+        brief.discard("rate")
+    columns = [Column(axis, _AXIS_TITLES[axis], axis in brief) for axis in order]
+    if answered:
+        columns.append(Column("max_request_rate", "max rate (req/s)"))
+        columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
+        columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
+    columns += [Column(key, heading, brief) for key, heading, brief in _SERVE]
+    return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
+
+
+def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
+    told = {(row.axes.get(by), row.axes.get(axis)) for row in rows}
+    return axis != by and len(told) == len({level for level, _ in told})
+
+
+def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
+    rate, count = row.answer_rate, row.size.count(unit)
+    figures: dict[str, float | None] = {key: row.get(key) for key, _, _ in _SERVE}
+    for key, value in figures.items():
+        if value is not None and value == int(value) and not key.endswith(("_ms", "_s", "_throughput")):
+            figures[key] = int(value)
+    return {
+        **row.axes,
+        "max_request_rate": row.answer,
+        "engines": row.size.engines,
+        "gpus": row.size.gpus,
+        f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
+        **figures,
+        "trial_id": row.key,
+        "source": row.origin,
+    }
+
+
+def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
+    """A row for each case of either run. ``ratio`` with its 99 % interval counts calls a second; empty where
+    it cannot be told from 1, and ``told`` says so."""
+    columns = [Column(key, key) for key in _CASE] + [Column(key, words) for key, words in _CHANGE.items()]
+    rows = [
+        {
+            **{key: getattr(change.case, key) for key in _CASE},
+            **{key: getattr(change, key) for key in _CHANGE if key != "told"},
+            "told": text,
+        }
+        for change, text in cases
+    ]
+    return of_values(title, columns, rows)

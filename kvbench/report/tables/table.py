@@ -1,0 +1,247 @@
+"""One table, for every format: what people read in its cells, and the values that files have.
+
+CSV and JSON have every digit and the columns' keys; the others are rounded for people and have the titles.
+What is missing is empty in CSV, null in JSON and a dash for people.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from kvbench.files import spreadsheet_cell
+from kvbench.report.tables.numbers import MISSING, number
+
+Rows = Sequence[Mapping[str, Any]]
+Align = Literal["", "left", "right"]
+
+FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
+_UNROUNDED: Final = ("seed",)
+_LATEX: Final = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$",
+    "–": "--", "…": r"\ldots{}", "→": r"$\to$", "−": "$-$",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its key in files, empty where no file has it, and its title for people.
+
+    ``brief``: whether a terminal shows it; ``width``: how many characters at most, 0 for any number.
+    ``align``: empty where that goes by what is in it.
+    """
+
+    key: str
+    title: str
+    brief: bool = True
+    align: Align = ""
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """``cells``: what people read, a text for each column. ``rows``: values by key, as files have them.
+
+    ``name``: of the CSV that has the rows; ``words``: what a reader has to know to read it right; ``groups``:
+    number of the row that begins a group → the words above it; ``marks``: numbers of footnotes, by row.
+    ``every_column``: whether it is for looking something up. In a terminal, ``ruled``: a line below the
+    header, or blanks alone; ``wrap``: whether a cell may take several lines.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[str]]
+    rows: Rows = ()
+    name: str = ""
+    words: str = ""
+    groups: Mapping[int, str] = field(default_factory=dict)
+    marks: Sequence[Sequence[int]] = ()
+    every_column: bool = False
+    ruled: bool = True
+    wrap: bool = False
+
+    @property
+    def header(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    def parts(self) -> Iterable[tuple[str, Sequence[Sequence[str]], Sequence[Sequence[int]]]]:
+        """(words above it, cells, marks) of each group; of a table without groups the whole."""
+        starts = list(self.groups) or [0]
+        for start, end in zip(starts, [*starts[1:], len(self.cells)], strict=True):
+            yield self.groups.get(start, ""), self.cells[start:end], self.marks[start:end]
+
+
+# --- ways to make one ------------------------------------------------------------------------------
+
+
+def of_texts(
+    title: str, header: Sequence[str], cells: Sequence[Sequence[Any]], align: Align = "", **more: Any
+) -> Table:
+    """A table of what people read. ``more``: as in Table."""
+    columns = [Column("", heading, align=align) for heading in header]
+    return Table(title, columns, [[str(each) for each in row] for row in cells], **more)
+
+
+def of_method(
+    name: str,
+    title: str,
+    words: str,
+    header: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    rows: Rows,
+    brief: Sequence[int] | None = None,
+) -> Table:
+    """A table whose file has other columns than people read. ``brief``: those for a terminal; None: all."""
+    columns = [
+        Column("", heading, brief is None or place in brief, width=34) for place, heading in enumerate(header)
+    ]
+    return Table(title, columns, cells, rows, name, words, wrap=True)
+
+
+def of_values(title: str, columns: Sequence[Column], rows: Rows) -> Table:
+    """A table of values, rounded for people; words are on the left."""
+    columns = [
+        replace(
+            column,
+            align="left" if any(isinstance(row.get(column.key), str) for row in rows) else "right",
+            width=30,
+        )
+        for column in columns
+    ]
+    return Table(title, columns, [[_shown(row.get(column.key)) for column in columns] for row in rows], rows)
+
+
+def of_csv(
+    name: str,
+    title: str,
+    rows: Rows,
+    headings: Mapping[str, str] | None = None,
+    texts: Mapping[str, Sequence[str]] | None = None,
+) -> Table | None:
+    """The rows of tables/<name>.csv. None if there are none.
+
+    ``headings``: the columns to show, by key, with their words; all of them if None. ``texts``: for a column,
+    what people read in each row instead of its value.
+    """
+    if not rows:
+        return None
+    texts = texts or {}
+    keys = [key for key in headings if key in rows[0]] if headings is not None else list(rows[0])
+    columns = [
+        Column(key, (headings or {}).get(key, key), align="right" if _numeric(key, rows) else "left")
+        for key in keys
+    ]
+    cells = [
+        [texts[key][place] if key in texts else _rounded(key, row.get(key)) for key in keys]
+        for place, row in enumerate(rows)
+    ]
+    return Table(title, columns, cells, rows, name, every_column=headings is None)
+
+
+def _numeric(key: str, rows: Rows) -> bool:
+    known = [row.get(key) for row in rows if row.get(key) not in (None, "")]
+    return bool(known) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in known
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value for people: about three digits; whole numbers as they are."""
+    if isinstance(value, float):
+        return f"{int(value)}" if value.is_integer() and abs(value) < 1e15 else number(value)
+    return " ".join(_rounded("", value).split())
+
+
+def _rounded(key: str, value: Any) -> str:
+    """A value for people: numbers rounded as in the other tables, a missing one as missing."""
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and key not in _UNROUNDED:
+        return f"{value:,.0f}" if abs(value) >= 1e5 and value.is_integer() else number(value)
+    return str(value)
+
+
+# --- as text ---------------------------------------------------------------------------------------
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:
+    """GitHub's table; what would break it is escaped. ``rule``: its second line, if not ``---`` only."""
+    lines = [_line(header), _line(rule or ["---"] * len(header)), *(_line(row) for row in rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+
+def as_markdown(tables: Sequence[Table]) -> str:
+    """GitHub's tables, a heading before each that has a title."""
+    parts = []
+    for table in tables:
+        parts += [f"## {table.title}"] if table.title else []
+        parts.append(markdown_table(table.header, table.cells))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(tables: Sequence[Table]) -> str:
+    """All tables' rows as one, which a spreadsheet opens as it is."""
+    keys = _keys(tables)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(keys)
+    for table in tables:
+        writer.writerows([spreadsheet_cell(row.get(key)) for key in keys] for row in table.rows)
+    return text.getvalue()
+
+
+def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
+    """``{"rows": […], …}``: all tables' rows, and what is told besides."""
+    keys = _keys(tables)
+    rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
+    text = json.dumps({**more, "rows": rows}, default=str)
+    # What is not finite has no word in JSON.
+    plain = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+
+
+def _keys(tables: Sequence[Table]) -> list[str]:
+    return list(dict.fromkeys(column.key for table in tables for column in table.columns))
+
+
+def as_latex(tables: Sequence[Table]) -> str:
+    r"""A ``tabular`` with booktabs' rules for each table (``\usepackage{booktabs}``); what is special is
+    escaped.
+    """
+    parts = []
+    for table in tables:
+        kinds = "".join("l" if column.align == "left" else "r" for column in table.columns)
+        lines = [f"% {table.title}".replace("\n", " ")] if table.title else []
+        lines += [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule"]
+        lines += [_latex_line(table.header), r"\midrule"]
+        lines += [_latex_line(cells) for cells in table.cells]
+        parts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _latex_line(cells: Sequence[str]) -> str:
+    return " & ".join(latex(cell) for cell in cells) + r" \\"
+
+
+def latex(text: str) -> str:
+    """Text in which nothing is a command."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+WRITERS: Final[Mapping[str, Callable[[Sequence[Table]], str]]] = {
+    "md": as_markdown,
+    "csv": as_csv,
+    "latex": as_latex,
+}

@@ -1,0 +1,115 @@
+"""The measured columns of a trial, by the names that every table has for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from itertools import groupby
+from typing import Any, Final
+
+from kvbench.core.metrics.ttft_breakdown import PARTS
+from kvbench.core.records import TrialRecord
+from kvbench.results.provenance import SIMULATED
+from kvbench.results.run import Run
+
+# Column of the table → where its value lies in a trial's summary or engine record ("a.b" is b inside a).
+# The only place that knows those names.
+_LATENCIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+_FIGURES: Final = ("mean", "p50", "p90", "p99")
+SUMMARY_KEYS: Final[Mapping[str, str]] = {
+    "slo_attainment": "slo_attainment",
+    "attainment_lower": "attainment_lower",
+    "attainment_upper": "attainment_upper",
+    "achieved_request_rate": "achieved_rate",
+    "request_goodput": "request_goodput",
+    **{f"{latency}_{figure}": f"{latency}.{figure}" for latency in _LATENCIES for figure in _FIGURES},
+    "output_tok_per_s": "output_tok_per_s",
+    "total_tok_per_s": "total_tok_per_s",
+}
+ENGINE_KEYS: Final[Mapping[str, str]] = {
+    "kv_bytes_per_request": "kv_bytes_per_request",
+    "kv_transfer_ms_per_request": "kv_transfer_ms_per_request",
+    "kv_descriptors_per_request": "kv_descriptors_per_request",
+    "prefix_hit_rate_prefill": "prefix_hit_rate_prefill",
+    "prefix_hit_rate_decode": "prefix_hit_rate_decode",
+    "ttft_ms_mean_of_all": "ttft_ms_mean_of_all",
+    **{f"ttft_{part}_ms": f"ttft_breakdown_ms.{part}" for part in PARTS},
+    "client_workers": "client.workers",
+    "client_send_lag_ms_p50": "client.send_lag_p50_ms",
+    "client_send_lag_ms_p99": "client.send_lag_p99_ms",
+    "client_chunk_lag_ms_p99": "client.chunk_lag_p99_ms",
+    "client_first_error_ms_p99": "client.first_error_p99_ms",
+    "client_token_error_ms_p99": "client.token_error_p99_ms",
+    "client_loop_lag_ms_p99": "client.loop_lag_p99_ms",
+    "client_cpu_share": "client.cpu_share",
+}
+VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
+
+
+def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
+    """The measured columns of one trial; None is missing."""
+    summary = trial.summary if trial else {}
+    engine = trial.engine if trial else {}
+    values = {column: _at(summary, place) for column, place in SUMMARY_KEYS.items()}
+    return values | {column: _at(engine, place) for column, place in ENGINE_KEYS.items()}
+
+
+def trial_value(trial: TrialRecord, column: str) -> float | None:
+    """One value of a trial's summary by the name of its column; None is missing."""
+    return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
+
+
+def engine_word(trial: TrialRecord | None, place: str) -> str:
+    """A word of a trial's engine record by its place; empty is missing."""
+    value = _raw_at(trial.engine, place) if trial else None
+    return value if isinstance(value, str) else ""
+
+
+def _at(data: Mapping[str, Any], place: str) -> float | None:
+    return finite(_raw_at(data, place))
+
+
+def _raw_at(data: Mapping[str, Any], place: str) -> Any:
+    value: Any = data
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# --- how much of the time was measured ------------------------------------------------------------
+
+
+def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
+    """The share of time in which a load was offered, from each deployment's first trial to its last.
+
+    None where that cannot be told: without two trials of one deployment, or without times.
+    """
+    offered_s = whole_s = 0.0
+    rows = sorted((trial for trial in trials if trial.started_at), key=lambda trial: trial.started_at)
+    # A deployment's trials come one after the other; at the equal rate it is brought up once more.
+    for _, group in groupby(rows, lambda trial: (trial.cell.connector, trial.method == "equal_rate")):
+        mine = list(group)
+        begun, last = (
+            datetime.fromisoformat(t.started_at.replace("Z", "+00:00")) for t in (mine[0], mine[-1])
+        )
+        if len(mine) > 1:
+            offered_s += sum(trial.duration_s for trial in mine)
+            whole_s += (last - begun).total_seconds() + mine[-1].duration_s
+    return min(1.0, offered_s / whole_s) if whole_s > 0 else None
+
+
+def time_line(run: Run) -> str:
+    """How much of a run was measuring; empty where it cannot be told, or took no real time."""
+    share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
+    if share is None:
+        return ""
+    return (
+        f"{len(run.all_trials)} trials, measuring {share:.0%} of the time that deployments were up for them"
+    )

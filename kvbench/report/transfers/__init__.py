@@ -1,1 +1,0 @@
-"""The reports of microbenchmarks, and comparisons of them."""
