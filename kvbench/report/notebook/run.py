@@ -16,7 +16,7 @@ import pandas as pd
 
 from kvbench.core.records import Method
 from kvbench.errors import InputError
-from kvbench.report.notebook import frames
+from kvbench.report.notebook import frames, request_frames
 from kvbench.report.notebook.display import html_of, markdown_of
 from kvbench.report.sections.build import build
 from kvbench.report.tables.methods import method_tables
@@ -100,7 +100,7 @@ class Run:
     @cached_property
     def telemetry(self) -> pd.DataFrame:
         """One row a sample of counters and gauges during the trials."""
-        return frames.telemetry(self.folder, self.folder.all_trials)
+        return request_frames.telemetry(self.folder, self.folder.all_trials)
 
     @cached_property
     def transfers(self) -> pd.DataFrame:
@@ -141,8 +141,8 @@ class Run:
         ``columns`` may also name fields that ``requests`` leaves out, such as ``itl_s``. Raises InputError
         for a trial or column that there is not.
         """
-        chosen = frames.chosen_trials(self.folder, trials, connector, input_len, method)
-        return frames.requests(self.folder, chosen, columns)
+        chosen = request_frames.chosen_trials(self.folder, trials, connector, input_len, method)
+        return request_frames.requests(self.folder, chosen, columns)
 
     @property
     def plot(self) -> Plots:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvbench.core.records import TrialRecord
+from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.panels import (
     Lengths,
     lengths_of,
@@ -31,8 +32,6 @@ from kvbench.report.plots.style import (
     handle,
     looks,
     new_figure,
-    nice_log_ticks,
-    plain_ticks,
     style,
 )
 from kvbench.results.provenance import slo_of

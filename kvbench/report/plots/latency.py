@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import TrialRecord
+from kvbench.report.plots.axes import axis_spans, nice_log_ticks, plain_ticks
 from kvbench.report.plots.loads import single_rates
 from kvbench.report.plots.panels import (
     Lengths,
@@ -31,12 +32,9 @@ from kvbench.report.plots.style import (
     Theme,
     Words,
     add_legend,
-    axis_spans,
     handle,
     looks,
     new_figure,
-    nice_log_ticks,
-    plain_ticks,
     style,
 )
 from kvbench.report.tables.result import summary_table

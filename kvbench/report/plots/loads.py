@@ -10,19 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import TrialRecord
+from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.panels import Lengths, lengths_of, rated_trials, series_of
-from kvbench.report.plots.style import (
-    PALETTES,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    nice_log_ticks,
-    plain_ticks,
-    style,
-)
+from kvbench.report.plots.style import PALETTES, Theme, Words, add_legend, handle, looks, new_figure, style
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of

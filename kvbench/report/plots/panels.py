@@ -10,7 +10,8 @@ import numpy as np
 
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.report.plots.style import Look, at_bottom
+from kvbench.report.plots.axes import at_bottom
+from kvbench.report.plots.style import Look
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import Run
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvbench.report.plots.axes import axis_spans
 from kvbench.report.plots.panels import Lengths, lengths_of, panel_title, rated_trials, supporting
 from kvbench.report.plots.style import (
     PALETTES,
@@ -20,7 +21,6 @@ from kvbench.report.plots.style import (
     Theme,
     Words,
     add_legend,
-    axis_spans,
     handle,
     looks,
     new_figure,

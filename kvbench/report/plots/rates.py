@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.plan.engine_count import Unit, first_unequal, unequal
+from kvbench.report.plots.axes import at_bottom, nice_log_ticks, plain_ticks
 from kvbench.report.plots.style import (
     PALETTES,
     Look,
@@ -15,12 +16,9 @@ from kvbench.report.plots.style import (
     Theme,
     Words,
     add_legend,
-    at_bottom,
     handle,
     looks,
     new_figure,
-    nice_log_ticks,
-    plain_ticks,
     style,
 )
 from kvbench.report.tables.result import Row, summary_table

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.core.transfers.stats import call_times
 from kvbench.core.units import size_text
+from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.style import (
     PALETTES,
     Look,
@@ -21,8 +22,6 @@ from kvbench.report.plots.style import (
     libraries_of,
     looks,
     new_figure,
-    nice_log_ticks,
-    plain_ticks,
     style,
 )
 from kvbench.results.provenance import caption

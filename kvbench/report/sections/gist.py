@@ -11,8 +11,8 @@ from kvbench.core.transfers.stats import figures
 from kvbench.report.findings.notes import notes
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.sections.transfers import labs
+from kvbench.report.tables import cells
 from kvbench.report.tables.numbers import MISSING, number, percent
-from kvbench.report.tables.result import shared_unit
 from kvbench.report.tables.table import Table, of_texts
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values
@@ -54,7 +54,9 @@ def _measured(facts: Facts, kind: str) -> str:
 
 def of_requests(of: Material) -> Iterator[Section]:
     """The rates found; where nothing was searched, the loads that were offered."""
-    yield _gist(of.one, _tried(of.one) if not of.one.rows and of.one.run.other_trials else _searched(of.one))
+    yield _gist(
+        of.one, _tried(of.one) if not of.one.rows and of.one.run.other_trials else cells.gist(of.one.rows)
+    )
 
 
 def of_transfers(of: Material) -> Iterator[Section]:
@@ -80,38 +82,14 @@ _MOVED: Final = (
 )  # fmt: skip
 
 
-def _searched(facts: Facts) -> Table:
-    unit = shared_unit(facts.rows)
-    header = (
-        "connector", "input", "max rate (req/s) [interval]", f"per {unit}", "met %", "TTFT P50 (ms)",
-        "TTFT P99 (ms)", "TPOT P50 (ms)", "KV (ms)", "limit",
-    )  # fmt: skip
-    cells = [
-        [
-            row.cell.connector,
-            f"{row.cell.input_len:,}",
-            row.answer.text(),
-            number(row.rate_per(unit)),
-            percent(row.values["slo_attainment"]),
-            number(row.values["ttft_ms_p50"]),
-            number(row.values["ttft_ms_p99"]),
-            number(row.values["tpot_ms_p50"]),
-            number(row.values["kv_transfer_ms_per_request"]),
-            row.limit or MISSING,
-        ]
-        for row in facts.rows
-    ]
-    return of_texts("", header, cells)
-
-
 def _tried(facts: Facts) -> Table:
-    cells = [
+    rows = [
         [f"{named['connector']}", f"{named['input_len']:,}", number(named["request_rate"])]
         + [number(served[key]) for key in _TRIED_KEYS]
         for trial in facts.run.other_trials
         for named, served in [(about(trial), serve_values(trial))]
     ]
-    return of_texts("", _TRIED, cells)
+    return of_texts("", _TRIED, rows)
 
 
 def _moved(records: Sequence[TransferRecord]) -> Table:

@@ -13,7 +13,7 @@ from kvbench.report.findings.load_rows import row_conclusions
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material
-from kvbench.report.tables import cells
+from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.table import of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
@@ -143,7 +143,7 @@ def result(of: Material) -> Iterator[Section]:
     blocks = []
     if facts.rows:
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
-        sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
+        sorted_ = sortable.sorted_result(facts.rows, facts.files["summary"])
         blocks.append(Block(table=sorted_, writers=("html",)))
     elif not facts.methods:
         blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
@@ -253,6 +253,6 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
 
 
 def trials(of: Material) -> Iterator[Section]:
-    table, told = cells.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
+    table, told = sortable.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
     blocks = [Block(words=f"{told}." if told else "", table=table)] if table else []
     yield Section("trials", "Trials", blocks)

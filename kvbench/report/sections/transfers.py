@@ -10,7 +10,8 @@ from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables.host_pairs import CAPTION, pair_matrices
 from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.transfers import LEGEND, sorted_cases
+from kvbench.report.tables.sortable import sorted_cases
+from kvbench.report.tables.transfers import LEGEND
 from kvbench.report.value import Block, Note, Section
 from kvbench.results.provenance import caption
 

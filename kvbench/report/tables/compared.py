@@ -11,6 +11,7 @@ from kvbench.core.plan.engine_count import Unit, unit_of
 from kvbench.core.transfers.stats import Change
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.tables.table import Column, Table, of_values
+from kvbench.report.tables.transfers import CASE_KEYS
 
 _AXIS_TITLES: Final = {
     "run": "run",
@@ -44,10 +45,6 @@ _SERVE: Final = (
         if word != "P90" or latency != "ITL"
     ),
 )
-_CASE: Final = (
-    "backend", "protocol", "op", "block_bytes", "batch_size", "regions", "threads", "nics", "initiators",
-    "targets", "memory", "scattered", "merged", "shape",
-)  # fmt: skip
 _CHANGE: Final = {
     "before_gb_per_s": "GB/s before",
     "after_gb_per_s": "GB/s after",
@@ -139,10 +136,10 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
 def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
     """A row for each case of either run. ``ratio`` with its 99 % interval counts calls a second; empty where
     it cannot be told from 1, and ``told`` says so."""
-    columns = [Column(key, key) for key in _CASE] + [Column(key, words) for key, words in _CHANGE.items()]
+    columns = [Column(key, key) for key in CASE_KEYS] + [Column(key, words) for key, words in _CHANGE.items()]
     rows = [
         {
-            **{key: getattr(change.case, key) for key in _CASE},
+            **{key: getattr(change.case, key) for key in CASE_KEYS},
             **{key: getattr(change, key) for key in _CHANGE if key != "told"},
             "told": text,
         }

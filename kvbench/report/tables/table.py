@@ -81,11 +81,11 @@ class Table:
 
 
 def of_texts(
-    title: str, header: Sequence[str], cells: Sequence[Sequence[Any]], align: Align = "", **more: Any
+    title: str, header: Sequence[str], cells: Iterable[Sequence[object]], align: Align = "", words: str = ""
 ) -> Table:
-    """A table of what people read. ``more``: as in Table."""
+    """A table of what people read."""
     columns = [Column("", heading, align=align) for heading in header]
-    return Table(title, columns, [[str(each) for each in row] for row in cells], **more)
+    return Table(title, columns, [[str(each) for each in row] for row in cells], words=words)
 
 
 def of_method(

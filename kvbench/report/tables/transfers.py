@@ -11,7 +11,7 @@ from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.core.transfers.stats import figures
 from kvbench.core.units import joined, size_text
 from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.table import Column, Table, of_csv
+from kvbench.report.tables.table import Column, Table
 
 HEADER: Final = (
     "op",
@@ -194,56 +194,26 @@ def _percent(share: float | None) -> str:
     return f"{share * 100:.0f}" if share >= 0.01 else "<1"
 
 
-_SORTED: Final = {
-    "backend": "backend",
-    "protocol": "protocol",
-    "nics": "NICs",
-    "op": "op",
-    "block_bytes": "block (bytes)",
-    "batch_size": "blocks",
-    "descriptors": "descriptors",
-    "gb_per_s": "GB/s",
-    "of_line_rate": "of line rate",
-    "of_tcp": "of plain TCP",
-    "of_memcpy": "of a memory copy",
-    "call_s_p50": "P50",
-    "call_s_p99": "P99",
-    "cpu_s_per_gb": "CPU s/GB",
-    "verified": "data right",
-    "status": "status",
-    "transport": "transport",
-    "error": "error",
-}
-
-
-def sorted_cases(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """The cases with the values of transfers.csv behind them, for a page that sorts."""
-    texts = {key: [time_text(row.get(key)) for row in rows] for key in ("call_s_p50", "call_s_p99")}
-    return of_csv("transfers", "Every case", rows, _SORTED, texts)
-
-
 # --- rows for files --------------------------------------------------------------------------------
+
+
+CASE_KEYS: Final = (
+    "backend", "protocol", "op", "block_bytes", "batch_size", "regions", "threads", "nics", "initiators",
+    "targets", "memory", "scattered", "merged", "shape",
+)  # fmt: skip
+"""What files tell of a case."""
+_RECORD_KEYS: Final = (
+    "calls", "window_s", "nbytes", "logical_bytes", "descriptors", "open_s", "register_s", "connect_s",
+    "prepare_s", "initiator_cpu_s", "target_cpu_s",
+)  # fmt: skip
 
 
 def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str, Any]:
     """One row of tables/transfers.csv: one level, units in the names."""
-    told, case = figures(record, run), record.case
+    told = figures(record, run)
     times = told.times
     return {
-        "backend": case.backend,
-        "protocol": case.protocol,
-        "op": case.op,
-        "block_bytes": case.block_bytes,
-        "batch_size": case.batch_size,
-        "regions": case.regions,
-        "threads": case.threads,
-        "nics": case.nics,
-        "initiators": case.initiators,
-        "targets": case.targets,
-        "memory": case.memory,
-        "scattered": case.scattered,
-        "merged": case.merged,
-        "shape": case.shape,
+        **{key: getattr(record.case, key) for key in CASE_KEYS},
         "initiator_host": record.initiator_host,
         "target_host": record.target_host,
         "status": record.status,
@@ -260,17 +230,7 @@ def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str,
         "call_s_p99": times.p99,
         "call_s_p999": times.p999,
         "call_s_max": times.maximum,
-        "calls": record.calls,
-        "window_s": record.window_s,
-        "nbytes": record.nbytes,
-        "logical_bytes": record.logical_bytes,
-        "descriptors": record.descriptors,
-        "open_s": record.open_s,
-        "register_s": record.register_s,
-        "connect_s": record.connect_s,
-        "prepare_s": record.prepare_s,
-        "initiator_cpu_s": record.initiator_cpu_s,
-        "target_cpu_s": record.target_cpu_s,
+        **{key: getattr(record, key) for key in _RECORD_KEYS},
         "cpu_s_per_gb": told.cpu_s_per_gb,
         "transport": record.transport,
         "library": record.library,

@@ -37,10 +37,11 @@ from kvbench.report.plots import (
     pareto_figure,
     write_plots,
 )
+from kvbench.report.plots.axes import axis_spans, nice_log_ticks
 from kvbench.report.plots.nicshare import nic_bytes
 from kvbench.report.plots.panels import light_records, series_of, supporting
 from kvbench.report.plots.pareto import Point, front, gpus_by_connector, points
-from kvbench.report.plots.style import PALETTES, axis_spans, looks, nice_log_ticks
+from kvbench.report.plots.style import PALETTES, looks
 from kvbench.results.run import Run, load_run
 from kvbench.results.store import RunInfo, RunStore
 
