@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from kvbench.core.metrics.criteria import judge_criteria
 from kvbench.core.metrics.metrics import Slo, Summary, ended_at, judged_records
+from kvbench.core.metrics.queue_growth import QueueGrowth, QueueReadings, queue_growth
 from kvbench.core.physics.hardware import PrefillWork
 from kvbench.core.records import Finding, Method, RequestRecord
 
@@ -249,9 +251,6 @@ class GateLimits:
     foreign_bytes: float = 64e6
     foreign_share: float = 0.20
     """Other traffic on a data NIC counts above both: bytes, and a share of this trial's own."""
-    growth_errors: float = 4.0
-    growth_walks: float = 2.0
-    growth_horizon_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -307,6 +306,20 @@ class Evidence:
         if self.stopped_as:
             return self.stopped_as == "met"
         return self.summary.attained
+
+    @cached_property
+    def queue_growth(self) -> QueueGrowth | None:
+        """By how much the queue for the first token grew while load was offered, if it did."""
+        summary = self.summary
+        readings = QueueReadings.of_records(
+            self.records,
+            summary.window.end_s,
+            summary.duration_s,
+            rate=summary.offered_rate,
+            latency_s=(summary.e2el_ms.p50 or 0.0) / 1e3,
+            ttft_limit_s=(self.slo.tightest("ttft_ms") or 0.0) / 1e3,
+        )
+        return None if readings is None else queue_growth(readings)
 
     def attained_with(self, slo: Slo) -> bool:
         """Would the judged requests attain another SLO?"""

@@ -4,7 +4,7 @@ A trial is planned up to a longest duration and cut at the first *look* that is 
 that grow geometrically, and the chance of error allowed is shared out evenly among them. Three questions:
 
 1. **Does the queue grow?** By the number of requests that wait for their first token longer than they would
-   without a queue, and by the rate of first tokens while it is never empty (``kvbench.core.search.growth``).
+   without a queue, and by the rate of first tokens while it is never empty (``core.metrics.queue_growth``).
 2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
    the second half of the time so far (Fishman's crossing rule; rules that look at the latencies themselves,
    such as MSER, prefer to drop bad luck and make short trials look too good). It ends one latency before
@@ -32,8 +32,15 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvbench.core.metrics.queue_growth import (
+    WALKS_AT_EACH_LOOK,
+    QueueGrowth,
+    QueueReadings,
+    capacity_of,
+    dispersion,
+    queue_growth,
+)
 from kvbench.core.search.data import Measured
-from kvbench.core.search.growth import Seen, capacity_of, why_it_grows
 from kvbench.core.search.looks import Look, Strictness, mean_look, share_look
 
 FloatArray = npt.NDArray[np.float64]
@@ -156,9 +163,7 @@ class LiveTrial:
         self._count = self._hopeless = 0
         self._series = _Series()
         self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
-        gaps = np.diff(self._offsets, prepend=0.0)
-        mean = float(gaps.mean())
-        self._clumping = max(1.0, float(gaps.var()) / mean**2 if mean > 0 else 1.0)
+        self._dispersion = dispersion(self._offsets)
         self._next_growth_s = float(self._offsets[min(GROWTH_FIRST, n) - 1])
         self._next_look_s = FIRST_LOOK * config.latency_s
         self._latency = (0, config.latency_s)
@@ -215,12 +220,11 @@ class LiveTrial:
         last = t_s >= self._up(latency_s) or self._count == len(self._offsets)
         if t_s >= self._next_growth_s or last:
             self._next_growth_s = t_s * GROWTH_FACTOR
-            grows = why_it_grows(self._seen(t_s))
-            if grows:
+            growth = queue_growth(self._readings(t_s), walks=WALKS_AT_EACH_LOOK)
+            if growth is not None:
                 window = self._window(t_s)
-                return self._decide(
-                    "missed", grows, t_s, (window, self._judge(window, t_s, last)), grows=True
-                )
+                found = window, self._judge(window, t_s, last)
+                return self._decide("missed", _growth_text(growth, self.config.rate), t_s, found, grows=True)
         if not last and (t_s < self._next_look_s or t_s < FIRST_LOOK * latency_s or not self._count):
             return None
         self._next_look_s = t_s * LOOK_FACTOR
@@ -260,15 +264,15 @@ class LiveTrial:
             self._latency = (self._count, float(np.median(known[~np.isnan(known)])))
         return self._latency[1]
 
-    def _seen(self, t_s: float) -> Seen:
+    def _readings(self, t_s: float) -> QueueReadings:
         """What is known of the queue so far."""
         series, config = self._series, self.config
-        return Seen(
+        return QueueReadings(
             rate=config.rate,
-            alone_s=config.latency_s,
+            idle_latency_s=config.latency_s,
             latency_s=self._latency_s(),
             ttft_limit_s=config.ttft_limit_s,
-            clumping=self._clumping,
+            dispersion=self._dispersion,
             offsets_s=self._offsets,
             settled_s=self._settled_s,
             ttft_s=self._ttft_s,
@@ -325,7 +329,7 @@ class LiveTrial:
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found
-        capacity = capacity_of(self._seen(t_s)) or (None, None)
+        capacity = capacity_of(self._readings(t_s)) or (None, None)
         measured = Measured(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
@@ -347,3 +351,9 @@ class LiveTrial:
                 grows=grows,
             )
         return Decision(verdict, reason, t_s, (start, end), measured)
+
+
+def _growth_text(growth: QueueGrowth, rate: float) -> str:
+    if growth.capacity is None:
+        return f"the queue grows by {growth.per_s:.3g} requests a second of {rate:.3g} offered"
+    return f"{growth.capacity:.4g} first tokens a second from a queue never empty, {rate:.4g}/s offered"
