@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector
-from kvbench.core.gates.evidence import ClientFigures, Evidence
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Summary, summarise

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence, HostFigures
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures, HostFigures
 from kvbench.core.load.traces import TracedRequest, expected_hits, request_rate, shares_prefixes
 from kvbench.core.load.workers import workers_over
 from kvbench.core.metrics.engine_use import sampled_use
@@ -27,8 +28,8 @@ from kvbench.core.records import (
     VerdictKind,
 )
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
-from kvbench.core.search.sequential_trial import Decision
 from kvbench.deployment.deployment import Deployment
 from kvbench.hosts.api_key import bearer
 from kvbench.hosts.telemetry import Metrics
