@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.core.records import Cell
-from kvbench.core.search.sequential_trial import Decision
+from kvbench.core.search.live_config import Decision
 from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher

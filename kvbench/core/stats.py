@@ -176,9 +176,10 @@ class StepSeries:
     def peak(self) -> int:
         return int(self.values.max()) if len(self.values) else 0
 
-    def at(self, time_s: float) -> float:
-        index = int(np.searchsorted(self.times_s, time_s, side="right")) - 1
-        return float(self.values[index]) if index >= 0 else 0.0
+    def sampled(self, times_s: FloatArray) -> FloatArray:
+        """The values at some times."""
+        known = np.concatenate([[0.0], self.values])
+        return np.asarray(known[np.searchsorted(self.times_s, times_s, side="right")], np.float64)
 
     def block_means(self, start_s: float, end_s: float, blocks: int) -> FloatArray:
         """Time-weighted means over equal blocks of [start, end]."""

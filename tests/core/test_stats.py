@@ -135,7 +135,7 @@ def test_step_series_counts_open_intervals(intervals: list[tuple[float, float]])
     ends = [start + length for start, length in intervals]
     series = StepSeries.of_intervals(starts, ends)
     for t in (0.0, 1.5, 5.0, 20.0):
-        assert series.at(t) == sum(a <= t < b for a, b in zip(starts, ends, strict=True))
+        assert series.sampled(np.array([t])) == sum(a <= t < b for a, b in zip(starts, ends, strict=True))
     covered = sum(max(0.0, min(b, 8.0) - max(a, 1.0)) for a, b in zip(starts, ends, strict=True))
     assert series.block_means(1.0, 8.0, 4).mean() * 7.0 == pytest.approx(covered, abs=1e-6)
 

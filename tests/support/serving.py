@@ -6,7 +6,8 @@ import heapq
 
 import numpy as np
 
-from kvbench.core.search.sequential_trial import Decision, LiveTrial, Observation
+from kvbench.core.search.live_config import Decision, Observation
+from kvbench.core.search.sequential_trial import LiveTrial
 
 
 def first_tokens(offsets: np.ndarray, took: np.ndarray, servers: int | None) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Final
 import numpy as np
 
 from kvbench.core.search.ceiling import plan_flood
+from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, trial_length_s
 from kvbench.core.search.search import Hint, Measured, Probe, RateSearch, SearchLimits
-from kvbench.core.search.sequential_trial import Criterion, Decision, LiveConfig, LiveTrial, trial_length_s
+from kvbench.core.search.sequential_trial import LiveTrial
 
 from .pipeline import Outcomes, System, offsets, run_open
 
@@ -86,7 +87,7 @@ def live_trial(
         confirms=probe.purpose == "confirm",
         hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
     )
-    live = LiveTrial(config, [Criterion("share", system.attainment)])
+    live = LiveTrial(config, [CriterionTarget("share", system.attainment)])
     return drive(live, outcomes, system), outcomes
 
 

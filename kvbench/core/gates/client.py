@@ -11,7 +11,6 @@ import re
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.steady import growing_queue
 from kvbench.core.records import Finding
 from kvbench.core.slo import Slo
 
@@ -88,7 +87,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
     busy = share >= limits.router_cpu_share
     if lag_ms <= allowed and not busy:
         return None
-    missed = not evidence.attained or growing_queue(evidence) is not None
+    missed = not evidence.attained or evidence.queue_growth is not None
     # A router without CPU left queues what comes in: by how much nobody knows, so all of it may be its own.
     refused = lag_ms > gross or (busy and missed) or _may_have_caused_the_miss(evidence, 2 * lag_ms, lag_ms)
     return Finding(
@@ -166,7 +165,7 @@ def _gross_ms(evidence: Evidence) -> float:
 
 def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
     if evidence.attained:
-        return growing_queue(evidence) is not None  # that makes a miss, too, and late sends make queues
+        return evidence.queue_growth is not None  # that makes a miss, too, and late sends make queues
     return evidence.attained_with(_loosened(evidence, ttft_ms, gap_ms))
 
 

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvbench.core.gates import answers, client, machine, physics, requests, steady, transfer, work
-from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
+from kvbench.core.gates.evidence import Evidence, GateLimits
+from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures, HostFigures
 from kvbench.core.metrics.criteria import CriterionResult
 from kvbench.core.records import Finding, VerdictKind
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.core.gates.evidence import Evidence, GateLimits, HostFigures
+from kvbench.core.gates.evidence import Evidence, GateLimits
+from kvbench.core.gates.evidence_figures import HostFigures
 from kvbench.core.gates.transfer import RDMA_TRANSPORTS
 from kvbench.core.records import Finding
 

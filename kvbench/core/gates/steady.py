@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.gates.evidence import EngineFigures, Evidence
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.core.metrics.steady_window import judged_records
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.core.stats import autocorrelation_time
@@ -105,20 +106,16 @@ def growing_queue(evidence: Evidence) -> Finding | None:
 
     evidence: the trend of the waiting requests over the steady window. limits: slow growth needs long trials.
     """
-    summary, limits, slope = evidence.summary, evidence.limits, evidence.summary.waiting_trend
-    if slope is None or summary.offered_rate <= 0 or summary.window.length_s <= 0:
+    growth = evidence.queue_growth
+    if growth is None:
         return None
-    by_chance = math.sqrt(1.2 * summary.offered_rate / summary.window.length_s)
-    significant = max(limits.growth_errors * slope.error, limits.growth_walks * by_chance)
-    added_s = slope.per_s * limits.growth_horizon_s / summary.offered_rate
-    if slope.per_s <= significant or added_s * 1e3 <= (evidence.slo.tightest("ttft_ms") or 0.0):
-        return None
+    peak = evidence.summary.peak_waiting
     return Finding(
         "growing_queue",
         "warning",
-        f"the queue grows: by {slope.per_s:.2f} requests a second, {summary.peak_waiting} at its peak",
+        f"the queue grows: by {growth.per_s:.2f} requests a second, {peak} at its peak",
         "the rate is above what the system sustains",
-        {"per_s": slope.per_s, "error": slope.error, "by_chance": by_chance, "peak": summary.peak_waiting},
+        {"per_s": growth.per_s, "error": growth.error, "by_chance": growth.by_chance, "peak": peak},
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvbench.core.gates.evidence import Evidence, NicFigures, span
+from kvbench.core.gates.evidence import Evidence, span
+from kvbench.core.gates.evidence_figures import NicFigures
 from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})

@@ -5,7 +5,8 @@ They compare the servers' own counters of prompt tokens with the requests that w
 
 from __future__ import annotations
 
-from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures, Evidence, span
+from kvbench.core.gates.evidence import Evidence, span
+from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures
 from kvbench.core.records import Finding
 
 

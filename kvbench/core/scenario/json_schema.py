@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.scenario.base import NAME_PATTERN, Registry
-from kvbench.core.scenario.sections import Deployment
+from kvbench.core.scenario.deployment_section import Deployment
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 

@@ -2,7 +2,7 @@
 
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
 mistakes; ``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each
-section may hold stands in ``sections``, ``workload`` and ``goals``.
+section may hold stands in the modules ``*_section`` and ``goals``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
+from kvbench.core.scenario.deployment_section import CommandPrefix, ConnectorChoice, Deployment
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.hosts import FarHost, Roles, Ssh
 from kvbench.core.scenario.json_schema import scenario_schema_of
+from kvbench.core.scenario.model_section import ModelChoice
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
 from kvbench.core.scenario.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions, SlurmNodes, SlurmOptions
-from kvbench.core.scenario.sections import (
-    CommandPrefix,
-    ConnectorChoice,
-    Deployment,
-    ModelChoice,
-)
-from kvbench.core.scenario.workload import KvLink, Load, Simulate, Trace, Workload
+from kvbench.core.scenario.simulate_section import KvLink, Simulate
+from kvbench.core.scenario.workload_section import Load, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 

@@ -20,7 +20,7 @@ from kvbench.core.gates.gates import UNSUSTAINED, judge
 from kvbench.core.metrics.metrics import Summary, Window
 from kvbench.core.records import Finding, Method, RequestRecord, VerdictKind
 from kvbench.core.search.burst import burst_requests
-from kvbench.core.search.sequential_trial import Decision
+from kvbench.core.search.live_config import Decision
 from kvbench.core.slo import Slo, burst_slo
 
 SATURATED: Final = "saturated"

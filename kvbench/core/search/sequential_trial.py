@@ -4,7 +4,7 @@ A trial is planned up to a longest duration and cut at the first *look* that is 
 that grow geometrically, and the chance of error allowed is shared out evenly among them. Three questions:
 
 1. **Does the queue grow?** By the number of requests that wait for their first token longer than they would
-   without a queue, and by the rate of first tokens while it is never empty (``kvbench.core.search.growth``).
+   without a queue, and by the rate of first tokens while it is never empty (``core.metrics.queue_growth``).
 2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
    the second half of the time so far (Fishman's crossing rule; rules that look at the latencies themselves,
    such as MSER, prefer to drop bad luck and make short trials look too good). It ends one latency before
@@ -27,33 +27,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from kvbench.core.metrics.queue_growth import (
+    WALKS_AT_EACH_LOOK,
+    QueueGrowth,
+    QueueReadings,
+    capacity_of,
+    dispersion,
+    queue_growth,
+)
 from kvbench.core.search.data import Measured
-from kvbench.core.search.growth import Seen, capacity_of, why_it_grows
+from kvbench.core.search.live_config import (
+    CriterionTarget,
+    Decision,
+    LiveConfig,
+    Observation,
+    Verdict,
+    requests_s,
+)
 from kvbench.core.search.looks import Look, Strictness, mean_look, share_look
 
-FloatArray = npt.NDArray[np.float64]
-Verdict = Literal["met", "missed", "undecided"]
-Observation = (
-    tuple[int, tuple[float, ...]]
-    | tuple[int, tuple[float, ...], tuple[float, ...]]
-    | tuple[int, tuple[float, ...], tuple[float, ...], float | None]
-)
-"""(request's index, one value per criterion), and if known one margin per criterion: the value / its limit
-that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came.
-Then its TTFT in seconds, None while there is none."""
-
-TRIAL_LATENCIES: Final = 10.8
-TRIAL_REQUESTS: Final = 600
-QUICK_REQUESTS: Final = 2000
-QUICK_S: Final = 40.0
-"""A trial's time is up after so many of its own latencies, but not before so many requests, and where they
-come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
-a few are under way at once, a dozen latencies tell next to nothing."""
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
 """The first look at the criteria, in latencies, and by how much later each further one."""
@@ -66,66 +62,6 @@ MIN_REQUESTS: Final = 12
 SECTIONS: Final = (4, 8)
 SECTIONED_REQUESTS: Final = 160
 """Sections of the steady part with fewer, and with at least so many requests."""
-
-
-def trial_length_s(rate: float, latency_s: float) -> float:
-    """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
-    return max(2 * TRIAL_LATENCIES * latency_s, _requests_s(rate))
-
-
-def _requests_s(rate: float) -> float:
-    """How long the requests take that a trial needs at least."""
-    return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """``share``: values are 1 (kept) or 0, and their true share must be at least ``target``.
-    ``mean``: the values' true mean must be at most ``target``. Raises ValueError for impossible targets."""
-
-    kind: Literal["share", "mean"]
-    target: float
-
-    def __post_init__(self) -> None:
-        if self.kind == "share" and not 0.0 < self.target <= 1.0:
-            raise ValueError(f"a share must be above 0 and at most 1, not {self.target}")
-        if self.kind == "mean" and not 0.0 < self.target < math.inf:
-            raise ValueError(f"a mean's limit must be above 0, not {self.target}")
-
-
-@dataclass(frozen=True)
-class LiveConfig:
-    """``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: end-to-end
-    latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
-    latest; by default the last planned send. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of
-    either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
-    answer, whose figures count. ``confirms``: the rate was found by other trials, and this one is to agree:
-    when its time is up, figures that reach what is asked are a yes, proven or not.
-    ``latencies``: the time is up after so many of the trial's own latencies.
-    ``hopeless_s``: what has been under way for so long has broken a limit for sure.
-    """
-
-    offsets_s: Sequence[float] | FloatArray
-    rate: float
-    latency_s: float = 0.0
-    max_s: float | None = None
-    ttft_limit_s: float = 0.0
-    confidence: float = 0.95
-    thorough: bool = False
-    confirms: bool = False
-    latencies: float = TRIAL_LATENCIES
-    hopeless_s: float = math.inf
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A verdict, why, at what time of the trial, its steady part, and what was measured until then."""
-
-    verdict: Verdict
-    reason: str
-    at_s: float
-    window_s: tuple[float, float]
-    measured: Measured
 
 
 @dataclass
@@ -141,7 +77,7 @@ class _Series:
 class LiveTrial:
     """One trial. ``feed`` it what became known, in any order and as often as one likes, until it decides."""
 
-    def __init__(self, config: LiveConfig, criteria: Sequence[Criterion]) -> None:
+    def __init__(self, config: LiveConfig, criteria: Sequence[CriterionTarget]) -> None:
         """Raises ValueError without criteria or arrivals."""
         self._offsets = np.asarray(config.offsets_s, dtype=np.float64)
         if not criteria or not len(self._offsets):
@@ -156,9 +92,7 @@ class LiveTrial:
         self._count = self._hopeless = 0
         self._series = _Series()
         self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
-        gaps = np.diff(self._offsets, prepend=0.0)
-        mean = float(gaps.mean())
-        self._clumping = max(1.0, float(gaps.var()) / mean**2 if mean > 0 else 1.0)
+        self._dispersion = dispersion(self._offsets)
         self._next_growth_s = float(self._offsets[min(GROWTH_FIRST, n) - 1])
         self._next_look_s = FIRST_LOOK * config.latency_s
         self._latency = (0, config.latency_s)
@@ -215,12 +149,11 @@ class LiveTrial:
         last = t_s >= self._up(latency_s) or self._count == len(self._offsets)
         if t_s >= self._next_growth_s or last:
             self._next_growth_s = t_s * GROWTH_FACTOR
-            grows = why_it_grows(self._seen(t_s))
-            if grows:
+            growth = queue_growth(self._readings(t_s), walks=WALKS_AT_EACH_LOOK)
+            if growth is not None:
                 window = self._window(t_s)
-                return self._decide(
-                    "missed", grows, t_s, (window, self._judge(window, t_s, last)), grows=True
-                )
+                found = window, self._judge(window, t_s, last)
+                return self._decide("missed", _growth_text(growth, self.config.rate), t_s, found, grows=True)
         if not last and (t_s < self._next_look_s or t_s < FIRST_LOOK * latency_s or not self._count):
             return None
         self._next_look_s = t_s * LOOK_FACTOR
@@ -245,7 +178,7 @@ class LiveTrial:
     def _up(self, latency_s: float) -> float:
         """When the time is up: so many of the trial's own latencies, within what was planned."""
         wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
-        return min(self._max_s, max(wanted, _requests_s(self.config.rate)))
+        return min(self._max_s, max(wanted, requests_s(self.config.rate)))
 
     def _alpha(self) -> float:
         """The chance of error of one look, for either side."""
@@ -260,15 +193,15 @@ class LiveTrial:
             self._latency = (self._count, float(np.median(known[~np.isnan(known)])))
         return self._latency[1]
 
-    def _seen(self, t_s: float) -> Seen:
+    def _readings(self, t_s: float) -> QueueReadings:
         """What is known of the queue so far."""
         series, config = self._series, self.config
-        return Seen(
+        return QueueReadings(
             rate=config.rate,
-            alone_s=config.latency_s,
+            idle_latency_s=config.latency_s,
             latency_s=self._latency_s(),
             ttft_limit_s=config.ttft_limit_s,
-            clumping=self._clumping,
+            dispersion=self._dispersion,
             offsets_s=self._offsets,
             settled_s=self._settled_s,
             ttft_s=self._ttft_s,
@@ -325,7 +258,7 @@ class LiveTrial:
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found
-        capacity = capacity_of(self._seen(t_s)) or (None, None)
+        capacity = capacity_of(self._readings(t_s)) or (None, None)
         measured = Measured(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
@@ -347,3 +280,9 @@ class LiveTrial:
                 grows=grows,
             )
         return Decision(verdict, reason, t_s, (start, end), measured)
+
+
+def _growth_text(growth: QueueGrowth, rate: float) -> str:
+    if growth.capacity is None:
+        return f"the queue grows by {growth.per_s:.3g} requests a second of {rate:.3g} offered"
+    return f"{growth.capacity:.4g} first tokens a second from a queue never empty, {rate:.4g}/s offered"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures
+from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.engine import StepEngine

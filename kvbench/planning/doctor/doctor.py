@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from kvbench import connectors, transfer
 from kvbench.connectors.base import Connector
-from kvbench.core.scenario.sections import Deployment
+from kvbench.core.scenario.deployment_section import Deployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, Problem
 from kvbench.hosts.devices import gpus
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average

@@ -7,7 +7,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
-from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures, RouterFigures
+from kvbench.core.gates.evidence_figures import (
+    EXTERNAL,
+    LOCAL_CACHE_HIT,
+    LOCAL_COMPUTE,
+    EngineFigures,
+    RouterFigures,
+)
 from kvbench.core.metrics.ttft_breakdown import Legs, Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import Metrics, Sampler, difference, quantile

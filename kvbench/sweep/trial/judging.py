@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from kvbench.core.gates.evidence import ClientFigures, Evidence
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import ClientFigures
 from kvbench.core.load.traces import expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
-from kvbench.core.search.sequential_trial import Decision
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, ceiling_figures
 from kvbench.sweep.trial.load_progress import LoadResult

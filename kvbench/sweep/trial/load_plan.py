@@ -17,14 +17,8 @@ from kvbench.core.records import Cell, Method, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_requests
 from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
-from kvbench.core.search.sequential_trial import (
-    Criterion,
-    Decision,
-    LiveConfig,
-    LiveTrial,
-    Observation,
-    trial_length_s,
-)
+from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, trial_length_s
+from kvbench.core.search.sequential_trial import LiveTrial
 from kvbench.core.slo import Slo
 from kvbench.planning.trace_files import burst_plan
 from kvbench.sweep.trial.load_progress import Progress, Settled
@@ -187,7 +181,7 @@ class Watch:
                     confirms=wanted.confirms,
                     hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
                 ),
-                [Criterion(kind, target) for kind, target in slo.criteria()],
+                [CriterionTarget(kind, target) for kind, target in slo.criteria()],
             )
             for name, slo in self._tiers.items()
         }

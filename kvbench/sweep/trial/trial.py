@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from kvbench.core.gates.evidence import Evidence, RouterFigures
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import RouterFigures
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord

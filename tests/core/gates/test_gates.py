@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.gates.evidence import (
+from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.evidence_figures import (
     ClientFigures,
     EngineFigures,
-    Evidence,
     HostFigures,
     NicFigures,
     RouterFigures,

@@ -15,18 +15,18 @@ from serving import decided, first_tokens
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.search.data import Measured
-from kvbench.core.search.sequential_trial import (
+from kvbench.core.search.live_config import (
     TRIAL_LATENCIES,
-    Criterion,
+    CriterionTarget,
     Decision,
     LiveConfig,
-    LiveTrial,
     Observation,
     trial_length_s,
 )
+from kvbench.core.search.sequential_trial import LiveTrial
 from kvbench.core.simulation.known_queues import md1_max_rate
 
-SHARE = [Criterion("share", 0.95)]
+SHARE = [CriterionTarget("share", 0.95)]
 BEAT_S = 0.25
 
 
@@ -66,7 +66,7 @@ def run_md1(
     rate = load * md1_max_rate(service_s, limit_s, 0.95)
     offsets = planned_offsets(rate, max(2, round(minutes * 60 * rate)), 1.0, seed)
     first = md1(offsets, service_s)
-    criteria = [Criterion("mean", mean_s)] if kind == "mean" else SHARE
+    criteria = [CriterionTarget("mean", mean_s)] if kind == "mean" else SHARE
     config = LiveConfig(offsets, rate, service_s + decode_s, ttft_limit_s=limit_s, thorough=thorough)
     live = LiveTrial(config, criteria)
     late = first - offsets > limit_s
@@ -128,7 +128,9 @@ def run_servers(
     alone_s = float(np.median(services(random, 1000))) + decode_s
     offsets = planned_offsets(rate, round(trial_length_s(rate, alone_s) * rate), 1.0, seed)
     first = first_tokens(offsets, services(random, len(offsets)), servers)
-    live = LiveTrial(LiveConfig(offsets, rate, alone_s, ttft_limit_s=limit_s), [Criterion("share", 0.9)])
+    live = LiveTrial(
+        LiveConfig(offsets, rate, alone_s, ttft_limit_s=limit_s), [CriterionTarget("share", 0.9)]
+    )
     return decided(live, first, limit_s, decode_s, BEAT_S)
 
 
@@ -231,7 +233,9 @@ def test_capacity_is_read_from_a_queue_never_empty() -> None:
 def test_several_criteria_must_all_be_kept() -> None:
     offsets = planned_offsets(20.0, 2000, 1.0, 1)
     for good, verdict in (((1.0, 1.0), "met"), ((1.0, 0.0), "missed"), ((0.0, 1.0), "missed")):
-        live = LiveTrial(LiveConfig(offsets, 20.0, 1.0), [Criterion("share", 0.9), Criterion("share", 0.99)])
+        live = LiveTrial(
+            LiveConfig(offsets, 20.0, 1.0), [CriterionTarget("share", 0.9), CriterionTarget("share", 0.99)]
+        )
         decision, t_s, done = None, 0.0, 0
         while decision is None:
             t_s += BEAT_S
@@ -286,7 +290,7 @@ def test_impossible_trials_are_refused() -> None:
         LiveTrial(LiveConfig([1.0], 1.0), SHARE).feed(1.0, [(1, (1.0,))], 0, 1)
     for kind, target in (("share", 0.0), ("share", 1.1), ("mean", 0.0), ("mean", math.inf)):
         with pytest.raises(ValueError, match="not"):
-            Criterion(kind, target)  # type: ignore[arg-type]
+            CriterionTarget(kind, target)  # type: ignore[arg-type]
 
 
 def test_how_long_a_trial_is_planned() -> None:
@@ -296,7 +300,9 @@ def test_how_long_a_trial_is_planned() -> None:
 
 def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> None:
     offsets = np.arange(60) / 20.0
-    trial = LiveTrial(LiveConfig(offsets_s=offsets, rate=20.0, latency_s=0.03), [Criterion("share", 0.9)])
+    trial = LiveTrial(
+        LiveConfig(offsets_s=offsets, rate=20.0, latency_s=0.03), [CriterionTarget("share", 0.9)]
+    )
     for i, at in enumerate(offsets):
         # Told as it ends, so that none is under way; but for one of the last.
         behind = i == 55

@@ -11,8 +11,9 @@ from serving import decided, first_tokens
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.search.ceiling import plan_flood
 from kvbench.core.search.data import Measured, SearchAnswer
+from kvbench.core.search.live_config import CriterionTarget, LiveConfig, trial_length_s
 from kvbench.core.search.search import RateSearch, SearchLimits
-from kvbench.core.search.sequential_trial import Criterion, LiveConfig, LiveTrial, trial_length_s
+from kvbench.core.search.sequential_trial import LiveTrial
 from kvbench.core.simulation.known_queues import md1_max_rate
 
 BEAT_S = 0.2507
@@ -55,7 +56,7 @@ def find(
             thorough=probe.thorough,
             confirms=probe.purpose == "confirm",
         )
-        live = LiveTrial(config, [Criterion("share", target)])
+        live = LiveTrial(config, [CriterionTarget("share", target)])
         first = server(np.asarray(config.offsets_s))
         decision = decided(live, first, limit_s, 0.0, BEAT_S)
         search.tell(probe.rate, decision.verdict, decision.measured)

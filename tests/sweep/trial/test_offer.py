@@ -13,8 +13,8 @@ from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.ceiling import Flood
 from kvbench.core.search.data import Measured
+from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import joined_verdict
-from kvbench.core.search.sequential_trial import Decision
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
 from kvbench.sweep.trial.load_plan import Offered, Wanted, Watch, ceiling_figures, planned

@@ -1,0 +1,266 @@
+"""Does the queue for the first token grow? Asked while a trial runs, and of its records afterwards.
+
+Waiting alone is no queue: an idle system holds rate × latency requests that wait for their first token, and
+until it does, their number climbs like that of a queue which grows. So the time in which waiting builds up is
+left out (twice what the first eighth of the requests waited), and of those that wait, only those count which
+have waited longer than the first ones did. Two questions:
+
+1. **Do they become more?** Their number must show a slope, less what a mere cluster of arrivals explains,
+   that is *significant* (above 4 standard errors of the fit, and above 2 or 3 of the slope that a random walk
+   of such arrivals shows by chance: a queue at its capacity wanders like one), that adds at least half to all
+   that wait, and that is *material* (in ten minutes it adds more waiting than the TTFT limit). The number in
+   flight is no guide: it is correlated over a whole latency.
+2. **Is more offered than comes out?** While most of those that wait have waited longer than the first ones,
+   for two latencies, the queue is never empty: there the rate of first tokens *is* the capacity, known far
+   better than a slope.
+
+A queue that grows delays all later requests. Where a quarter of them is as fast as the first ones, neither is
+said: latencies that vary widely, with nobody waiting for anybody, look like growth until the slowest come.
+
+``PERF`` below is ``python -m tools.perf_search --first-seed 400 --seeds 30 --methods kvbench``; ``GATE`` is
+tests/core/gates/test_queue_growth.py, by which whole trials are judged on the same virtual systems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.core.metrics.steady_window import ended_at, waiting_series
+from kvbench.core.records import UNENDED, RequestRecord
+from kvbench.core.stats import StepSeries, trend
+
+FloatArray = npt.NDArray[np.float64]
+
+ERRORS: Final = 4.0
+WALKS: Final = 2.0
+WALKS_AT_EACH_LOOK: Final = 3.0
+HORIZON_S: Final = 600.0
+ADDED: Final = 0.5
+"""Growth adds at least so much to what waited at the beginning. A system without a queue whose latencies vary
+widely fills for a long time after most of its requests are answered, but ever slower."""
+EARLY: Final = 8
+"""The first so-manyth part of a trial tells how long requests wait where hardly anybody waits before them."""
+FILL: Final = 2.0
+"""Waiting has built up after so many times what the first requests waited: those whose latency is longer than
+average are still to come."""
+SPAN_LEAST: Final = 0.2
+"""The share of the time so far that must be left for a slope."""
+QUEUED: Final = 0.5
+"""The queue is not empty while more than this share of those that wait have waited longer than the first."""
+FAST_LEAST: Final = 10
+FAST_SHARE: Final = 0.25
+"""Of so many later requests at least, less than this share must be as fast as the first ones."""
+CAPACITY_REQUESTS: Final = 40
+CAPACITY_LATENCIES: Final = 2.0
+CAPACITY_ERRORS: Final = 3.0
+CAPACITY_SECTIONS: Final = 8
+SAMPLES: Final = 4000
+
+
+@dataclass(frozen=True)
+class QueueGrowth:
+    """By how many requests a second a queue grows, the standard error of that, and what chance alone shows.
+
+    ``capacity``: first tokens per second, where the growth was told by them; else it is a slope.
+    """
+
+    per_s: float
+    error: float
+    by_chance: float
+    capacity: float | None = None
+
+
+@dataclass(frozen=True)
+class QueueReadings:
+    """What is known of a trial's queue so far; times in seconds since its start.
+
+    ``rate``: requests per second offered. ``idle_latency_s``: end-to-end latency of one request alone, 0 if
+    unknown; ``latency_s``: the median in this trial. ``ttft_limit_s``: 0 if TTFT is not limited.
+    ``dispersion``: squared variation of the gaps between arrivals, at least 1. By request: ``offsets_s``, the
+    planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan where
+    unknown. By time: ``waiting``, requests without a first token; ``firsts``, first tokens so far.
+    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said.
+    """
+
+    rate: float
+    idle_latency_s: float
+    latency_s: float
+    ttft_limit_s: float
+    dispersion: float
+    offsets_s: FloatArray
+    settled_s: FloatArray
+    ttft_s: FloatArray
+    times_s: FloatArray
+    waiting: FloatArray
+    firsts: FloatArray
+    unbroken: bool = False
+
+    @classmethod
+    def of_records(
+        cls,
+        records: Sequence[RequestRecord],
+        end_s: float,
+        duration_s: float,
+        *,
+        rate: float,
+        latency_s: float,
+        ttft_limit_s: float,
+    ) -> QueueReadings | None:
+        """Those of a whole trial while load was offered, up to ``end_s``; None without load.
+
+        ``duration_s``: from the trial's start to its end, drain included.
+        """
+        offered = [each for each in records if each.scheduled_s <= end_s]
+        offered.sort(key=lambda each: each.scheduled_s)
+        if len(offered) < 2 or end_s <= 0 or rate <= 0:
+            return None
+        stopped_s = ended_at(records, duration_s)
+        offsets = np.array([each.scheduled_s for each in offered])
+        open_s = duration_s if stopped_s is None else stopped_s
+        settled = [
+            each.last_token_s or each.first_token_s or (open_s if each.error in UNENDED else math.nan)
+            for each in offered
+        ]
+        times = np.asarray(np.linspace(0.0, end_s, SAMPLES + 1)[1:], np.float64)
+        waiting = waiting_series(offered, stopped_s).sampled(times)
+        return cls(
+            rate=rate,
+            idle_latency_s=0.0,
+            latency_s=latency_s,
+            ttft_limit_s=ttft_limit_s,
+            dispersion=dispersion(offsets),
+            offsets_s=offsets,
+            settled_s=np.array(settled),
+            ttft_s=np.array([math.nan if each.ttft_s is None else each.ttft_s for each in offered]),
+            times_s=times,
+            waiting=waiting,
+            firsts=np.searchsorted(offsets, times, side="right") - waiting,
+        )
+
+    @property
+    def now_s(self) -> float:
+        return float(self.times_s[-1])
+
+    @cached_property
+    def early_s(self) -> FloatArray | None:
+        """How long the first requests waited for their first tokens; None while one of them still does, but
+        not for longer than one alone may have to.
+
+        First tokens are counted, not told apart, so the k-th one is taken to be the k-th arrival's.
+        """
+        early = max(1, int(np.searchsorted(self.offsets_s, self.now_s / EARLY)))
+        firsts = np.maximum.accumulate(self.firsts)
+        if firsts[-1] < early:
+            known = 0 < FILL * self.idle_latency_s < self.now_s
+            return np.array([self.idle_latency_s]) if known else None
+        came = np.searchsorted(firsts, np.arange(1, early + 1))
+        return np.asarray(self.times_s[came] - self.offsets_s[:early], np.float64)
+
+    @cached_property
+    def filled_s(self) -> float:
+        """When all waiting has built up that is no queue; inf while that is not known."""
+        if self.early_s is None:
+            return math.inf
+        return FILL * min(float(self.early_s.max()), self.idle_latency_s or math.inf)
+
+    @cached_property
+    def queued(self) -> FloatArray:
+        """At each time, how many have waited for longer than the first requests did."""
+        usual_s = 0.0 if self.early_s is None else float(np.median(self.early_s))
+        due = np.searchsorted(self.offsets_s, self.times_s - usual_s, side="right")
+        return np.asarray(due - self.firsts, np.float64)
+
+    def may_be_slow_alone(self, since_s: float) -> bool:
+        """Whether later arrivals tell, or could not tell yet, of latencies that merely vary."""
+        begin = int(np.searchsorted(self.offsets_s, since_s))
+        settled, ttft = self.settled_s[begin:], self.ttft_s[begin:]
+        known = ~np.isnan(settled)
+        if self.early_s is None or int(known.sum()) < FAST_LEAST:
+            return self.unbroken
+        # A request that is known to be late, and no more, has waited until that was known.
+        later = np.where(np.isnan(ttft), settled - self.offsets_s[begin:], ttft)[known]
+        return bool(np.quantile(later, FAST_SHARE) <= self.early_s.max())
+
+    def material(self, per_s: float) -> bool:
+        """Whether a queue that grows by so many requests a second will break the TTFT limit."""
+        return per_s * HORIZON_S / self.rate > self.ttft_limit_s
+
+    def by_chance(self, span_s: float) -> float:
+        """Standard deviation of the slope that a random walk with these arrivals shows within a span."""
+        return math.sqrt(1.2 * self.dispersion * self.rate / span_s)
+
+
+def dispersion(offsets_s: FloatArray) -> float:
+    """Squared coefficient of variation of the gaps between arrivals, at least 1 (Poisson's)."""
+    gaps = np.diff(offsets_s, prepend=0.0)
+    mean = float(gaps.mean())
+    return max(1.0, float(gaps.var()) / mean**2 if mean > 0 else 1.0)
+
+
+def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
+    """By how much the queue grows; None where nothing says that it does.
+
+    ``walks``: ``WALKS_AT_EACH_LOOK`` for who asks again and again while the trial runs.
+    """
+    if readings.early_s is None:
+        return None
+    slope = _slope(readings, walks)
+    if slope is not None:
+        return slope
+    found = capacity_of(readings)
+    if found is None:
+        return None
+    (capacity, error), per_s = found, readings.rate - found[0]
+    if readings.rate <= capacity + CAPACITY_ERRORS * error or not readings.material(per_s):
+        return None
+    return QueueGrowth(per_s, error, readings.by_chance(readings.now_s), capacity)
+
+
+def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
+    """The slope of the queue, where that is significant and material."""
+    start_s = max(readings.now_s / 3, readings.filled_s)
+    span = readings.now_s - start_s
+    if span < SPAN_LEAST * readings.now_s or readings.may_be_slow_alone(start_s):
+        return None
+    slope = trend(StepSeries(readings.times_s, readings.queued), start_s, readings.now_s)
+    if slope is None:
+        return None
+    by_chance = readings.by_chance(span)
+    needed = max(ERRORS * slope.error, walks * by_chance)
+    # Without what is merely a cluster of arrivals: as if they had come evenly.
+    came = np.searchsorted(readings.offsets_s, [start_s, readings.now_s])
+    even = slope.per_s - max(0.0, float(came[1] - came[0]) / span - readings.rate)
+    waiting = StepSeries(readings.times_s, readings.waiting)
+    middle = float(waiting.block_means(start_s, readings.now_s, 1)[0])
+    adds = slope.per_s * span >= ADDED * (middle - slope.per_s * span / 2)
+    if even <= needed or not adds or not readings.material(slope.per_s):
+        return None
+    return QueueGrowth(slope.per_s, slope.error, by_chance)
+
+
+def capacity_of(readings: QueueReadings) -> tuple[float, float] | None:
+    """(first tokens per second, standard error) over the latest stretch with a queue never empty."""
+    times, queued, firsts = readings.times_s, readings.queued, readings.firsts
+    floor = np.maximum(max(6.0, 0.25 * float(queued.max(initial=0.0))), QUEUED * readings.waiting)
+    low = np.flatnonzero((queued < floor) | (times < readings.filled_s))
+    start = int(low[-1]) + 1 if len(low) else 0
+    if start >= len(times) - 2 * CAPACITY_SECTIONS:
+        return None
+    since_s, length_s = float(times[start]), readings.now_s - float(times[start])
+    edges = np.linspace(since_s, readings.now_s, CAPACITY_SECTIONS + 1)
+    counts = np.diff(np.interp(edges, times[start:], firsts[start:]))
+    if length_s < CAPACITY_LATENCIES * readings.latency_s or counts.sum() < CAPACITY_REQUESTS:
+        return None
+    if readings.may_be_slow_alone(since_s):
+        return None
+    per_s = counts / (edges[1] - edges[0])
+    # A count is whole: a deterministic server's sections differ by one.
+    error = max(float(per_s.std(ddof=1)) / math.sqrt(len(counts)), 1.0 / length_s)
+    return float(per_s.mean()), error
