@@ -81,7 +81,7 @@ class Rule:
     name: str
     when: Mapping[str, str]
     finding: str
-    mend: str
+    fix: str
     status: Status = "missing"
     cuda: int | None = None
     gpu: bool | None = None
@@ -234,7 +234,7 @@ def clashes(found: Surroundings) -> Iterator[Check]:
         if rule.name not in seen and rule.applies(found):
             seen.add(rule.name)
             named = [f"{name} {found.versions[name]}" for name in rule.when if name in found.versions]
-            yield Check(rule.name, rule.status, f"{rule.finding} ({', '.join(named)})", rule.mend)
+            yield Check(rule.name, rule.status, f"{rule.finding} ({', '.join(named)})", rule.fix)
 
 
 def holds(name: str, condition: str, versions: Mapping[str, str]) -> bool:

@@ -58,7 +58,7 @@ def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something cannot be used here, and the command or change that mends it."""
+    """Why something cannot be used here, and the command or change that puts it right."""
 
     reason: str
     fix: str = ""

@@ -1,4 +1,4 @@
-"""What about this machine's NICs, and around them, spoils transfers: findings for doctor, each with its mend.
+"""What about this machine's NICs, and around them, spoils transfers: findings for doctor, each with its fix.
 
 Everything is read below ``root``, so that recorded trees of other machines are judged as well.
 """
