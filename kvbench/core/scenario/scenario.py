@@ -2,7 +2,7 @@
 
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
 mistakes; ``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each
-section may hold stands in ``sections``, ``workload`` and ``goals``.
+section may hold stands in ``sections`` and ``goals``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from kvbench.core.scenario.sections import (
     CommandPrefix,
     ConnectorChoice,
     Deployment,
+    KvLink,
+    Load,
     ModelChoice,
+    Simulate,
+    Trace,
+    Workload,
 )
-from kvbench.core.scenario.workload import KvLink, Load, Simulate, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, read_yaml
 from kvbench.errors import ScenarioError
 
