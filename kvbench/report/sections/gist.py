@@ -54,9 +54,8 @@ def _measured(facts: Facts, kind: str) -> str:
 
 def of_requests(of: Material) -> Iterator[Section]:
     """The rates found; where nothing was searched, the loads that were offered."""
-    yield _gist(
-        of.one, _tried(of.one) if not of.one.rows and of.one.run.other_trials else cells.gist(of.one.rows)
-    )
+    searched = of.one.rows or not of.one.run.other_trials
+    yield _gist(of.one, cells.gist(of.one.rows) if searched else _tried(of.one))
 
 
 def of_transfers(of: Material) -> Iterator[Section]:
