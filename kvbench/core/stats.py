@@ -145,19 +145,6 @@ def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
     return min(max(total, 1.0), n / 2)
 
 
-def batch_means(values: Sequence[float] | FloatArray, batches: int) -> tuple[float, float]:
-    """(mean, standard error) by equal batches of neighbours; the tail that fills no batch is left out.
-
-    Raises ValueError with fewer than two batches or fewer values than batches.
-    """
-    data = np.asarray(values, dtype=np.float64)
-    if batches < 2 or len(data) < batches:
-        raise ValueError(f"{len(data)} values do not fill {batches} batches")
-    size = len(data) // batches
-    means = data[: size * batches].reshape(batches, size).mean(axis=1)
-    return float(means.mean()), float(means.std(ddof=1) / math.sqrt(batches))
-
-
 @dataclass(frozen=True)
 class StepSeries:
     """A step function of time: ``values[i]`` holds from ``times_s[i]`` on; before the first, it is 0."""

@@ -83,13 +83,6 @@ def test_autocorrelation_time_of_an_ar1_process() -> None:
     assert stats.autocorrelation_time([1.0] * 30 + [0.0] * 30) > 10
 
 
-def test_batch_means() -> None:
-    mean, error = stats.batch_means([1, 1, 3, 3, 5, 5, 99], 3)
-    assert (mean, error) == pytest.approx((3.0, 2 / math.sqrt(3)))
-    with pytest.raises(ValueError, match="do not fill"):
-        stats.batch_means([1.0], 2)
-
-
 @pytest.mark.parametrize(
     ("p", "degrees", "table"),
     [(0.975, 1, 12.706), (0.95, 3, 2.353), (0.975, 7, 2.365), (0.995, 10, 3.169), (0.975, 1000, 1.962)],

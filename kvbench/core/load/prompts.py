@@ -76,9 +76,3 @@ def _digits_needed(count: int, base: int) -> int:
         digits += 1
         numbers *= base
     return digits
-
-
-def make_prompts(seed: int, num_prompts: int, input_len: int, vocab_size: int) -> list[list[int]]:
-    """The same as plain lists, for a few prompts: a list costs nine times the array's memory."""
-    rows: list[list[int]] = token_prompts(num_prompts, PromptShape(input_len, vocab_size), seed).tolist()
-    return rows

@@ -6,7 +6,10 @@ Sources. Number in system: the chain embedded at departures (D. G. Kendall, 1951
 how often it goes up and down across a level, in which all terms are positive; Poisson arrivals meet the same
 distribution. Waiting time: G. J. Franx, "A simple solution for the M/D/c waiting time distribution",
 Operations Research Letters 29 (2001), with c = 1. Erlang's own formula of 1909 is the same function as an
-alternating sum, which loses all digits for long waits. Mean wait: Pollaczek and Khinchine.
+alternating sum, which loses all digits for long waits.
+
+It stands here though only tools and tests ask for it: mypy knows the modules in tools/ by two names, with the
+folder's and without.
 """
 
 from __future__ import annotations
@@ -20,12 +23,6 @@ import numpy.typing as npt
 from kvbench.errors import InputError
 
 _BISECTIONS: Final = 60
-
-
-def md1_mean_wait_s(rate: float, service_s: float) -> float:
-    """Mean time from arrival to the start of service, in seconds; infinite if the queue grows for ever."""
-    load = _load(rate, service_s)
-    return math.inf if load >= 1 else load * service_s / (2 * (1 - load))
 
 
 def md1_wait_cdf(rate: float, service_s: float, wait_s: float) -> float:

@@ -15,7 +15,6 @@ on a counter; the emulated engine does it on the wall clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbench.core.simulation.kv_cache import BlockPool
@@ -289,7 +288,3 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.config.block_tokens)
-
-    def live_requests(self) -> Iterator[Request]:
-        """Every request that owns or waits for blocks."""
-        yield from (*self.waiting, *self.ready, *self.loading.values(), *self.running, *self.held.values())

@@ -45,7 +45,6 @@ class Seen:
     burst_bytes: int | None = None
     """What the shaper of one NIC lets through at once."""
     memcpy_gb_per_s: float | None = None
-    protocol_known: bool = True
     moves_bytes: bool = True
     carried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Side → NIC → bytes in the window, the asked ones and all others."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.load.prompts import PromptShape, lowest_id, make_prompts, token_prompts
+from kvbench.core.load.prompts import PromptShape, lowest_id, token_prompts
 from kvbench.errors import InputError
 
 seeds = st.integers(0, 2**64)
@@ -58,7 +58,7 @@ def test_arrivals_and_prompts_draw_from_independent_streams() -> None:
 
 
 def test_plain_lists_for_json() -> None:
-    prompts = make_prompts(3, 2, 5, 1000)
+    prompts = token_prompts(2, PromptShape(5, 1000), 3).tolist()
     assert [len(prompt) for prompt in prompts] == [5, 5]
     assert all(type(token) is int for prompt in prompts for token in prompt)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -144,7 +145,9 @@ def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
     planned = [chunk.request for chunk in plan.chunks]
     assert len(set(map(id, planned))) == len(planned)
     references: Counter[int] = Counter()
-    for request in scheduler.live_requests():
+    queues = (scheduler.waiting, scheduler.ready, scheduler.running)
+    live = [*chain(*queues), *scheduler.loading.values(), *scheduler.held.values()]
+    for request in live:
         assert len(set(request.blocks)) == len(request.blocks)
         references.update(request.blocks)
         assert (request.status is Status.WAITING) == (request in scheduler.waiting)

@@ -26,7 +26,7 @@ from hostile import (
     spec_for,
 )
 
-from kvbench.core.load.prompts import make_prompts
+from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.dispatch import AroundPrompt, engine_id_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
@@ -118,7 +118,7 @@ def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
             records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec, headers=headers)
         assert (len(at_p0), len(at_p1), len(at_d)) == (2, 2, 4)
         assert [record.error_detail for record in records] == [""] * 4
-        prompts = make_prompts(7, 4, 8, 1000)
+        prompts = token_prompts(4, PromptShape(8, 1000), 7).tolist()
         asked = {
             int(request.headers["x-request-id"].rpartition("-")[2]): request for request in at_p0 + at_p1
         }

@@ -225,10 +225,12 @@ def test_the_plan_is_a_function_of_the_spec() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1000, 30_000_000])
 def test_prompts_are_encoded_as_they_are(vocab_size: int) -> None:
-    from kvbench.core.load.prompts import make_prompts
+    from kvbench.core.load.prompts import PromptShape, token_prompts
 
     plan = planned_requests(spec_for("http://x", num_requests=5, vocab_size=vocab_size))
-    assert [json.loads(item.prompt) for item in plan] == make_prompts(7, 5, 8, vocab_size)
+    assert [json.loads(item.prompt) for item in plan] == token_prompts(
+        5, PromptShape(8, vocab_size), 7
+    ).tolist()
 
 
 TRACE = [
