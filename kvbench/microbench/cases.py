@@ -184,7 +184,7 @@ class Microbench:
             0.0 if sides["target"].elsewhere else record.target_cpu_s or 0.0
         )
         backend = transfer.get(case.backend)
-        seen = warnings.Seen(
+        seen = warnings.CaseConditions(
             cores=before["cores"],
             load_before=self._load,
             others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - ours,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvbench.core.records import Cell, TrialRecord, VerdictKind
 from kvbench.core.search.burst import BurstSearch
-from kvbench.core.search.search import Measured, RateSearch
+from kvbench.core.search.search import RateSearch, TrialFigures
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ def tier_verdict(record: TrialRecord, tier: str) -> VerdictKind:
     return verdict
 
 
-def measured_of(record: TrialRecord, tier: str) -> Measured | None:
+def measured_of(record: TrialRecord, tier: str) -> TrialFigures | None:
     """What the live rule measured of a tier, for the search; of a ceiling probe what came out at most."""
     if record.purpose == "ceiling":
         rate = record.summary.get("completion_rate")
         # What a refused one passed on is a place to start from, but no ceiling.
         steady = bool(record.summary.get("completion_steady")) and record.verdict != "invalid"
-        measured = Measured(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
-        return measured if rate else Measured(duration_s=record.duration_s)
+        measured = TrialFigures(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
+        return measured if rate else TrialFigures(duration_s=record.duration_s)
     told = (record.summary.get("tiers") or {}).get(tier) if tier else record.summary
     live = (told or {}).get("live")
-    return Measured.from_json(live["measured"]) if live else None
+    return TrialFigures.from_json(live["measured"]) if live else None

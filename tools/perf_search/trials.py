@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbench.core.search.ceiling import plan_flood
 from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, trial_length_s
-from kvbench.core.search.search import Hint, Measured, Probe, RateSearch, SearchLimits
+from kvbench.core.search.search import Hint, Probe, RateSearch, SearchLimits, TrialFigures
 from kvbench.core.search.sequential_trial import LiveTrial
 
 from .pipeline import Outcomes, System, offsets, run_open
@@ -37,7 +37,7 @@ class Ran:
 
     probe: Probe
     decision: Decision | None
-    measured: Measured
+    measured: TrialFigures
 
 
 def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
@@ -118,7 +118,7 @@ def search(
     return Found(answer.max_request_rate, answer.status, answer.trials, clock_s)
 
 
-def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> Measured:
+def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> TrialFigures:
     """A flood, and what was completed until that was known well enough."""
     flood = plan_flood(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
     ends, t_s = np.sort(run_open(system, flood.offsets_s, rng, clock_s).end_s), BEAT_S

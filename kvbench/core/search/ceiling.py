@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -85,7 +85,7 @@ class Flood:
         done = int((ends_s <= self.begins_s).sum())
         return now_s >= LOOKED_AT * self.begins_s and done < DONE_SHARE * first
 
-    def measured(self, ends_s: Sequence[float] | FloatArray, until_s: float) -> Measured:
+    def measured(self, ends_s: Sequence[float] | FloatArray, until_s: float) -> TrialFigures:
         """What it tells the search, by the completions until then; without a flood, a rate to begin with.
 
         No ceiling (``grows``): completions still became more, or no more was left than must be under way.
@@ -93,17 +93,17 @@ class Flood:
         ends = np.asarray(ends_s, np.float64)
         ends = ends[ends <= until_s]
         if len(ends) and (until_s <= self.begins_s or self._spared(ends, until_s)):
-            return Measured(completion_rate=len(ends) / until_s, grows=True, duration_s=until_s)
+            return TrialFigures(completion_rate=len(ends) / until_s, grows=True, duration_s=until_s)
         found = completion_rate(ends[ends >= self.begins_s] - self.begins_s, until_s - self.begins_s)
         if found is None:
-            return Measured(duration_s=until_s)
+            return TrialFigures(duration_s=until_s)
         rate, steady = found
         left = int(np.searchsorted(self.offsets_s, until_s, side="right")) - len(ends)
         under_way = rate * self.latency_s
         flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
         if not flooded and until_s >= min(self.ends_s, self.offsets_s[-1]):
             rate = max(rate, self.rate)  # all that was offered was carried; by chance a little less came out
-        return Measured(completion_rate=rate, grows=not (steady and flooded), duration_s=until_s)
+        return TrialFigures(completion_rate=rate, grows=not (steady and flooded), duration_s=until_s)
 
 
 def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> Flood:

@@ -20,7 +20,7 @@ class SearchLimits:
     ``precision``: relative width of the bracket to reach, 0.05 for 5 %. ``max_trials`` counts every trial,
     also refused and repeated ones. ``confidence`` is not used by the search itself: it is what trials'
     early verdicts and intervals are to use, kept here so that one value belongs to one search.
-    ``attainment``: the share asked for, of trials whose ``Measured`` does not tell it.
+    ``attainment``: the share asked for, of trials whose ``TrialFigures`` does not tell it.
     """
 
     start_rate: float
@@ -70,7 +70,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialFigures:
     """What a trial measured beside its verdict; None is unknown. Rates per second, times in seconds.
 
     ``attainment`` with its 95 % interval is that of the criterion that comes off worst, whose share asked
@@ -106,7 +106,7 @@ class Measured:
         }
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Measured:
+    def from_json(cls, row: Mapping[str, Any]) -> TrialFigures:
         """Takes the figures it knows and leaves the others."""
         return cls(**{item.name: row[item.name] for item in fields(cls) if item.name in row})
 
@@ -118,7 +118,7 @@ class TrialOutcome:
     rate: float
     verdict: VerdictKind
     purpose: Purpose | Literal[""] = ""
-    measured: Measured | None = None
+    measured: TrialFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """One point of the curve."""

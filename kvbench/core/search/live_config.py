@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 
 FloatArray = npt.NDArray[np.float64]
 Verdict = Literal["met", "missed", "undecided"]
@@ -89,4 +89,4 @@ class Decision:
     reason: str
     at_s: float
     window_s: tuple[float, float]
-    measured: Measured
+    measured: TrialFigures

@@ -8,8 +8,8 @@ Three things that a trial tells, each believed no further than it goes:
   (rate / root − 1)): the share allowed at the root, 1 far above, 0 far below. The binomial likelihood of the
   effective number of requests keeps what a quantile loses: late requests come in clumps, so that most short
   trials look better than the truth, and few look far worse.
-- **Scores** (``Measured.score``): 1 / margin − 1 is nearly linear in the rate over a wide range. That of a
-  percentile is too biased for the answer (a short trial's is nearly always too good), but it tells where to
+- **Scores** (``TrialFigures.score``): 1 / margin − 1 is nearly linear in the rate over a wide range. That of
+  a percentile is too biased for the answer (a short trial's is nearly always too good), but it tells where to
   go while all shares are still 0 or 1. That of a mean is used with its own error.
 - **Capacity**: what the system passed on while its queue was never empty. No rate above it is sustained, and
   with a queue the score's line ends there, at −1.

@@ -23,17 +23,17 @@ from kvbench.core.records import VerdictKind
 from kvbench.core.search import by_measurements, by_verdicts
 from kvbench.core.search.data import (
     Hint,
-    Measured,
     Probe,
     Purpose,
     SearchAnswer,
     SearchLimits,
+    TrialFigures,
     TrialOutcome,
 )
 from kvbench.core.search.posterior import SATURATED, RateEstimate
 from kvbench.core.search.trial_history import TrialHistory
 
-__all__ = ["Hint", "Measured", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialOutcome"]
+__all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
 
 CEILING_FACTOR: Final = 80.0
 """The ceiling probe offers so many times the start rate: with four requests under way there, 320 here."""
@@ -71,7 +71,7 @@ class RateSearch:
             self._pending = self._next()
         return self._pending
 
-    def tell(self, rate: float, verdict: VerdictKind, measured: Measured | None = None) -> None:
+    def tell(self, rate: float, verdict: VerdictKind, measured: TrialFigures | None = None) -> None:
         """Take in an outcome, also of a rate that was not asked (a resumed run's, for one).
 
         A ceiling probe's verdict is not looked at. Raises ValueError for a rate outside the limits or a

@@ -39,7 +39,7 @@ from kvbench.core.metrics.queue_growth import (
     dispersion,
     queue_growth,
 )
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import (
     CriterionTarget,
     Decision,
@@ -259,12 +259,12 @@ class LiveTrial:
     ) -> Decision:
         (start, end), looks = found
         capacity = capacity_of(self._readings(t_s)) or (None, None)
-        measured = Measured(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
+        measured = TrialFigures(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
             look, criterion = looks[worst], self.criteria[worst]
             inside = int(np.searchsorted(self._offsets, end) - np.searchsorted(self._offsets, start))
-            measured = Measured(
+            measured = TrialFigures(
                 attainment=look.share,
                 attainment_lower=look.lower,
                 attainment_upper=look.upper,

@@ -33,7 +33,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
 
 
 @dataclass(frozen=True)
-class Seen:
+class CaseConditions:
     """What the coordinator saw around a row, beside the row itself."""
 
     cores: int = 0
@@ -52,13 +52,13 @@ class Seen:
     """Side → the NICs that were asked for."""
 
 
-def warnings(record: TransferRecord, seen: Seen) -> list[TransferWarning]:
+def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:
     """All that apply to a measured row."""
     rules = (_busy_machine, _few_repeats, _burst, _busy_waiting, _nics, _transport, _verified)
     return [warning for rule in rules for warning in rule(record, seen)]
 
 
-def _busy_machine(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _busy_machine(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     room = seen.cores * record.window_s
     advice = "repeat it on a quiet machine"
     if seen.load_before is not None and seen.cores and seen.load_before > seen.cores:
@@ -74,7 +74,7 @@ def _busy_machine(record: TransferRecord, seen: Seen) -> Iterator[TransferWarnin
         yield TransferWarning("cpu_stolen", message, advice, {"steal_s": seen.steal_s})
 
 
-def _few_repeats(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _few_repeats(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     short = record.window_s < MIN_WINDOW_S and record.calls < MANY_CALLS
     if record.calls < MIN_CALLS or short:
         message = f"only {record.calls} calls in {record.window_s:.2f} s"
@@ -82,7 +82,7 @@ def _few_repeats(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning
         yield TransferWarning("few_repeats", message, "give each case more seconds (--seconds)", evidence)
 
 
-def _burst(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _burst(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     if not seen.burst_bytes:
         return
     nics = max(record.case.nics, 1)
@@ -100,7 +100,7 @@ def _burst(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
         yield TransferWarning("near_burst", message, advice, evidence)
 
 
-def _busy_waiting(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _busy_waiting(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     if record.initiator_cpu_s is None or not record.window_s or not record.call_s:
         return
     share = record.initiator_cpu_s / record.window_s / max(record.case.initiators, 1)
@@ -113,7 +113,7 @@ def _busy_waiting(record: TransferRecord, seen: Seen) -> Iterator[TransferWarnin
         yield TransferWarning("busy_waiting", message, advice, {"cpu_share": share})
 
 
-def _nics(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _nics(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     total = record.calls * record.nbytes
     for side, names in seen.asked.items():
         if not names or not seen.moves_bytes or not total:
@@ -137,7 +137,7 @@ def _nics(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
             yield TransferWarning("idle_nics", message, advice, evidence)
 
 
-def _transport(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _transport(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     asked, ran = record.case.protocol, record.transport
     if not seen.moves_bytes or not ran or asked not in _MEANS:
         return
@@ -149,6 +149,6 @@ def _transport(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
         yield TransferWarning("other_transport", message, "see `kvbench doctor`", {"transport": ran})
 
 
-def _verified(record: TransferRecord, seen: Seen) -> Iterator[TransferWarning]:
+def _verified(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     if record.verified is None and seen.moves_bytes:
         yield TransferWarning("not_verified", "its bytes were not compared", "", {})

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from serving import first_tokens
 
 from kvbench.core.search.ceiling import FIRST_REQUESTS, FLOOD_REQUESTS, Flood, completion_rate, plan_flood
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 
 BEAT_S = 0.2507
 
 
 def served(
     service_s: float, servers: int, rest_s: float, seed: int, latency_s: float | None = None
-) -> tuple[Measured, int, float]:
+) -> tuple[TrialFigures, int, float]:
     """(what was measured, requests sent, seconds of work left behind) of so many servers side by side."""
     alone_s = latency_s or service_s + rest_s
     flood = plan_flood(320 / alone_s, alone_s, 1.0, seed)
@@ -111,7 +111,7 @@ def test_a_ceiling_is_one_only_if_much_is_left_behind() -> None:
     easy = flooded(len(ends) + 12, 1.0).measured(ends, 20.0)
     assert easy.completion_rate == pytest.approx(len(ends) / 20.0, rel=0.2)
     assert easy.grows
-    assert flooded(600, 1.0).measured([], 20.0) == Measured(duration_s=20.0)
+    assert flooded(600, 1.0).measured([], 20.0) == TrialFigures(duration_s=20.0)
     quick = np.arange(0.03, 2.7, 0.0658)  # 15 a second of 26 ms: 0.4 are under way on average, 2 by chance
     assert flooded(len(quick) + 2, 0.026, 2.7).measured(quick, 2.7).grows
     assert not flooded(len(quick) + 14, 0.026, 2.7).measured(quick, 2.7).grows

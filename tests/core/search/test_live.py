@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serving import decided, first_tokens
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import (
     TRIAL_LATENCIES,
     CriterionTarget,
@@ -345,7 +345,7 @@ def test_whatever_is_told_it_ends_and_says_only_numbers(
         assert t_s <= offsets[-1] + 2.0
     assert decision.verdict in ("met", "missed", "undecided")
     assert decision.reason
-    kept = Measured.from_json(json.loads(json.dumps(decision.measured.to_json(), allow_nan=False)))
+    kept = TrialFigures.from_json(json.loads(json.dumps(decision.measured.to_json(), allow_nan=False)))
     assert kept.n == decision.measured.n
     if decision.measured.n:
         measured = decision.measured

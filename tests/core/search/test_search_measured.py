@@ -18,16 +18,16 @@ from kvbench.core.records import VerdictKind
 from kvbench.core.search.posterior import RatePoint, fit, point_of
 from kvbench.core.search.search import (
     Hint,
-    Measured,
     Probe,
     RateSearch,
     SearchAnswer,
     SearchLimits,
+    TrialFigures,
     TrialOutcome,
 )
 
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
-Outcome = tuple[VerdictKind, Measured | None]
+Outcome = tuple[VerdictKind, TrialFigures | None]
 Trial = Callable[[Probe], Outcome]
 
 
@@ -63,14 +63,16 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
         assert question is not None
         assert (question.rate, question.purpose) == (told_before.rate, told_before.purpose)
         measured = told_before.measured
-        kept = None if measured is None else Measured.from_json(json.loads(json.dumps(measured.to_json())))
+        kept = (
+            None if measured is None else TrialFigures.from_json(json.loads(json.dumps(measured.to_json())))
+        )
         again.tell(told_before.rate, told_before.verdict, kept)
     assert again.ask() is None
     assert again.answer() == answer
     return answer
 
 
-def short_of_target(measured: Measured | None) -> bool:
+def short_of_target(measured: TrialFigures | None) -> bool:
     told = measured is not None and measured.target is not None and measured.attainment is not None
     return told and measured.attainment < measured.target  # type: ignore[union-attr, operator]
 
@@ -96,7 +98,7 @@ def queue(
             return "invalid", None
         if probe.purpose == "ceiling":
             done = min(probe.rate, capacity)
-            return "undecided", Measured(completion_rate=done) if math.isfinite(done) else Measured()
+            return "undecided", TrialFigures(completion_rate=done) if math.isfinite(done) else TrialFigures()
         over = probe.rate / root - 1
         hazard = 0.0513 * math.exp(min(max(steepness * over, -30), 8))
         share = 1 - random.binomial(effective, -math.expm1(-hazard)) / effective
@@ -106,7 +108,7 @@ def queue(
             verdict = "missed"
         elif (share == 1.0 and over < -0.1) or (probe.purpose == "confirm" and share >= 0.95):
             verdict = "met"
-        return verdict, Measured(
+        return verdict, TrialFigures(
             share, share - 0.05, min(1.0, share + 0.05), effective * 10, effective, 0.95, score, 0.2
         )
 
@@ -140,7 +142,7 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
 def test_the_way_of_a_cold_start_with_a_ceiling() -> None:
     search = RateSearch(LIMITS, ceiling=True)
     assert search.ask() == Probe(512, "ceiling")
-    search.tell(512, "undecided", Measured(completion_rate=40.0))
+    search.tell(512, "undecided", TrialFigures(completion_rate=40.0))
     assert search.ask() == Probe(36, "start", thorough=True)
     answer = search.answer()
     assert (answer.status, answer.max_request_rate, answer.censored) == ("undecided", None, "")
@@ -195,14 +197,16 @@ def test_a_step_down_is_no_leap_where_requests_were_in_time() -> None:
         probe = search.ask()
         assert probe is not None
         rates.append(probe.rate)
-        search.tell(probe.rate, "missed", Measured(share, share - 0.1, share + 0.1, 100, 50, 0.95, -0.3, 0.2))
+        search.tell(
+            probe.rate, "missed", TrialFigures(share, share - 0.1, share + 0.1, 100, 50, 0.95, -0.3, 0.2)
+        )
     probe = search.ask()
     assert probe is not None
     assert all(before / after <= 2.01 for before, after in pairwise([*rates, probe.rate]))
 
 
 def test_a_step_down_from_nothing_in_time_is_bounded_too() -> None:
-    for told in (None, Measured(0.0, 0.0, 0.1, 100, 50, 0.95, -1.0, 0.1)):
+    for told in (None, TrialFigures(0.0, 0.0, 0.1, 100, 50, 0.95, -1.0, 0.1)):
         search, rates = RateSearch(SearchLimits(40, 0.01, 400)), []
         for _ in range(5):
             probe = search.ask()
@@ -214,15 +218,15 @@ def test_a_step_down_from_nothing_in_time_is_bounded_too() -> None:
 
 def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:
     for verdict, measured in (
-        ("undecided", Measured()),
+        ("undecided", TrialFigures()),
         ("undecided", None),
-        ("invalid", Measured(completion_rate=9)),
+        ("invalid", TrialFigures(completion_rate=9)),
     ):
         search = RateSearch(LIMITS, ceiling=True)
         search.tell(512, verdict, measured)  # type: ignore[arg-type]
         assert search.ask() == Probe(8, "start")
     unburdened = RateSearch(LIMITS, ceiling=True)
-    unburdened.tell(512, "undecided", Measured(completion_rate=500))
+    unburdened.tell(512, "undecided", TrialFigures(completion_rate=500))
     assert unburdened.ask() == Probe(512, "start")
     trusted = RateSearch(LIMITS, Hint(20), ceiling=True)
     assert trusted.ask() == Probe(20, "start")
@@ -296,20 +300,20 @@ def test_a_contradiction_widens_the_interval() -> None:
 
 
 def test_a_point_is_no_more_than_its_trial() -> None:
-    measured = Measured(0.9, n=100, effective_n=20, target=0.9, score=-0.1, offered_rate=10.4)
+    measured = TrialFigures(0.9, n=100, effective_n=20, target=0.9, score=-0.1, offered_rate=10.4)
     point = point_of(TrialOutcome(10, "undecided", "bisect", measured), 0.95)
     assert point is not None
     assert (point.n, point.clump, point.attainment) == (100, 5, 0.9)
     assert point.misses == pytest.approx(10)
     assert 10 < point.rate < 10.4
     mean = point_of(
-        TrialOutcome(10, "met", "bisect", Measured(0.9, n=100, score=0.1, score_error=0.02)), 0.95
+        TrialOutcome(10, "met", "bisect", TrialFigures(0.9, n=100, score=0.1, score_error=0.02)), 0.95
     )
     assert mean is not None
     assert (mean.n, mean.score_error) == (0, 0.02)
     assert point_of(TrialOutcome(10, "invalid", "bisect", measured), 0.95) is None
     assert point_of(TrialOutcome(10, "undecided", "bisect"), 0.95) is None
-    grows = point_of(TrialOutcome(10, "missed", "expand", Measured(grows=True, capacity=9.0)), 0.95)
+    grows = point_of(TrialOutcome(10, "missed", "expand", TrialFigures(grows=True, capacity=9.0)), 0.95)
     assert grows is not None
     assert (grows.bound, grows.capacity) == ("above", 9.0)
     with pytest.raises(ValueError, match="at least one"):
@@ -325,7 +329,7 @@ def test_a_mean_is_searched_by_its_score() -> None:
             score = 5 * (1 - probe.rate / 30) + random.normal(0, 0.1)
             least = 0.0 if probe.purpose == "confirm" else 0.3
             verdict: VerdictKind = "met" if score > least else "missed" if score < -0.3 else "undecided"
-            return verdict, Measured(0.5, n=500, effective_n=500, score=max(score, -0.9), score_error=0.1)
+            return verdict, TrialFigures(0.5, n=500, effective_n=500, score=max(score, -0.9), score_error=0.1)
 
         answer = run(RateSearch(LIMITS), trial)
         assert answer.status == "converged"
@@ -335,7 +339,7 @@ def test_a_mean_is_searched_by_its_score() -> None:
 
 
 measures: st.SearchStrategy[Any] = st.builds(
-    Measured,
+    TrialFigures,
     attainment=st.none() | st.floats(0, 1),
     n=st.integers(0, 10_000),
     effective_n=st.floats(0, 1000),

@@ -10,7 +10,7 @@ from serving import decided, first_tokens
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.search.ceiling import plan_flood
-from kvbench.core.search.data import Measured, SearchAnswer
+from kvbench.core.search.data import SearchAnswer, TrialFigures
 from kvbench.core.search.live_config import CriterionTarget, LiveConfig, trial_length_s
 from kvbench.core.search.search import RateSearch, SearchLimits
 from kvbench.core.search.sequential_trial import LiveTrial
@@ -27,7 +27,7 @@ def servers_in_parallel(service_s: float, servers: int | None) -> FirstTokens:
     return lambda offsets: first_tokens(offsets, np.full(len(offsets), service_s), servers)
 
 
-def flood(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[Measured, float]:
+def flood(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[TrialFigures, float]:
     """(what a ceiling probe measured, the work that it left, as requests)."""
     plan = plan_flood(rate, alone_s, 1.0, seed)
     ends, now_s = np.sort(server(plan.offsets_s)), BEAT_S

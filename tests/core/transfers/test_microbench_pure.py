@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvbench.core.transfers import blocks as transferplan
 from kvbench.core.transfers.records import Case, TransferRecord
-from kvbench.core.transfers.warnings import Seen, warnings
+from kvbench.core.transfers.warnings import CaseConditions, warnings
 from kvbench.errors import InputError, TransferError
 from kvbench.processes.transfer_worker.measure import Limits, measure, pack_times, unpack_times
 from kvbench.processes.transfer_worker.memory import Content, HostMemory, available_bytes, difference, fill
@@ -209,7 +209,7 @@ def row(calls: int = 1000, call_s: float = 1e-3, **given: object) -> TransferRec
 
 
 def kinds(record: TransferRecord, **seen: object) -> list[str]:
-    return [warning.kind for warning in warnings(record, Seen(**{"cores": 2, **seen}))]  # type: ignore[arg-type]
+    return [warning.kind for warning in warnings(record, CaseConditions(**{"cores": 2, **seen}))]  # type: ignore[arg-type]
 
 
 def test_a_good_row_has_no_warning() -> None:
@@ -240,12 +240,12 @@ def test_each_weakness_is_told() -> None:
 def test_nics_that_did_not_carry_are_named() -> None:
     asked = {"initiator": ["eth0", "eth1"]}
     idle = {"initiator": {"eth0": 1000 << 20, "eth1": 1000, "lo": 0}}
-    (warning,) = warnings(row(), Seen(cores=2, carried=idle, asked=asked))
+    (warning,) = warnings(row(), CaseConditions(cores=2, carried=idle, asked=asked))
     assert warning.kind == "idle_nics"
     assert "1 of 2 NICs" in warning.message
     assert "eth1" in warning.message
     elsewhere = {"initiator": {"eth0": 10, "eth1": 10, "lo": 1001 << 20, "eth2": 5}}
-    (warning,) = warnings(row(), Seen(cores=2, carried=elsewhere, asked=asked))
+    (warning,) = warnings(row(), CaseConditions(cores=2, carried=elsewhere, asked=asked))
     assert warning.kind == "bytes_elsewhere"
     assert "only 0%" in warning.message
     assert "lo" in warning.message

@@ -12,7 +12,7 @@ from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.ceiling import Flood
-from kvbench.core.search.data import Measured
+from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
@@ -94,7 +94,7 @@ def evidence(late_every: int) -> Evidence:
 
 
 def decided(verdict: str, n: int = 100) -> Decision:
-    return Decision(verdict, f"it was {verdict}", 9.0, (1.0, 9.0), Measured(n=n))  # type: ignore[arg-type]
+    return Decision(verdict, f"it was {verdict}", 9.0, (1.0, 9.0), TrialFigures(n=n))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [0, 100])
