@@ -57,6 +57,7 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.house
 
 # The test runner comes last, so that its closing line is the last one printed.
 test: setup-tests lint

@@ -32,7 +32,7 @@ from kvbench.core.plan.plan import trial_seed
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
 from kvbench.report.report import write_report
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 SMALL: Final = (
     "connectors=[aggregated,tcp]",
@@ -231,7 +231,7 @@ def _look(
     return [*problems, *wrong]
 
 
-def _moment(run: Run, begun: set[str], redone: set[str]) -> str:
+def _moment(run: RunFolder, begun: set[str], redone: set[str]) -> str:
     if run.manifest.get("status") == "complete":
         return "after its end, at the report"
     if redone:
@@ -300,7 +300,7 @@ def _nobodys(names: set[str]) -> list[str]:
     return sorted(names - used)
 
 
-def _invalid(run: Run, before: dict[str, bytes]) -> Iterator[str]:
+def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
     """What a reader of the folder must not find."""
     ids = [trial.trial_id for trial in run.all_trials]
     if len(ids) != len(set(ids)):
@@ -319,7 +319,7 @@ def _invalid(run: Run, before: dict[str, bytes]) -> Iterator[str]:
             yield f"{run.path}: {warning}"
 
 
-def _seed(run: Run, trial: dict[str, Any]) -> int:
+def _seed(run: RunFolder, trial: dict[str, Any]) -> int:
     cell, number = trial["cell"], int(trial["trial_id"].rsplit("-", 1)[1])
     key = f"{cell['connector']}-in{cell['input_len']}-out{cell['output_len']}"
     if trial["method"] == "equal_rate":
@@ -327,7 +327,7 @@ def _seed(run: Run, trial: dict[str, Any]) -> int:
     return trial_seed(int(run.manifest["seed"]), key, number)
 
 
-def _wrong_at_the_end(run: Run) -> Iterator[str]:
+def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:
     """What is not as after a run without a break."""
     # A machine that is busy otherwise has trials refused, and that is an answer as well.
     cells = {result.cell.key for result in run.cells if result.status in ("done", "refused")}

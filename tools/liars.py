@@ -204,7 +204,7 @@ def running(
     connector: str, options: dict[str, object], sets: Sequence[str], folder: Path
 ) -> Iterator[Callable[[float], TrialRecord]]:
     """A deployment; what it gives runs one trial at a rate and returns its record."""
-    from kvbench.deployment.deployment import Deployment
+    from kvbench.deployment.deployment import RunningDeployment
 
     scenario, source = resolve(CliOptions("quickstart", (*sets, _connectors(connector, options))))
     plan = plan_of(scenario)
@@ -215,7 +215,7 @@ def running(
         specs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
         launcher = LocalLauncher(store.path.name, store.logs, specs)
         deployment = stack.enter_context(
-            Deployment(scenario, with_ports(planned, scenario.deployment.host), launcher)
+            RunningDeployment(scenario, with_ports(planned, scenario.deployment.host), launcher)
         )
         runner = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress)
         stack.callback(runner.close)

@@ -30,7 +30,7 @@ from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
-from kvbench.sweep.trial.load_plan import Wanted, Watch, planned
+from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 SERVICES: Final = 12
@@ -109,7 +109,7 @@ def overload(queue: Queue, server: Yardstick, launcher: LocalLauncher, folder: P
     latency_s = queue.service_s + OUTPUT_LEN * GAP_S
     wanted = Wanted(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), rate, seed, latency_s=latency_s)
     offered = planned(scenario, wanted)
-    watch = Watch(scenario, wanted, offered, {"": slo})
+    watch = TrialWatch(scenario, wanted, offered, {"": slo})
     spec = {
         "base_url": server.url,
         "model": "exact",

@@ -79,7 +79,7 @@ def compare(
     from kvbench.report import compare as comparing
 
     axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
-    comparing.command(run, comparing.Asked(by, axes, group, format_, force), console())
+    comparing.command(run, comparing.CompareOptions(by, axes, group, format_, force), console())
 
 
 def bundle(
@@ -101,7 +101,7 @@ def bundle(
     """Pack a run for sharing, without host names, addresses, keys, user names and paths; say what went."""
     from kvbench.report import bundle as bundling
 
-    bundling.command(run, bundling.Asked(output, tuple(also or ()), without_logs), console())
+    bundling.command(run, bundling.BundleOptions(output, tuple(also or ()), without_logs), console())
 
 
 def export(

@@ -60,7 +60,7 @@ class Endpoints:
     """How to ask P and D without the router (``process_specs.dispatch_spec``); None where there is none."""
 
 
-class Deployment:
+class RunningDeployment:
     """Context manager: starts the processes, waits until all are ready, stops all of them at the end."""
 
     def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: Launcher) -> None:
@@ -89,7 +89,7 @@ class Deployment:
     def external(self) -> bool:
         return not self._scenario.deployment.engine_options.starts_processes
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> RunningDeployment:
         try:
             self.start()
         except BaseException:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import shell_script
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
@@ -61,7 +61,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     planned = with_ports_at(planned, scenario.deployment, launcher)
     for note in engine_warnings(scenario):
         console.print(f"note: {note}", markup=False)
-    with Deployment(scenario, planned, launcher) as deployment:
+    with RunningDeployment(scenario, planned, launcher) as deployment:
         try:
             _tell(deployment, launcher, console)
             while True:
@@ -79,7 +79,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     return EXIT_OK
 
 
-def _tell(deployment: Deployment, launcher: Launcher, console: Console) -> None:
+def _tell(deployment: RunningDeployment, launcher: Launcher, console: Console) -> None:
     console.print(f"ready after {deployment.ready_s:.2f} s: {deployment.plan.label}", markup=False)
     console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
     for name, url in deployment.endpoints.metrics_urls.items():

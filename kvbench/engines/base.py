@@ -71,7 +71,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Setting:
+class OptionsContext:
     """What an engine's options meet in a scenario, so that it can warn."""
 
     connectors: Mapping[str, tuple[Connector, ConnectorOptions]] = field(default_factory=dict)
@@ -204,6 +204,6 @@ class Engine(ABC):
         """Memory of one instance's KV pool, as far as kvbench decides it; 0 if it does not."""
         return 0
 
-    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+    def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         """Settings known to be ignored or harmful."""
         return ()

@@ -17,7 +17,7 @@ from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
-from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, Setting
+from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext
 from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
@@ -166,7 +166,7 @@ class Emulated(Engine):
         assert isinstance(options, EmulatedOptions)
         return (*self.labels, *((PACED,) if options.paced else ()), *labels_of(options.lie))
 
-    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+    def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         """Which model paces which connector's hand-over. Raises InputError where a model is missing."""
         assert isinstance(options, EmulatedOptions)
         notes = []

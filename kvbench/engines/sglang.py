@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, field_validator
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, Setting
+from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, OptionsContext
 from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
 from kvbench.errors import KvbenchError, Problem
 
@@ -156,7 +156,7 @@ class Sglang(Engine):
             host=instance.host,
         )
 
-    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+    def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         return [f"{NOT_RUN}: look at every figure twice"]
 
 

@@ -13,7 +13,7 @@ from kvbench.core.plan.engine_versions import NEWEST_KNOWN, Release, dotted, is_
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
-from kvbench.engines.base import Engine, EngineOptions, Instance, Setting
+from kvbench.engines.base import Engine, EngineOptions, Instance, OptionsContext
 from kvbench.engines.parts.commands import argv_of, asked_version, found_command, whole
 from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario
 from kvbench.engines.parts.vllm_options import VllmOptions
@@ -161,9 +161,9 @@ class Vllm(Engine):
         paths = [env["PYTHONPATH"] for env in (users, ours) if env.get("PYTHONPATH")]
         return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {})}
 
-    def warnings(self, options: EngineOptions, setting: Setting | None = None) -> Sequence[str]:
+    def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         assert isinstance(options, VllmOptions)
-        return list(dict.fromkeys(_warnings(options, setting or Setting(), _version_of(options))))
+        return list(dict.fromkeys(_warnings(options, setting or OptionsContext(), _version_of(options))))
 
 
 def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
@@ -195,7 +195,7 @@ def _version_of(options: VllmOptions) -> str:
         return ""
 
 
-def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[str]:
+def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> Iterator[str]:
     newest = dotted(NEWEST_KNOWN)
     if not version:
         yield f"vLLM's version is not known; its profile for {newest} is taken"
@@ -229,7 +229,7 @@ def _warnings(options: VllmOptions, setting: Setting, version: str) -> Iterator[
         )
 
 
-def _slots(options: VllmOptions, setting: Setting, roles: Sequence[Role]) -> Iterator[str]:
+def _slots(options: VllmOptions, setting: OptionsContext, roles: Sequence[Role]) -> Iterator[str]:
     for role in roles:
         slots = options.arguments(role).get("max-num-seqs")
         offered = setting.max_concurrency

@@ -28,7 +28,7 @@ from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.progress import CaseProgress
 from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
 
@@ -67,7 +67,7 @@ def _places(options: MicrobenchOptions, console: Console) -> MicrobenchPlaces | 
     return BetweenHosts(options, partial(console.print, markup=False))
 
 
-def exit_code(run: Run) -> int:
+def exit_code(run: RunFolder) -> int:
     """What the rows and the run's end say."""
     if run.manifest.get("status") == "interrupted":
         return EXIT_INTERRUPTED
@@ -75,7 +75,7 @@ def exit_code(run: Run) -> int:
     return EXIT_FAILED if "error" in statuses or "ok" not in statuses else EXIT_OK
 
 
-def _earlier(path: Path | None) -> Run | None:
+def _earlier(path: Path | None) -> RunFolder | None:
     if path is None:
         return None
     run = load_run(path)

@@ -17,7 +17,7 @@ from kvbench.core.plan.process_modules import ROUTER_MODULE
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.engines.base import Instance, Setting
+from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, Problem
 from kvbench.planning.profiling import observed
 
@@ -39,7 +39,7 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     deployment = scenario.deployment
     per_request_s = scenario.slo.main().e2el_ms(scenario.workload.output_len) / 1e3
     rate = scenario.search.start_rate
-    setting = Setting(
+    setting = OptionsContext(
         connectors=chosen,
         hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
         max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,

@@ -42,7 +42,7 @@ _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(
 
 
 @dataclass(frozen=True)
-class Asked:
+class BundleOptions:
     """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too."""
 
     output: Path | None = None
@@ -61,7 +61,7 @@ class Bundled:
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def command(path: Path, asked: Asked, console: Console) -> None:
+def command(path: Path, asked: BundleOptions, console: Console) -> None:
     """Packs a run and says what was removed. Raises StoreError for what is no run folder or cannot be
     written.
     """
@@ -82,9 +82,9 @@ def command(path: Path, asked: Asked, console: Console) -> None:
     _line(console, f"{bundled.archive}: {len(bundled.files)} files; look through it before you share it")
 
 
-def bundle(path: Path, asked: Asked | None = None) -> Bundled:
+def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
     """Packs the run folder ``path`` into a .tar.gz. Raises StoreError."""
-    asked = asked or Asked()
+    asked = asked or BundleOptions()
     run = load_run(path)
     scrubber = Scrubber(_hosts(run.environment, run.manifest), _users(), asked.also)
     sources = list(_sources(path))

@@ -20,16 +20,16 @@ from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_a
 from kvbench.report.tables.compared import load_tables
 from kvbench.report.tables.table import FORMATS, WRITERS, Table, as_json
 from kvbench.report.terminal import print_sections
-from kvbench.report.value import Block, Note, Section
+from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 NOT_COMPARABLE: Final = "NOT COMPARABLE, put together by --force"
 _STYLES: Final[Mapping[str, str]] = {"invalid": "red", "warning": "yellow"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompareOptions:
     """How rows are to be shown: ``by`` is the axis that is compared; ``sort`` and ``group`` are axes, too."""
 
     by: str = ""
@@ -53,7 +53,7 @@ class Asked:
             raise InputError(f"--format {self.format}: not known", hint=f"there are: {', '.join(FORMATS)}")
 
 
-def command(paths: Sequence[Path], asked: Asked, console: Console) -> None:
+def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> None:
     """Prints the comparison of the runs. Raises InputError where they are not comparable, unless forced."""
     asked.check()
     runs = [load_run(path) for path in paths]
@@ -69,9 +69,9 @@ def command(paths: Sequence[Path], asked: Asked, console: Console) -> None:
         console.file.write(as_text(compare_runs(runs, asked), asked))
 
 
-def compare_runs(runs: Sequence[Run], asked: Asked | None = None) -> Compared:
+def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
     """The comparison that is asked for. Raises InputError where the runs are not comparable."""
-    asked = asked or Asked()
+    asked = asked or CompareOptions()
     asked.check()
     return compared_runs(runs, asked.by, force=asked.force)
 
@@ -79,12 +79,12 @@ def compare_runs(runs: Sequence[Run], asked: Asked | None = None) -> Compared:
 # --- as text ---------------------------------------------------------------------------------------
 
 
-def tables(compared: Compared, asked: Asked) -> list[Table]:
+def tables(compared: Compared, asked: CompareOptions) -> list[Table]:
     """The rows as one table, or one for each level of ``group``."""
     return load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
 
 
-def as_text(compared: Compared, asked: Asked) -> str:
+def as_text(compared: Compared, asked: CompareOptions) -> str:
     """The comparison in a format for files. CSV has the rows alone; the others the conclusions first."""
     found = tables(compared, asked)
     if asked.format == "csv":
@@ -114,7 +114,7 @@ def _captions(compared: Compared) -> Iterable[str]:
 # --- the terminal ----------------------------------------------------------------------------------
 
 
-def _print(compared: Compared, asked: Asked, console: Console) -> None:
+def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
     """Prints the conclusions under the headings of their kinds, then the rows."""
     heads = [Block(words=line, style="dim") for line in _captions(compared)]
     heads += [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in compared.differing]
@@ -125,7 +125,7 @@ def _print(compared: Compared, asked: Asked, console: Console) -> None:
         told += [Block(words, notes=notes)] if notes else []
     shown = [Block(f"\n{table.title}", table=_brief(table)) for table in tables(compared, asked)]
     none = Block(words="\nno load was measured whose figures could be compared")
-    print_sections([Section("compared", "", [*heads, *told, *(shown or [none])])], console)
+    print_sections([ReportSection("compared", "", [*heads, *told, *(shown or [none])])], console)
 
 
 def _brief(table: Table) -> Table:

@@ -23,7 +23,7 @@ from kvbench.files import said_clearly, spreadsheet_cell, write_bytes
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.result import summary_table
 from kvbench.results.provenance import mark_of, model_of, scenario_of
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 PREFIX: Final = "kvbench"
 _STATISTICS: Final = ("mean", "p50", "p90", "p99")
@@ -113,12 +113,12 @@ def command(path: Path, name: str, output: Path | None, console: Console) -> Non
     console.print(Text(f"files: {output}"), soft_wrap=True)
 
 
-def samples(run: Run) -> list[Sample]:
+def samples(run: RunFolder) -> list[Sample]:
     """Every figure of the run's summary with its labels: values in base units, only those that are known."""
     return [*_about(run), *_rates(run), *_loads(run), *_transfers(run)]
 
 
-def _about(run: Run) -> Iterable[Sample]:
+def _about(run: RunFolder) -> Iterable[Sample]:
     mark = mark_of(run)
     labels = {
         "run": run.run_id,
@@ -133,7 +133,7 @@ def _about(run: Run) -> Iterable[Sample]:
     yield Sample(_COMPLETE, {"run": run.run_id}, float(run.manifest.get("status") == "complete"))
 
 
-def _rates(run: Run) -> Iterable[Sample]:
+def _rates(run: RunFolder) -> Iterable[Sample]:
     for row in summary_table(run):
         labels = _labels(run, row.cell.connector, row.cell.input_len, row.cell.output_len)
         values = row.flat()
@@ -146,7 +146,7 @@ def _rates(run: Run) -> Iterable[Sample]:
                 yield from _sample(metric, told, values.get(f"{latency}_ms_{statistic}"))
 
 
-def _loads(run: Run) -> Iterable[Sample]:
+def _loads(run: RunFolder) -> Iterable[Sample]:
     for row in load_rows(run, errors=False):
         labels = _labels(run, row.cell.connector, row.cell.input_len, row.cell.output_len)
         labels |= {"trial": row.key, "method": row.method, "request_rate": f"{row.request_rate or 0:g}"}
@@ -162,7 +162,7 @@ def _loads(run: Run) -> Iterable[Sample]:
                 )
 
 
-def _transfers(run: Run) -> Iterable[Sample]:
+def _transfers(run: RunFolder) -> Iterable[Sample]:
     records = run.transfer_records() if run.manifest.get("kind") == "microbench" else []
     for place, record in enumerate(records, start=1):
         case = record.case
@@ -172,7 +172,7 @@ def _transfers(run: Run) -> Iterable[Sample]:
         yield from _sample(_TRANSFER, labels | {"row": str(place)}, record.gb_per_s)
 
 
-def _labels(run: Run, connector: str, input_len: int, output_len: int) -> dict[str, str]:
+def _labels(run: RunFolder, connector: str, input_len: int, output_len: int) -> dict[str, str]:
     return {
         "run": run.run_id,
         "connector": connector,
@@ -189,7 +189,7 @@ def _sample(metric: Metric, labels: Mapping[str, str], value: Any) -> Iterable[S
 # --- Prometheus ------------------------------------------------------------------------------------
 
 
-def prometheus(run: Run) -> str:
+def prometheus(run: RunFolder) -> str:
     """The text exposition format, version 0.0.4: for a textfile collector or a push gateway."""
     lines: list[str] = []
     for name, mine in _by_metric(samples(run)).items():
@@ -219,7 +219,7 @@ def _quoted(text: str) -> str:
 # --- OpenTelemetry ---------------------------------------------------------------------------------
 
 
-def otel_json(run: Run) -> str:
+def otel_json(run: RunFolder) -> str:
     """One line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the time when the run ended."""
     found = _by_metric(samples(run))
     when = _nanoseconds(run.manifest.get("ended_at") or run.manifest.get("started_at"))
@@ -261,7 +261,7 @@ def _nanoseconds(moment: Any) -> str:
 # --- CSV -------------------------------------------------------------------------------------------
 
 
-def spreadsheet(run: Run) -> str:
+def spreadsheet(run: RunFolder) -> str:
     """One line a figure: metric, unit, value, then the labels. With a byte order mark, so that a
     spreadsheet knows.
     """
@@ -279,7 +279,7 @@ def spreadsheet(run: Run) -> str:
     return "\ufeff" + text.getvalue()
 
 
-FORMATS: Final[Mapping[str, Callable[[Run], str]]] = {
+FORMATS: Final[Mapping[str, Callable[[RunFolder], str]]] = {
     "prometheus": prometheus,
     "otel-json": otel_json,
     "csv": spreadsheet,

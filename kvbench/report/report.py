@@ -22,7 +22,7 @@ from kvbench.report.sections.build import build
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.terminal import print_sections
 from kvbench.results.provenance import check_comparable
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 FORMATS: Final = ("md", "html", "csv", "json", "png", "svg")
 
@@ -46,21 +46,21 @@ def command(paths: Sequence[Path], console: Console, *, force: bool = False, dar
 
 
 def render_terminal(
-    runs: Run | Sequence[Run],
+    runs: RunFolder | Sequence[RunFolder],
     console: Console,
     differing: Sequence[str] = (),
-    before: Run | None = None,
+    before: RunFolder | None = None,
 ) -> None:
     """Prints the report of one or several runs, with where the files are.
 
     ``differing``: in what runs of requests are not comparable, if they were put together all the same;
     ``before``: the run that a microbenchmark is shown beside.
     """
-    changes = Changes.between(before, runs) if before is not None and isinstance(runs, Run) else None
+    changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, ("terminal",)).of("terminal"), console)
 
 
-def print_transfers(runs: Sequence[Run], console: Console) -> None:
+def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
     """Prints the report of each microbenchmark; of several, each beside the first one."""
     for place, run in enumerate(runs):
         render_terminal(run, console, before=runs[0] if place else None)
@@ -95,7 +95,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
     return [*written, *(run.path / file for file in texts)]
 
 
-def _comparison(run: Run, formats: Sequence[str]) -> dict[str, str]:
+def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
     """The files of a microbenchmark that was compared with another one, and their texts."""
     before = earlier_of(run)
     kinds = [kind for kind in ("csv", "json", "md") if kind in formats and before is not None]

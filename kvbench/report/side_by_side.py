@@ -20,7 +20,7 @@ from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import WRITERS, Column, as_json, of_values
 from kvbench.report.tables.transfers import flat_row
 from kvbench.results.provenance import check_comparable, differences
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 
 def short_name(place: int) -> str:
@@ -28,7 +28,7 @@ def short_name(place: int) -> str:
     return chr(65 + place) if place < 26 else f"R{place + 1}"
 
 
-def are_microbenchmarks(runs: Sequence[Run], hint: str = "") -> bool:
+def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
     """What kind the runs are of. Raises InputError where some are of one and some of the other."""
     kinds = {run.manifest.get("kind") == "microbench" for run in runs}
     if kinds == {True, False}:
@@ -48,14 +48,14 @@ class Compared:
     ``names`` tell the runs apart, empty for a single one; ``by``: the axis that is compared.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[RunFolder]
     names: Sequence[str]
     by: str
     rows: Sequence[LoadRow]
     differing: Sequence[str] = ()
 
     @property
-    def named(self) -> list[tuple[Run, str]]:
+    def named(self) -> list[tuple[RunFolder, str]]:
         return list(zip(self.runs, self.names, strict=True))
 
     @cached_property
@@ -74,7 +74,7 @@ class Compared:
         return pairs([row for run, name in self.named for row in load_rows(run, name)], self.by)
 
 
-def compared_runs(runs: Sequence[Run], by: str = "", *, force: bool = False) -> Compared:
+def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = False) -> Compared:
     """The runs together. ``by``: the axis to compare, by default the first in which loads differ.
 
     Raises InputError where they are not comparable, unless ``force``.
@@ -96,12 +96,12 @@ def compared_runs(runs: Sequence[Run], by: str = "", *, force: bool = False) -> 
 class Changes:
     """One microbenchmark beside an earlier one, case by case, with what came of each in words."""
 
-    before: Run
-    after: Run
+    before: RunFolder
+    after: RunFolder
     cases: Sequence[tuple[Change, str]]
 
     @classmethod
-    def between(cls, before: Run, after: Run) -> Changes:
+    def between(cls, before: RunFolder, after: RunFolder) -> Changes:
         return cls(before, after, changes_text(before.transfer_records(), after.transfer_records()))
 
     @property
@@ -109,7 +109,7 @@ class Changes:
         return differences([self.before, self.after])
 
 
-def earlier_of(run: Run) -> Run | None:
+def earlier_of(run: RunFolder) -> RunFolder | None:
     """The run that a microbenchmark was to be compared with, where it is still there."""
     told = run.plan.get("compared_with")
     if not isinstance(told, str) or not Path(told).is_dir():
@@ -120,7 +120,7 @@ def earlier_of(run: Run) -> Run | None:
         return None
 
 
-def changes_as_text(runs: Sequence[Run], format_: str) -> str:
+def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
     """Each microbenchmark beside the first one, in a format for files; of a single run, its rows."""
     first, *others = runs
     if others:

@@ -12,7 +12,7 @@ from rich.table import Table as RuledTable
 from rich.text import Text
 
 from kvbench.report.tables.table import Table
-from kvbench.report.value import Block, Note, Section
+from kvbench.report.value import Block, Note, ReportSection
 
 WIDTH: Final = 100
 """Words are broken into lines of so many columns."""
@@ -20,7 +20,7 @@ _SUPERSCRIPT: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
-def print_sections(sections: Iterable[Section], console: Console) -> None:
+def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
     """What a terminal shows, in the order given."""
     for section in sections:
         if section.apart:

@@ -20,7 +20,7 @@ from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import EXIT_OK, InputError, StoreError
 from kvbench.files import said_clearly, write_json
 from kvbench.processes.common.spans import SUFFIX, TRACED_REQUESTS, Clock, Span, read_spans
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 CLIENT: Final = "client"
 _ORDER: Final = (CLIENT, "router", "prefill", "decode", "aggregated")
@@ -36,7 +36,7 @@ _FLOW_SPANS: Final = (
 
 
 @dataclass(frozen=True)
-class Process:
+class TimelineProcess:
     """What one process did for the sampled requests, on the trial's clock (0 is its start)."""
 
     name: str
@@ -86,7 +86,7 @@ def command(folder: Path, trial_id: str | None, console: Console) -> int:
     return EXIT_OK
 
 
-def chosen_trial(run: Run, trial_id: str | None) -> TrialRecord:
+def chosen_trial(run: RunFolder, trial_id: str | None) -> TrialRecord:
     """The trial of that id; without one the last. Raises InputError with the ids that there are."""
     ids = [trial.trial_id for trial in run.trials]
     if not ids:
@@ -99,10 +99,10 @@ def chosen_trial(run: Run, trial_id: str | None) -> TrialRecord:
     raise InputError(f"{run.path.name} has no trial {trial_id!r}", hint=f"there are: {', '.join(ids)}")
 
 
-def processes_of(run: Run, trial: TrialRecord) -> list[Process]:
+def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
     """The client first, then whatever wrote spans, in the order in which a request meets them."""
     records = run.request_records(trial.trial_id)[:TRACED_REQUESTS]
-    client = Process(CLIENT, {each.request_id: list(client_spans(each)) for each in records})
+    client = TimelineProcess(CLIENT, {each.request_id: list(client_spans(each)) for each in records})
     told = trial.engine.get("client") or {}
     start = told.get("started_monotonic_s")
     if start is None:
@@ -119,7 +119,7 @@ def processes_of(run: Run, trial: TrialRecord) -> list[Process]:
             if each.request_id in spans
         }
         if wanted:
-            found.append(Process(path.name.removesuffix(SUFFIX), wanted))
+            found.append(TimelineProcess(path.name.removesuffix(SUFFIX), wanted))
     return sorted(found, key=lambda process: (_place(process.name), process.name))
 
 
@@ -150,7 +150,7 @@ def client_spans(record: RequestRecord) -> Iterator[Span]:
         yield Span("further tokens", first, last)
 
 
-def trace(run: Run, trial: TrialRecord, processes: Sequence[Process]) -> dict[str, Any]:
+def trace(run: RunFolder, trial: TrialRecord, processes: Sequence[TimelineProcess]) -> dict[str, Any]:
     """The whole document of the trace-event format."""
     numbers = {process.name: number for number, process in enumerate(processes, start=1)}
     events: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def trace(run: Run, trial: TrialRecord, processes: Sequence[Process]) -> dict[st
     }
 
 
-def process_events(process: Process, pid: int) -> Iterator[dict[str, Any]]:
+def process_events(process: TimelineProcess, pid: int) -> Iterator[dict[str, Any]]:
     """A process's name, its lanes' names, and a complete event (``X``) for each span; times in µs."""
     yield _metadata("process_name", pid, 0, process.name)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -224,7 +224,7 @@ def flows(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {**arrow, "bp": "e"} if phase == "f" else arrow
 
 
-def counters(run: Run, trial: TrialRecord, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def counters(run: RunFolder, trial: TrialRecord, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """What the engines' /metrics said meanwhile, as counter tracks (``C``), sampled twice a second."""
     told = trial.engine.get("client") or {}
     try:

@@ -65,7 +65,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """``title`` may be empty: then its blocks stand without a heading. ``apart``: after an empty line."""
 
     anchor: str
@@ -88,7 +88,7 @@ class Report:
     caption: str
     badge: str
     mark: Mark | None
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     files: Mapping[str, Rows] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -97,10 +97,10 @@ class Report:
         """What is said beside the mark of a run that no real engine served."""
         return f"{self.mark.why}. These are not figures of a GPU." if self.mark else ""
 
-    def of(self, writer: Writer) -> list[Section]:
+    def of(self, writer: Writer) -> list[ReportSection]:
         """The sections of one writer, in their order, with its own blocks."""
         return [
-            Section(
+            ReportSection(
                 each.anchor, each.title, [block for block in each.blocks if writer in block.writers],
                 each.writers, each.apart,
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.core.records import Cell, Method, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.results.run import CELLS, CellResult, Run
+from kvbench.results.run import CELLS, CellResult, RunFolder
 
 if TYPE_CHECKING:
     from kvbench.core.records import Outputs
@@ -53,7 +53,7 @@ class Past:
         )
 
 
-def past_of(run: Run, own_method: Method, *, forced: bool = False) -> Past:
+def past_of(run: RunFolder, own_method: Method, *, forced: bool = False) -> Past:
     """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
@@ -73,7 +73,7 @@ def past_of(run: Run, own_method: Method, *, forced: bool = False) -> Past:
     )
 
 
-def _had_failures(run: Run) -> bool:
+def _had_failures(run: RunFolder) -> bool:
     """Whether any line of cells.jsonl tells of a failure, even if a later line replaces it."""
     with suppress(OSError):
         return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None

@@ -10,7 +10,7 @@ from kvbench.core import slo as slos
 from kvbench.core.gates.lies import LIES, told_lie
 from kvbench.core.scenario.yaml_lines import plain, read_yaml
 from kvbench.errors import InputError
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 EMULATED: Final = "emulated"
 SIMULATED: Final = "simulated"
@@ -77,7 +77,7 @@ class ReportedSlo:
         ]
 
 
-def resolved(run: Run, key: str) -> Any:
+def resolved(run: RunFolder, key: str) -> Any:
     """A part of what was asked for, from the plan or else from the scenario file; None if neither has it."""
     scenario = run.plan.get("scenario")
     for place in (run.plan, scenario if isinstance(scenario, Mapping) else {}, _scenario_file(run)):
@@ -86,14 +86,14 @@ def resolved(run: Run, key: str) -> Any:
     return None
 
 
-def _scenario_file(run: Run) -> Mapping[str, Any]:
+def _scenario_file(run: RunFolder) -> Mapping[str, Any]:
     # Bounded, unlike yaml's own loader: the folder may be a stranger's.
     root, _ = read_yaml(run.scenario_text)
     data = plain(root) if root is not None else None
     return data if isinstance(data, Mapping) else {}
 
 
-def slo_of(run: Run) -> ReportedSlo:
+def slo_of(run: RunFolder) -> ReportedSlo:
     data = resolved(run, "slo")
     if not isinstance(data, Mapping):
         return ReportedSlo()
@@ -115,14 +115,14 @@ def _tiers(data: Mapping[str, Any]) -> dict[str, slos.Slo]:
     return {name: each[name] for name in slos.by_strictness(each)}
 
 
-def model_of(run: Run) -> str:
+def model_of(run: RunFolder) -> str:
     model = resolved(run, "model")
     if isinstance(model, Mapping):
         model = model.get("name") or model.get("model")
     return str(model) if model else ""
 
 
-def mark_of(run: Run) -> Mark | None:
+def mark_of(run: RunFolder) -> Mark | None:
     """How the run is marked; None if real engines were measured."""
     labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
     mark = next((mark for mark in _MARKS if mark.word in labels), None)
@@ -137,29 +137,29 @@ def mark_of(run: Run) -> Mark | None:
     )
 
 
-def scenario_of(run: Run) -> str:
+def scenario_of(run: RunFolder) -> str:
     return str(run.manifest.get("scenario") or resolved(run, "name") or "unnamed")
 
 
-def way_of(run: Run) -> str:
+def way_of(run: RunFolder) -> str:
     """``router`` or ``direct``. Folders from before there was a choice went through the router."""
     load = resolved(run, "load")
     return str(load.get("mode") or "router") if isinstance(load, Mapping) else "router"
 
 
-def started(run: Run) -> str:
+def started(run: RunFolder) -> str:
     """``2026-11-21 13:30 UTC``, or nothing if the manifest does not say."""
     text = str(run.manifest.get("started_at") or "")
     return f"{text[:10]} {text[11:16]} UTC" if len(text) >= 16 else text
 
 
-def host_of(run: Run) -> str:
+def host_of(run: RunFolder) -> str:
     hosts = run.manifest.get("hosts") or []
     name = run.environment.get("hostname") or run.environment.get("host")
     return ", ".join(str(host) for host in hosts) or (str(name) if name else "")
 
 
-def hardware_of(run: Run) -> str:
+def hardware_of(run: RunFolder) -> str:
     """CPU, cores and GPUs in one line, as far as environment.json says."""
     cpu = run.environment.get("cpu")
     details: Mapping[str, Any] = cpu if isinstance(cpu, Mapping) else {"model": cpu}
@@ -173,7 +173,7 @@ def hardware_of(run: Run) -> str:
     return ", ".join(part for part in parts if part) or "hardware not recorded"
 
 
-def caption(run: Run) -> str:
+def caption(run: RunFolder) -> str:
     """What every picture and table carries: scenario, model, version, hardware, date."""
     parts = [
         scenario_of(run),
@@ -187,7 +187,7 @@ def caption(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def identity(run: Run) -> dict[str, Any]:
+def identity(run: RunFolder) -> dict[str, Any]:
     """What has to be equal before two runs' rows may stand in one table."""
     deployment = resolved(run, "deployment")
     # The emulated engine's options set its speed; a real engine's are what one may want to compare.
@@ -206,7 +206,7 @@ def identity(run: Run) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
+def differences(runs: Sequence[RunFolder]) -> list[str]:
     """One line per thing in which the runs differ, such as ``seed: 1 / 2``."""
     identities = [identity(run) for run in runs]
     lines = []
@@ -217,7 +217,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def check_comparable(runs: Sequence[Run], *, force: bool = False) -> list[str]:
+def check_comparable(runs: Sequence[RunFolder], *, force: bool = False) -> list[str]:
     """The differences that make runs not comparable. Raises InputError unless ``force``."""
     found = differences(runs)
     if found and not force:

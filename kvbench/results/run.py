@@ -86,7 +86,7 @@ class CellResult:
 
 
 @dataclass
-class Run:
+class RunFolder:
     """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole.
 
     ``trials`` and ``cells`` are those of the main column: the searches for a sustained rate, single rates and
@@ -175,7 +175,7 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run:
+def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> RunFolder:
     """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
 
     Errors: NewerSchemaError for a folder of a newer kvbench; StoreError when it is no run folder.
@@ -206,7 +206,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         warnings.append("the run was cut off: its process is gone and had not written how it ended")
     trials = _parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings)
     cells = _last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings))
-    return Run(
+    return RunFolder(
         path=folder,
         schema=schema,
         manifest=documents.manifest,

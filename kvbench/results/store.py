@@ -59,7 +59,6 @@ from kvbench.results.run import (
     OUTPUTS,
     TRIALS,
     CellResult,
-    Run,
     RunStatus,
     load_run,
     parquet_path,
@@ -70,7 +69,7 @@ from kvbench.version import __version__
 if TYPE_CHECKING:
     from kvbench.core.records import Outputs
 
-__all__ = ["CellResult", "Run", "RunInfo", "RunStatus", "RunStore", "load_run"]
+__all__ = ["CellResult", "RunInfo", "RunStatus", "RunStore", "load_run"]
 
 RESERVE: Final = ".reserve"
 RESERVE_BYTES: Final = 256 * 1024

@@ -26,7 +26,7 @@ from kvbench.core.simulation.data import Link, Overheads
 from kvbench.core.transfers.kv_shape import MERGING
 from kvbench.core.transfers.model import TransferModel, fit_all, model_for
 from kvbench.errors import InputError
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ NETWORK: Final = Surroundings(
 """For real engines, whose profile holds the front end's time."""
 
 
-def surroundings(scenario: Scenario, label: str, backend: str, measured: Run | None = None) -> Surroundings:
+def surroundings(
+    scenario: Scenario, label: str, backend: str, measured: RunFolder | None = None
+) -> Surroundings:
     """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
     modelled = scenario.deployment.engine_options.models_compute
     found = LOOPBACK.get(backend, LOOPBACK[""]) if modelled else NETWORK
@@ -92,7 +94,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def measured_run(path: Path) -> Run:
+def measured_run(path: Path) -> RunFolder:
     """The run to fit to. Raises InputError for one that was itself simulated."""
     run = load_run(path)
     if run.manifest.get("kind") == "simulate":
@@ -103,7 +105,7 @@ def measured_run(path: Path) -> Run:
     return run
 
 
-def _of_microbench(run: Run, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
     """The link from the fitted transfers of a backend; overheads are none of a microbenchmark's business."""
     models = [model for model in fit_all(run.transfer_records()) if model.backend == backend]
     if not models:
@@ -135,7 +137,7 @@ def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     return Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
 
 
-def fitted(run: Run, label: str) -> Surroundings | None:
+def fitted(run: RunFolder, label: str) -> Surroundings | None:
     """The figures of a connector in a measured run; None if it has no usable trial of it."""
     trials = [trial for trial in run.trials if trial.cell.connector == label and trial.verdict == "met"]
     if not trials:

@@ -12,7 +12,7 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import Problem, StoreError
 from kvbench.hosts import environment
 from kvbench.launchers.base import Launcher
@@ -40,7 +40,7 @@ class DeployedSite:
     def __init__(
         self,
         scenario: Scenario,
-        deployment: Deployment,
+        deployment: RunningDeployment,
         trials: TrialRunner,
         store: RunStore,
         watcher: Watcher,
@@ -151,7 +151,7 @@ class DeployedBench:
             launcher = self._places.launcher(planned, self._store.logs / folder, Path(specs_dir))
             planned = with_ports_at(planned, self._scenario.deployment, launcher)
             self._announce(planned, launcher)
-            with Deployment(self._scenario, planned, launcher) as deployment:
+            with RunningDeployment(self._scenario, planned, launcher) as deployment:
                 self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
                 progress = self._watcher.trial_progress
                 trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)

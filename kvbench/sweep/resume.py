@@ -32,7 +32,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
 from kvbench.planning.trace_files import load_trace, trace_digest
 from kvbench.results.finished_cells import past_of
-from kvbench.results.run import Run, load_run, writer_is_alive
+from kvbench.results.run import RunFolder, load_run, writer_is_alive
 from kvbench.results.same_conditions import ELSEWHERE, differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
@@ -56,7 +56,7 @@ class Resumed:
     store: RunStore
     trace: list[TracedRequest]
     fixed: Fixed | None
-    measured: Run | None
+    measured: RunFolder | None
 
     @property
     def left(self) -> int:
@@ -105,7 +105,7 @@ def resume(path: Path, *, force: bool = False) -> Path:
     return path
 
 
-def is_complete(run: Run) -> bool:
+def is_complete(run: RunFolder) -> bool:
     """Whether nothing is left to do: it came to its end, and no cell failed."""
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
     return run.manifest.get("status") == "complete" and not failed
@@ -151,7 +151,7 @@ def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, force
     store.past = past_of(load_run(store.path), own, forced=forced)
 
 
-def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
+def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
     """What a folder says is to be done. Raises StoreError if this kvbench would do something else."""
     asked = run.manifest.get("asked")
     if asked is None:
@@ -174,7 +174,7 @@ def planned(run: Run) -> tuple[Scenario, Plan, Fixed | None]:
     return scenario, plan, fixed
 
 
-def _as_it_was(run: Run) -> Any:
+def _as_it_was(run: RunFolder) -> Any:
     """The folder's scenario; of a kvbench that knew no number of aggregated engines, with those it had."""
     scenario = run.plan.get("scenario")
     deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
@@ -188,7 +188,7 @@ def _as_it_was(run: Run) -> Any:
     return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
 
 
-def _require_kind(run: Run, kind: str) -> None:
+def _require_kind(run: RunFolder, kind: str) -> None:
     own = str(run.manifest.get("kind"))
     if own not in ("sweep", "bench", "simulate"):
         raise InputError(
@@ -198,7 +198,7 @@ def _require_kind(run: Run, kind: str) -> None:
         raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
 
 
-def _require_agreement(run: Run, cli: CliOptions) -> None:
+def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
     """Raise InputError if the command line asks for something else than the folder does."""
     scenario, _ = resolve(cli)
     then, now = (
@@ -232,7 +232,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _require_trace(run: Run, scenario: Scenario) -> None:
+def _require_trace(run: RunFolder, scenario: Scenario) -> None:
     told = (run.manifest.get("trace") or {}).get("sha256")
     if scenario.workload.trace and told and told != trace_digest(scenario.workload.trace):
         raise StoreError(
@@ -241,7 +241,7 @@ def _require_trace(run: Run, scenario: Scenario) -> None:
         )
 
 
-def _clear_away(run: Run) -> None:
+def _clear_away(run: RunFolder) -> None:
     """Waits until nothing of the run's earlier sessions lives, and removes their temporary folders."""
     tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
     deadline = time.monotonic() + GONE_DEADLINE_S

@@ -20,7 +20,7 @@ from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Site
 from kvbench.sweep.calibration import Surroundings, measured_run
@@ -44,7 +44,7 @@ class SimulatedBench:
         scenario: Scenario,
         store: RunStore,
         trace: Sequence[TracedRequest] = (),
-        measured: Run | None = None,
+        measured: RunFolder | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
         self._scenario = scenario
@@ -123,7 +123,7 @@ class _Ready:
     store: RunStore
     trace: list[TracedRequest]
     fixed: Fixed | None
-    measured: Run | None
+    measured: RunFolder | None
 
     def sweep(self, watcher: Watcher) -> Sweep:
         bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)

@@ -26,7 +26,7 @@ from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.display import Display, Silent, Watcher
@@ -152,14 +152,14 @@ class _Ready:
     plan: Plan
     meaning: Mapping[str, tuple[str, Split]]
     store: RunStore
-    measured: Run | None
+    measured: RunFolder | None
 
     def sweep(self, watcher: Watcher) -> Sweep:
         labels = {label: connector for label, (connector, _) in self.meaning.items()}
         bench = SimulatedBench(self.scenario, self.store, measured=self.measured, labels=labels)
         return searching_sweep(self.scenario, self.plan, self.store, watcher, bench)
 
-    def found(self) -> tuple[Run, list[Prediction]]:
+    def found(self) -> tuple[RunFolder, list[Prediction]]:
         run = load_run(self.store.path)
         return run, predictions(run, self.meaning, self.scenario.deployment.tensor_parallel_size)
 

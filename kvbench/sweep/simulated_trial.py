@@ -15,7 +15,7 @@ from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_bre
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.simulation.data import Load, Outcome, System, Tick
+from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
 from kvbench.core.simulation.scheduler import EngineConfig
@@ -23,7 +23,7 @@ from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timi
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone
 from kvbench.sweep.calibration import Surroundings, surroundings
@@ -66,7 +66,7 @@ class SimulatedDeployment:
 
     @classmethod
     def of(
-        cls, scenario: Scenario, plan: DeploymentPlan, label: str = "", measured: Run | None = None
+        cls, scenario: Scenario, plan: DeploymentPlan, label: str = "", measured: RunFolder | None = None
     ) -> SimulatedDeployment:
         """``label``: of the scenario's connector, if not the plan's. ``measured``: as in ``surroundings``."""
         label = label or plan.label
@@ -161,7 +161,7 @@ class SimulatedSite:
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
-        one = Load.alike([0.0], cell.input_len, cell.output_len, 1e9)
+        one = SimulatedLoad.alike([0.0], cell.input_len, cell.output_len, 1e9)
         return Alone(simulate(self.system, one).records[0].e2el_s or 0.0)
 
     def outputs(self, input_len: int) -> None:
@@ -180,15 +180,15 @@ class SimulatedSite:
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         return stored(scenario, record, load, self._store)
 
-    def _load(self, trial: PlannedTrial) -> Load:
+    def _load(self, trial: PlannedTrial) -> SimulatedLoad:
         timeout_s, offsets = self._scenario.workload.request_timeout_s, trial.offered.offsets_s.tolist()
         cell, requests = trial.plan.cell, trial.offered.requests
         if requests is None:
-            return Load.alike(offsets, cell.input_len, cell.output_len, timeout_s)
+            return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
         hashes = None
         if shares_prefixes(requests):
             hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
-        return Load(
+        return SimulatedLoad(
             offsets,
             [each.input_len for each in requests],
             [each.output_len for each in requests],

@@ -15,7 +15,7 @@ from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.table import markdown_table
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Prediction:
     best: bool = False
 
 
-def predictions(run: Run, meaning: Mapping[str, tuple[str, Split]], ranks: int) -> list[Prediction]:
+def predictions(run: RunFolder, meaning: Mapping[str, tuple[str, Split]], ranks: int) -> list[Prediction]:
     """One line per split and input length, in the order of the plan; the best of each length is marked.
 
     ``ranks``: GPUs of one instance. A rate per GPU is compared, so that splits of unequal size can be.

@@ -8,7 +8,7 @@ from pathlib import Path
 import emulated
 import pytest
 
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -23,7 +23,7 @@ def test_it_is_drained_when_no_request_is_under_way(tmp_path: Path) -> None:
         scenario, _ = resolve(CliOptions(base_url=engine.url, input_len="64", output_len=4, ttft_ms=1000))
         (planned,) = plan_of(scenario).deployments
         launcher = LocalLauncher("test-deployment", tmp_path / "logs", tmp_path / "specs")
-        with Deployment(scenario, planned, launcher) as deployment:
+        with RunningDeployment(scenario, planned, launcher) as deployment:
             idle = Idleness(scenario, deployment)
             assert deployment.under_way() == 0
             asking = threading.Thread(target=engine.complete, args=([1] * 64, 400))
@@ -33,7 +33,7 @@ def test_it_is_drained_when_no_request_is_under_way(tmp_path: Path) -> None:
             assert not idle.drained(0.0)
             assert idle.drained(30.0)
             asking.join(30)
-        with Deployment(scenario, planned, launcher) as deployment:
+        with RunningDeployment(scenario, planned, launcher) as deployment:
             engine.stop()
             assert deployment.under_way() is None
             assert Idleness(scenario, deployment).drained(0.0)  # who tells nothing is not waited for

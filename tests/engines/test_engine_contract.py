@@ -10,7 +10,7 @@ import pytest
 from kvbench import connectors, engines
 from kvbench.core.scenario.options import EngineOptions
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import InputError
 from kvbench.launchers.placement.placement import Places
 from kvbench.planning.doctor.scenario import memory_checks, model_check
@@ -146,7 +146,7 @@ def test_an_outside_server_is_never_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert not [note for note in engine_warnings(rented) if "listen on" in note]
     with Places(rented, "tag") as places:
         launcher = places.launcher(lone, Path("logs"), Path("specs"))
-        deployment = Deployment(rented, lone, launcher)
+        deployment = RunningDeployment(rented, lone, launcher)
     assert deployment.external
     assert deployment.api_key_env == "RENT_KEY"
     assert deployment.endpoints.base_url == "http://10.0.0.2:80"

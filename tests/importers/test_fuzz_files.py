@@ -30,7 +30,7 @@ from kvbench.importers.parts import importing
 from kvbench.importers.parts.importing import Wish
 from kvbench.planning.scenario_files import bundled_folder, load_scenario, registry
 from kvbench.planning.trace_files import load_trace
-from kvbench.report.bundle import Asked, bundle
+from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.report import render_terminal, write_report
 from kvbench.results.run import load_run
 from kvbench.results.store import CellResult
@@ -308,7 +308,7 @@ def test_a_bundle_takes_no_file_from_outside(tmp_path: Path) -> None:
     (tmp_path / "secret.log").write_text("not part of the run")
     (folder / "logs" / "linked.log").symlink_to(tmp_path / "secret.log")
     os.mkfifo(folder / "logs" / "pipe.log")
-    done = bundle(folder, Asked(tmp_path / "bundle.tar.gz"))
+    done = bundle(folder, BundleOptions(tmp_path / "bundle.tar.gz"))
     assert "logs/linked.log" in done.left_out
     with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
         names = archive.getnames()

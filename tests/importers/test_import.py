@@ -22,7 +22,7 @@ from kvbench.importers import base
 from kvbench.importers.base import Imported, ImportedRow, ServingRow, TransferRow
 from kvbench.importers.parts import blocks, importing
 from kvbench.importers.parts.trials import summary_of
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FORMATS = {
@@ -66,7 +66,7 @@ def figures_of(row: ImportedRow) -> set[tuple[str, Any]]:
     return {("gb_per_s", row.record.gb_per_s), ("block_bytes", row.record.case.block_bytes)}
 
 
-def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> Run:
+def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFolder:
     wish = importing.Wish(files, connector=connector)
     assert importing.command(wish, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
     (folder,) = (tmp_path / "results").iterdir()

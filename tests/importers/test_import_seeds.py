@@ -16,7 +16,7 @@ from rich.console import Console
 from kvbench import importers
 from kvbench.core.records import TrialRecord
 from kvbench.importers.parts import importing
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 SEEDS = Path(__file__).parents[1] / "recorded" / "seeds"
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -65,7 +65,7 @@ def at(summary: Any, place: tuple[str, ...]) -> Any:
     return summary
 
 
-def imported(tmp_path: Path, name: str) -> Run:
+def imported(tmp_path: Path, name: str) -> RunFolder:
     console = Console(file=io.StringIO(), width=200)
     assert importing.command(importing.Wish([SEEDS / name]), tmp_path, console) == 0
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())

@@ -27,7 +27,7 @@ from kvbench.planning.doctor.hosts import gid_checks, nics_reached, require_node
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from kvbench.results.same_conditions import ELSEWHERE
 from kvbench.sweep import resume
 from kvbench.sweep.display import Silent
@@ -342,7 +342,7 @@ def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     another_host_is_not_gone_on_with(run)
 
 
-def another_host_is_not_gone_on_with(run: Run) -> None:
+def another_host_is_not_gone_on_with(run: RunFolder) -> None:
     machine = json.loads((run.path / "environment.json").read_text())
     machine["hosts"]["b"]["hostname"] = "elsewhere"
     (run.path / "environment.json").write_text(json.dumps(machine))

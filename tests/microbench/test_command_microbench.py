@@ -151,7 +151,7 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
     )
     as_csv = second.path / "tables" / "comparison.csv"
     printed = io.StringIO()
-    compare.command([run.path, second.path], compare.Asked(format="csv"), Console(file=printed))
+    compare.command([run.path, second.path], compare.CompareOptions(format="csv"), Console(file=printed))
     assert printed.getvalue() == as_csv.read_text()
     as_csv.unlink()
     assert as_csv in write_report(second.path, ("csv",))

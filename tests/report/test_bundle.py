@@ -21,7 +21,7 @@ from rich.console import Console
 from sample_run import make_run
 
 from kvbench.errors import StoreError
-from kvbench.report.bundle import Asked, bundle, command
+from kvbench.report.bundle import BundleOptions, bundle, command
 from kvbench.report.scrub import Scrubber
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import load_run
@@ -109,7 +109,7 @@ def everything(archive: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def archive(planted: Path) -> Path:
-    return bundle(planted, Asked(planted.parent.parent / "out.tar.gz")).archive
+    return bundle(planted, BundleOptions(planted.parent.parent / "out.tar.gz")).archive
 
 
 def test_nothing_that_was_planted_is_left_in_any_file(archive: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_pictures_are_drawn_anew_and_the_report_reads(planted: Path, archive
 
 def test_it_says_what_was_removed_and_what_was_left_out(planted: Path) -> None:
     out = io.StringIO()
-    command(planted, Asked(planted.parent.parent / "told.tar.gz"), Console(file=out, width=200))
+    command(planted, BundleOptions(planted.parent.parent / "told.tar.gz"), Console(file=out, width=200))
     text = out.getvalue()
     assert "host names: " in text
     assert "10.254.12.102 → ADDRESS" in text
@@ -155,7 +155,7 @@ def test_it_says_what_was_removed_and_what_was_left_out(planted: Path) -> None:
 
 
 def test_words_asked_for_go_too_and_logs_can_stay_behind(planted: Path) -> None:
-    asked = Asked(planted.parent.parent / "words.tar.gz", also=("Qwen3",), without_logs=True)
+    asked = BundleOptions(planted.parent.parent / "words.tar.gz", also=("Qwen3",), without_logs=True)
     files = list(everything(bundle(planted, asked).archive))
     assert not any(name.endswith(".log") for name, _ in files)
     assert not any("qwen3" in text.lower() for _, text in files)
@@ -163,9 +163,9 @@ def test_words_asked_for_go_too_and_logs_can_stay_behind(planted: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(planted: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError):
-        bundle(planted, Asked(tmp_path))
+        bundle(planted, BundleOptions(tmp_path))
     with pytest.raises(StoreError):
-        bundle(planted, Asked(tmp_path / "none" / "x.tar.gz"))
+        bundle(planted, BundleOptions(tmp_path / "none" / "x.tar.gz"))
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".bundle-")]
 
 

@@ -20,9 +20,9 @@ from kvbench.errors import InputError
 from kvbench.files import spreadsheet_cell
 from kvbench.importers.parts import importing
 from kvbench.report import compare
-from kvbench.report.compare import Asked, compare_runs, tables
+from kvbench.report.compare import CompareOptions, compare_runs, tables
 from kvbench.report.tables.table import Column, as_csv, as_latex, as_markdown, latex, of_values
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "seeds"
@@ -30,16 +30,16 @@ FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "request_throughput", "total_token_thr
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return read_in("notes", tmp_path_factory.mktemp("notes"))
 
 
 @pytest.fixture(scope="module")
-def pr10884(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def pr10884(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return read_in("pr10884", tmp_path_factory.mktemp("pr10884"))
 
 
-def read_in(name: str, folder: Path) -> Run:
+def read_in(name: str, folder: Path) -> RunFolder:
     importing.command(
         importing.Wish([RECORDED / f"{name}.txt"], name=name), folder, Console(file=io.StringIO())
     )
@@ -47,7 +47,7 @@ def read_in(name: str, folder: Path) -> Run:
     return load_run(path)
 
 
-def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("mooncake", "nixl")) -> Run:
+def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("mooncake", "nixl")) -> RunFolder:
     """A run of one listed rate for each connector, with 200 requests each."""
     store = RunStore.create(
         folder,
@@ -69,11 +69,11 @@ def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("moonca
 
 def printed(paths: list[Path], **asked: object) -> str:
     out = io.StringIO()
-    compare.command(paths, Asked(**asked), Console(file=out, width=160))  # type: ignore[arg-type]
+    compare.command(paths, CompareOptions(**asked), Console(file=out, width=160))  # type: ignore[arg-type]
     return out.getvalue()
 
 
-def test_every_cell_of_the_rows_is_in_csv_and_json(notes: Run) -> None:
+def test_every_cell_of_the_rows_is_in_csv_and_json(notes: RunFolder) -> None:
     rows = list(csv.DictReader(io.StringIO(printed([notes.path], format="csv"))))
     data = json.loads(printed([notes.path], format="json"))
     assert len(rows) == len(data["rows"]) == 10
@@ -88,14 +88,14 @@ def test_every_cell_of_the_rows_is_in_csv_and_json(notes: Run) -> None:
     assert {each["rule"] for each in data["conclusions"]} >= {"burst", "slot_cap", "claim"}
 
 
-def test_the_conclusions_stand_before_the_table(notes: Run) -> None:
+def test_the_conclusions_stand_before_the_table(notes: RunFolder) -> None:
     text = printed([notes.path])
     assert text.index("What is suspicious") < text.index("What cannot be told") < text.rindex("mooncake  ")
     markdown = printed([notes.path], format="md")
     assert markdown.index("five-second burst") < markdown.index("| connector |")
 
 
-def test_columns_are_called_as_in_the_page(pr10884: Run) -> None:
+def test_columns_are_called_as_in_the_page(pr10884: RunFolder) -> None:
     page = (RECORDED / "pr10884.txt").read_text()
     header = next(line for line in page.splitlines() if line.startswith("Setting num_rdma_nic"))
     table = next(line for line in printed([pr10884.path], format="md").splitlines() if "num_rdma_nic" in line)
@@ -107,8 +107,8 @@ def test_columns_are_called_as_in_the_page(pr10884: Run) -> None:
 
 
 @pytest.mark.parametrize("axis", ["connector", "protocol", "nics", "tp", "input_len", "rate"])
-def test_rows_are_sorted_and_grouped_by_any_axis(pr10884: Run, axis: str) -> None:
-    asked = Asked(by=axis, group=axis, sort=("rate",))
+def test_rows_are_sorted_and_grouped_by_any_axis(pr10884: RunFolder, axis: str) -> None:
+    asked = CompareOptions(by=axis, group=axis, sort=("rate",))
     compared = compare_runs([pr10884], asked)
     groups = tables(compared, asked)
     levels = [{row[axis] for row in table.rows} for table in groups]
@@ -127,7 +127,7 @@ def test_two_runs_of_one_scenario_are_repeats(tmp_path: Path) -> None:
     assert compared.by == "connector"
     (statement,) = [each for each in compared.statements if each.rule == "connector_ahead"]
     assert statement.evidence["scope"] == "runs"
-    by_run = compare_runs([one, other], Asked(by="run"))
+    by_run = compare_runs([one, other], CompareOptions(by="run"))
     assert {each.evidence["scope"] for each in by_run.statements if each.rule == "run_ahead"} == {"requests"}
 
 
@@ -142,7 +142,7 @@ def test_one_run_with_its_requests_gives_intervals_of_that_run(tmp_path: Path) -
     assert mean["low"] < mean["ratio"] < mean["high"]
 
 
-def test_runs_that_are_not_comparable_need_force_and_are_marked(tmp_path: Path, notes: Run) -> None:
+def test_runs_that_are_not_comparable_need_force_and_are_marked(tmp_path: Path, notes: RunFolder) -> None:
     mine = listed_rates(tmp_path, 1)
     with pytest.raises(InputError, match="not comparable"):
         printed([mine.path, notes.path])
@@ -186,8 +186,10 @@ def test_searched_rates_stand_with_their_interval(tmp_path: Path) -> None:
     assert "6.00 [6.00, 6.60]" in text
 
 
-@pytest.mark.parametrize("asked", [Asked(by="colour"), Asked(sort=("colour",)), Asked(format="xls")])
-def test_unknown_axes_and_formats_are_named(notes: Run, asked: Asked) -> None:
+@pytest.mark.parametrize(
+    "asked", [CompareOptions(by="colour"), CompareOptions(sort=("colour",)), CompareOptions(format="xls")]
+)
+def test_unknown_axes_and_formats_are_named(notes: RunFolder, asked: CompareOptions) -> None:
     with pytest.raises(InputError) as told:
         compare.command([notes.path], asked, Console(file=io.StringIO()))
     assert "there are:" in (told.value.hint or "")

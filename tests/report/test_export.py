@@ -16,7 +16,7 @@ from kvbench.errors import InputError
 from kvbench.importers.parts import importing
 from kvbench.report.export import FORMATS, command, samples
 from kvbench.report.tables.result import summary_table
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "seeds"
 LINE = re.compile(
@@ -25,24 +25,24 @@ LINE = re.compile(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("export"), special=True))
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("notes")
     importing.command(importing.Wish([RECORDED / "notes.txt"]), folder, Console(file=io.StringIO()))
     return load_run(next(folder.iterdir()))
 
 
-def exported(run: Run, name: str) -> str:
+def exported(run: RunFolder, name: str) -> str:
     out = io.StringIO()
     command(run.path, name, None, Console(file=out, width=40))
     return out.getvalue()
 
 
-def test_prometheus_lines_are_well_formed_and_each_metric_is_told_once(run: Run) -> None:
+def test_prometheus_lines_are_well_formed_and_each_metric_is_told_once(run: RunFolder) -> None:
     lines = exported(run, "prometheus").splitlines()
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
@@ -52,7 +52,7 @@ def test_prometheus_lines_are_well_formed_and_each_metric_is_told_once(run: Run)
     assert len(series) == len(set(series)) == len(samples(run))
 
 
-def test_figures_are_the_summarys_in_seconds(run: Run) -> None:
+def test_figures_are_the_summarys_in_seconds(run: RunFolder) -> None:
     told = {
         (sample.labels["connector"], sample.labels["input_len"]): sample.value
         for sample in samples(run)
@@ -74,7 +74,7 @@ def test_figures_are_the_summarys_in_seconds(run: Run) -> None:
     assert not rates & {(row.cell.connector, str(row.cell.input_len)) for row in refused}
 
 
-def test_otlp_has_one_gauge_a_metric_at_the_runs_end(run: Run) -> None:
+def test_otlp_has_one_gauge_a_metric_at_the_runs_end(run: RunFolder) -> None:
     data = json.loads(exported(run, "otel-json"))
     (scope,) = data["resourceMetrics"][0]["scopeMetrics"]
     points = [point for metric in scope["metrics"] for point in metric["gauge"]["dataPoints"]]
@@ -87,14 +87,14 @@ def test_otlp_has_one_gauge_a_metric_at_the_runs_end(run: Run) -> None:
     assert len(names) == len(set(names))
 
 
-def test_csv_opens_in_a_spreadsheet(run: Run) -> None:
+def test_csv_opens_in_a_spreadsheet(run: RunFolder) -> None:
     text = exported(run, "csv")
     assert text.startswith("\ufeff")
     rows = list(csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline="")))
     assert [float(row["value"]) for row in rows] == [sample.value for sample in samples(run)]
 
 
-def test_read_in_rows_are_exported_by_their_trial(notes: Run) -> None:
+def test_read_in_rows_are_exported_by_their_trial(notes: RunFolder) -> None:
     mine = [
         sample
         for sample in samples(notes)
@@ -105,7 +105,7 @@ def test_read_in_rows_are_exported_by_their_trial(notes: Run) -> None:
     assert mine[0].labels["request_rate"] == "80"
 
 
-def test_to_a_file_and_unknown_formats(run: Run, tmp_path: Path) -> None:
+def test_to_a_file_and_unknown_formats(run: RunFolder, tmp_path: Path) -> None:
     file = tmp_path / "run.prom"
     command(run.path, "prometheus", file, Console(file=io.StringIO()))
     assert file.read_text() == FORMATS["prometheus"](run)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.core.records import TrialRecord
-from kvbench.results.run import CellResult, Run, load_run
+from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.sweep.strategies import tier_verdict
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -31,7 +31,7 @@ def answered() -> Iterator[object]:
 ANSWERED = list(answered())
 
 
-def trials_of(run: Run, result: CellResult) -> list[TrialRecord]:
+def trials_of(run: RunFolder, result: CellResult) -> list[TrialRecord]:
     """What the cell's method offered, but for probes of the capacity: they are judged by nothing."""
     return [
         trial
@@ -62,7 +62,7 @@ def test_there_are_answers_to_look_at() -> None:
 
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
 def test_an_answer_that_is_called_confirmed_rests_on_a_trial_that_was_met(
-    run: Run, result: CellResult
+    run: RunFolder, result: CellResult
 ) -> None:
     """A trial at the answer, or up to the search's precision above it: what holds more holds less, too."""
     assert result.answer is not None
@@ -84,7 +84,7 @@ def test_an_answer_that_is_called_confirmed_rests_on_a_trial_that_was_met(
 
 
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
-def test_a_rate_below_which_an_answer_lies_was_missed(run: Run, result: CellResult) -> None:
+def test_a_rate_below_which_an_answer_lies_was_missed(run: RunFolder, result: CellResult) -> None:
     assert result.answer is not None
     if result.answer["censored"] == "below":
         verdicts = [tier_verdict(trial, result.tier) for trial in trials_of(run, result)]
@@ -95,7 +95,9 @@ def test_a_rate_below_which_an_answer_lies_was_missed(run: Run, result: CellResu
 
 
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
-def test_the_trial_that_an_answer_rests_on_had_the_machine_to_itself(run: Run, result: CellResult) -> None:
+def test_the_trial_that_an_answer_rests_on_had_the_machine_to_itself(
+    run: RunFolder, result: CellResult
+) -> None:
     """Within the limits of the gate: what a reference says of a system must not be that of its neighbours."""
     by_id = {trial.trial_id: trial for trial in run.all_trials}
     assert result.confirmed_by is None or disturbances(by_id[result.confirmed_by]) == []

@@ -34,21 +34,21 @@ from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.router_cost import router_costs
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
-from kvbench.results.run import CellResult, Run, load_run
+from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def full(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("full"), input_lens=(512, 2048)))
 
 
 @pytest.fixture(scope="module")
-def special(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def special(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("special"), input_lens=(512, 2048), special=True))
 
 
-def printed(*runs: Run, width: int = 100, differing: list[str] | None = None) -> str:
+def printed(*runs: RunFolder, width: int = 100, differing: list[str] | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     render_terminal(runs, console, differing or [])
     assert isinstance(console.file, io.StringIO)
@@ -64,7 +64,7 @@ def row(name: str, lower: float | None, upper: float | None, outcome: str = "fou
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: Run) -> None:
+def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunFolder) -> None:
     rows = summary_table(full)
     assert [(r.cell.input_len, r.cell.connector) for r in rows] == [
         (length, name) for length in (512, 2048) for name in ("aggregated", "mooncake", "nixl")
@@ -84,14 +84,14 @@ def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: Run)
         assert each.labels == ("emulated",)
 
 
-def test_every_column_is_filled_by_a_real_trial(full: Run) -> None:
+def test_every_column_is_filled_by_a_real_trial(full: RunFolder) -> None:
     filled = {
         name for each in summary_table(full) for name, value in each.values.items() if value is not None
     }
     assert filled == set(VALUE_COLUMNS)
 
 
-def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: Run) -> None:
+def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: RunFolder) -> None:
     rows = {(r.cell.connector, r.cell.input_len): r for r in summary_table(special)}
     refused, none, censored = rows["mooncake", 512], rows["aggregated", 2048], rows["mooncake", 2048]
     assert refused.outcome == "refused"
@@ -106,7 +106,7 @@ def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: Run) -> No
     assert censored.flat()["censored"] is True
 
 
-def test_without_a_confirming_trial_the_highest_met_one_supports_the_answer(full: Run) -> None:
+def test_without_a_confirming_trial_the_highest_met_one_supports_the_answer(full: RunFolder) -> None:
     cells = [replace(result, confirmed_by=None) for result in full.cells]
     rows = summary_table(replace(full, cells=cells))
     for each in rows:
@@ -114,7 +114,7 @@ def test_without_a_confirming_trial_the_highest_met_one_supports_the_answer(full
         assert each.trial_id == max(met, key=lambda t: (t.request_rate, t.trial_id)).trial_id
 
 
-def test_a_cell_that_was_cut_off_shows_what_is_known(full: Run) -> None:
+def test_a_cell_that_was_cut_off_shows_what_is_known(full: RunFolder) -> None:
     cell = full.cells[0].cell
     for each in summary_table(replace(full, cells=full.cells[1:], trials=full.trials_of(cell)[:2])):
         if each.cell == cell:
@@ -209,7 +209,7 @@ def test_an_order_is_claimed_if_and_only_if_the_intervals_do_not_touch(
 # --- the terminal --------------------------------------------------------------------------------
 
 
-def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: Run) -> None:
+def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunFolder) -> None:
     text = printed(special)
     table = text[text.index("connector") : text.index("who is ahead")]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 100
@@ -225,18 +225,18 @@ def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: Run)
         assert each.answer.text() in table
 
 
-def test_a_real_engine_is_not_called_emulated(full: Run) -> None:
+def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
     trials = [replace(trial, labels=[]) for trial in full.trials]
     run = replace(full, manifest=full.manifest | {"labels": []}, trials=trials)
     assert "mulated" not in printed(run)
 
 
-def test_what_others_wrote_is_not_read_as_markup(full: Run) -> None:
+def test_what_others_wrote_is_not_read_as_markup(full: RunFolder) -> None:
     run = replace(full, warnings=["a [bold]strange[/nothing] path"])
     assert "a [bold]strange[/nothing] path" in printed(run)
 
 
-def test_warnings_of_supporting_trials_stand_beside_the_table(full: Run) -> None:
+def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -> None:
     trials = [
         replace(trial, findings=[Finding("send_lag", "warning", "the client was late", "use fewer streams")])
         for trial in full.trials
@@ -320,7 +320,7 @@ def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
             widths[number_] = cells
 
 
-def test_text_from_outside_does_not_break_a_markdown_table(full: Run) -> None:
+def test_text_from_outside_does_not_break_a_markdown_table(full: RunFolder) -> None:
     from kvbench.report.tables.table import markdown_table
 
     assert markdown_table(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y z |"
@@ -364,14 +364,14 @@ def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Pa
         ({"plan": {**PLAN, "load": {"mode": "direct"}}}, "way of the requests: router / direct"),
     ],
 )
-def test_each_difference_is_named(full: Run, change: dict[str, object], said: str) -> None:
+def test_each_difference_is_named(full: RunFolder, change: dict[str, object], said: str) -> None:
     from kvbench.results.provenance import differences
 
     lines = differences([full, replace(full, **change)])  # type: ignore[arg-type]
     assert any(line.startswith(said) for line in lines)
 
 
-def test_emulated_and_real_runs_do_not_share_a_table(full: Run) -> None:
+def test_emulated_and_real_runs_do_not_share_a_table(full: RunFolder) -> None:
     from kvbench.results.provenance import differences
 
     trials = [replace(trial, labels=[]) for trial in full.trials]
@@ -390,7 +390,9 @@ def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what the router adds
 
 
-def both_ways(folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False) -> Run:
+def both_ways(
+    folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False
+) -> RunFolder:
     """A bench whose one cell was offered each of two loads through the router and directly."""
     info = RunInfo(kind="bench", labels=["emulated"])
     store = RunStore.create(folder, "quickstart", SCENARIO.encode(), PLAN, ENVIRONMENT, info)
@@ -446,14 +448,14 @@ def test_trials_of_other_plans_are_not_compared(tmp_path: Path) -> None:
     assert "not one plan" in cost.text()
 
 
-def test_one_way_alone_has_no_router_cost(full: Run) -> None:
+def test_one_way_alone_has_no_router_cost(full: RunFolder) -> None:
     assert router_costs(full) == []
     text = printed(full)
     assert "what the router adds" not in text
     assert "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms; kernel stamps; 1 process" in text
 
 
-def test_the_report_shows_the_load_generator(full: Run) -> None:
+def test_the_report_shows_the_load_generator(full: RunFolder) -> None:
     write_report(full.path, ("md",))
     text = (full.path / "report.md").read_text()
     assert "## The load generator itself" in text

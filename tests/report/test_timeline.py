@@ -18,7 +18,7 @@ from kvbench import transfer
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.processes.common.spans import SUFFIX, TRACED_REQUESTS, Clock, Span, SpanLog, read_spans
-from kvbench.report.timeline import Process, client_spans, flows, process_events, zero_on
+from kvbench.report.timeline import TimelineProcess, client_spans, flows, process_events, zero_on
 
 PROMPT = list(range(300))
 
@@ -65,14 +65,14 @@ spans = st.builds(lambda begin, length: Span("x", begin, begin + length), moment
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=2), st.lists(spans, max_size=5), max_size=5))
 def test_any_spans_become_lanes_that_nest(by_request: dict[str, list[Span]]) -> None:
-    events = list(process_events(Process("decode-0", by_request), 4))
+    events = list(process_events(TimelineProcess("decode-0", by_request), 4))
     check_rules(events)
     assert sum(event["ph"] == "X" for event in events) == sum(map(len, by_request.values()))
 
 
 def test_a_request_alone_keeps_one_lane() -> None:
     record = RequestRecord("kvb-0", 1.0, 10, 3, sent_s=1.1, first_token_s=1.5, last_token_s=2.0, output_len=3)
-    events = list(process_events(Process("client", {"kvb-0": list(client_spans(record))}), 1))
+    events = list(process_events(TimelineProcess("client", {"kvb-0": list(client_spans(record))}), 1))
     assert {event["tid"] for event in events if event["ph"] == "X"} == {1}
     assert [event["name"] for event in events if event["ph"] == "X"] == [
         *("request", "waits to be sent", "sent to first token", "further tokens")
@@ -86,8 +86,8 @@ def test_what_was_never_sent_has_no_span() -> None:
 def test_arrows_join_processes_and_only_what_is_in_two() -> None:
     both = {"a-0": [Span("prefill step", 1, 2)], "b-1": [Span("prefill step", 3, 4)]}
     events = [
-        *process_events(Process("prefill-0", both), 1),
-        *process_events(Process("decode-0", {"a-0": [Span("first step", 2, 3)]}), 2),
+        *process_events(TimelineProcess("prefill-0", both), 1),
+        *process_events(TimelineProcess("decode-0", {"a-0": [Span("first step", 2, 3)]}), 2),
     ]
     arrows = list(flows(events))
     assert [event["ph"] for event in arrows] == ["s", "f"]

@@ -34,7 +34,7 @@ from kvbench.deployment.liveness import ProcessWatch
 from kvbench.errors import ProcessHungError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.processes.loadgen.sockets.clock import SLACK_NS, arrivals
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from tests.microbench.test_microbench import NIC_FAULTS
 from tools.faults import DOC_PATH, JSON_PATH, README_PATH, document, summary, with_summary
 
@@ -345,7 +345,7 @@ HOSTILE_SETS = (
 
 
 @pytest.fixture(scope="module")
-def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
+def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunFolder]:
     folder = tmp_path_factory.mktemp("hostile")
     path = folder / "hostile.yaml"
     with Hostile() as url:
@@ -360,7 +360,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
     "key", [pytest.param(key, marks=pytest.mark.fault(key)) for key in BEHAVIOURS if key != "well"]
 )
 def test_what_a_server_answers_is_told_in_the_trial_s_line(
-    key: str, hostile_run: tuple[str, Run], fault: Seen
+    key: str, hostile_run: tuple[str, RunFolder], fault: Seen
 ) -> None:
     text, run = hostile_run
     length = next(length for length, name in LENGTHS.items() if name == key)

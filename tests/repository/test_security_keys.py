@@ -26,8 +26,8 @@ from kvbench.errors import InputError
 from kvbench.hosts.api_key import WITHHELD, bearer, hidden
 from kvbench.hosts.environment import recorded_env
 from kvbench.processes import http1
-from kvbench.processes.http1 import Request, Response
-from kvbench.report.bundle import Asked, bundle
+from kvbench.processes.http1 import ReceivedRequest, Response
+from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.results.store import RunStore
 
 CANARY = "kvb-Canary_4711.x~Zq+9/="
@@ -44,7 +44,7 @@ class Guarded:
         self.right = self.wrong = 0
         self.port = 0
 
-    def handle(self, request: Request, response: Response) -> None:
+    def handle(self, request: ReceivedRequest, response: Response) -> None:
         if request.headers.get("authorization") != f"Bearer {CANARY}":
             self.wrong += 1
             response.send(401, b'{"error": {"message": "no key"}}')
@@ -140,7 +140,7 @@ def test_a_key_reaches_the_server_and_stands_nowhere(guarded: Guarded, tmp_path:
     details = run.requests(trial.trial_id)["error_detail"]
     assert any(WITHHELD in detail for detail in details), "the server's echo was kept without the key"
     assert "kvbench.processes.loadgen" in seen
-    bundled = bundle(run.path, Asked(output=tmp_path / "bundle.tar.gz"))
+    bundled = bundle(run.path, BundleOptions(output=tmp_path / "bundle.tar.gz"))
     with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     for name, data in [("/proc", seen.encode()), ("bundle", repr(bundled).encode()), *bytes_below(tmp_path)]:

@@ -15,7 +15,7 @@ import psutil
 
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 DEADLINE_S = 90.0
 
@@ -108,7 +108,7 @@ class Running:
         self._process.communicate(timeout=DEADLINE_S)
 
 
-def the_run(results: Path) -> Run:
+def the_run(results: Path) -> RunFolder:
     """The one run folder in a results folder."""
     (folder,) = [path for path in results.iterdir() if not path.name.startswith(".")]
     return load_run(folder)
@@ -135,7 +135,7 @@ def not_spoilt(measure: Callable[[int], TrialRecord], scales: Sequence[int]) -> 
     raise AssertionError("not one valid trial; " + "; ".join(said))
 
 
-def tagged_processes(run: Run) -> list[psutil.Process]:
+def tagged_processes(run: RunFolder) -> list[psutil.Process]:
     """Processes of a run that still live, found by their run tag."""
     found = []
     for process in psutil.process_iter():

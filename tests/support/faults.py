@@ -29,7 +29,7 @@ from sshhosts import Hosts
 
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
-from kvbench.results.run import CellResult, Run, load_run
+from kvbench.results.run import CellResult, RunFolder, load_run
 
 PROPERTY = "fault"
 """Name of the property with what a test saw."""
@@ -437,7 +437,7 @@ class Siege:
 
     # what may be struck
 
-    def the_run(self) -> Run:
+    def the_run(self) -> RunFolder:
         (folder,) = [path for path in self.results.iterdir() if not path.name.startswith(".")]
         return load_run(folder)
 

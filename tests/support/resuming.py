@@ -13,7 +13,7 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import TrialRecord
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.bench import Bench, Site
@@ -84,7 +84,7 @@ class Taped:
         self._run(store)
         return store.path
 
-    def gone_on(self, folder: Path) -> Run:
+    def gone_on(self, folder: Path) -> RunFolder:
         """From what a folder holds to the end."""
         store = RunStore.reopen(folder)
         resume.take_over(store, self.scenario, self.fixed)
@@ -142,6 +142,6 @@ def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:
     return target
 
 
-def trials_of(run: Run) -> list[dict[str, Any]]:
+def trials_of(run: RunFolder) -> list[dict[str, Any]]:
     """All trials in order, without the time of day."""
     return [{**trial.to_json(), "started_at": ""} for trial in run.all_trials]

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvbench.processes.http1 import Request, Response, serve
+from kvbench.processes.http1 import ReceivedRequest, Response, serve
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def taped(url: str) -> Iterator[tuple[str, list[Exchange]]]:
     async def main() -> None:
         async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=64)) as client:
 
-            async def handler(request: Request, response: Response) -> None:
+            async def handler(request: ReceivedRequest, response: Response) -> None:
                 headers = {
                     "content-type": "application/json",
                     "x-request-id": request.headers["x-request-id"],

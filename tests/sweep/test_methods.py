@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import EASY, Finished, kvbench, tagged_processes, the_run
 
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -18,12 +18,12 @@ LONG_STEPS = "deployment.engine_options.time_scale=6"
 """Where most of a prompt is in the cache little is left to compute: a busy machine's delays dwarf it."""
 
 
-def sweep(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Finished, Run]:
+def sweep(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Finished, RunFolder]:
     done = kvbench("sweep", "quickstart", "--output", str(results), *words, sets=sets)
     return done, the_run(results)
 
 
-def rows(run: Run, name: str) -> list[dict[str, str]]:
+def rows(run: RunFolder, name: str) -> list[dict[str, str]]:
     with (run.path / "tables" / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 

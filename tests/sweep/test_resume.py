@@ -17,7 +17,7 @@ from rich.console import Console
 import kvbench as api
 from kvbench.errors import InputError, StoreError
 from kvbench.planning.overrides import CliOptions
-from kvbench.report.bundle import Asked, bundle
+from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.export import prometheus
 from kvbench.report.findings.notes import notes
 from kvbench.report.report import render_terminal, write_report
@@ -277,5 +277,5 @@ def test_readers_take_the_folder_of_a_killed_run(broken: Path, tmp_path: Path) -
     assert "cut off" in (folder / "report.html").read_text()
     assert prometheus(run)
     assert watching.command(folder, Console(quiet=True)) != 0
-    bundled = bundle(folder, Asked(output=tmp_path / "b.tar.gz"))
+    bundled = bundle(folder, BundleOptions(output=tmp_path / "b.tar.gz"))
     assert "trials.jsonl" in bundled.files

@@ -15,7 +15,7 @@ import pytest
 from commands import EASY, Running, tagged_processes, the_run, wait_until
 
 from kvbench.core.plan.plan import trial_seed
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 pytestmark = pytest.mark.timeout(230)
 
@@ -85,7 +85,7 @@ def test_after_any_end_it_goes_on_and_redoes_no_trial_that_is_stored(tmp_path: P
     assert (run.path / "logs" / "tcp-session-4").is_dir()
 
 
-def stored(run: Run) -> bytes:
+def stored(run: RunFolder) -> bytes:
     return (run.path / "trials.jsonl").read_bytes()
 
 

@@ -16,14 +16,14 @@ from kvbench.core.plan.engine_count import size_in
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.simulation.data import Link, Load, Overheads, System
+from kvbench.core.simulation.data import Link, Overheads, SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.engines.emulated import EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import profile_of
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep.calibration import LOOPBACK, NETWORK, fitted, surroundings
 from kvbench.sweep.simulate import simulable
 from kvbench.sweep.simulate_splits import Choice, split_plan, wanted_splits
@@ -41,19 +41,19 @@ pytestmark = pytest.mark.timeout(180)
 SHORT = ("workload.input_len=[256]", "search.max_trials=6", "search.precision=0.2", "search.equal_rate=false")
 
 
-def simulated(results: Path, *words: str, sets: tuple[str, ...] = SHORT) -> tuple[Finished, Run]:
+def simulated(results: Path, *words: str, sets: tuple[str, ...] = SHORT) -> tuple[Finished, RunFolder]:
     done = kvbench("simulate", "quickstart", "--output", str(results), *words, sets=sets)
     return done, the_run(results)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Run]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, RunFolder]:
     """The quickstart's aggregated server and NIXL pair at one length."""
     words = ("--connector", "aggregated", "--connector", "nixl")
     return simulated(tmp_path_factory.mktemp("results"), *words)
 
 
-def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[Finished, Run]) -> None:
+def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[Finished, RunFolder]) -> None:
     done, run = pair
     assert done.status == 0, done.text
     assert run.manifest["status"] == "complete"
@@ -75,7 +75,7 @@ def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[
     assert "SIMULATED" in again.out
 
 
-def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Finished, Run]) -> None:
+def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Finished, RunFolder]) -> None:
     _, run = pair
     found = {result.cell.connector: result for result in run.cells}
     rates = {name: (result.answer or {})["max_request_rate"] for name, result in found.items()}
@@ -90,7 +90,7 @@ def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Fi
     }
 
 
-def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, Run]) -> None:
+def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, RunFolder]) -> None:
     _, run = pair
     # A ceiling probe's are its own.
     measured = (each for each in run.trials if each.purpose != "ceiling")
@@ -102,7 +102,7 @@ def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, Run]) -> N
     assert [record.scheduled_s for record in records] == pytest.approx(offsets.tolist())
 
 
-def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, Run]) -> None:
+def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, RunFolder]) -> None:
     _, run = pair
     trial = next(trial for trial in run.trials if trial.cell.connector == "nixl" and trial.verdict == "met")
     parts = trial.engine["ttft_breakdown_ms"]
@@ -133,7 +133,7 @@ SLOW = (
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A real emulated pair at a rate that it holds with ease."""
     results = tmp_path_factory.mktemp("measured")
     words = ("--rate", "5", "--connector", "tcp", "--output", str(results))
@@ -142,7 +142,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return the_run(results)
 
 
-def test_virtual_and_emulated_agree_where_nothing_is_overloaded(emulated: Run, tmp_path: Path) -> None:
+def test_virtual_and_emulated_agree_where_nothing_is_overloaded(emulated: RunFolder, tmp_path: Path) -> None:
     """The same requests at the same times; medians, since a busy machine makes the real tail longer."""
     words = ("--connector", "tcp", "--rate", "5", "--like", str(emulated.path))
     done, run = simulated(tmp_path, *words, sets=SLOW)
@@ -178,7 +178,7 @@ def test_a_real_overload_is_named(tmp_path: Path) -> None:
     assert trial.engine["use"]["prefill"]["slots"] == 64
 
 
-def test_a_fit_takes_what_it_is_given(emulated: Run) -> None:
+def test_a_fit_takes_what_it_is_given(emulated: RunFolder) -> None:
     found = fitted(emulated, "tcp")
     assert found is not None
     trial = emulated.trials[0]
@@ -201,13 +201,13 @@ def test_a_fit_over_two_lengths_is_a_line(tmp_path: Path) -> None:
         }
         return TrialRecord("t", Cell("nixl", length, 16), 1.0, 1, "met", "", engine=engine)
 
-    run = Run(tmp_path, 1, {"kind": "sweep"}, "", {}, {}, [trial(1000, 3.0), trial(3000, 5.0)], [], [])
+    run = RunFolder(tmp_path, 1, {"kind": "sweep"}, "", {}, {}, [trial(1000, 3.0), trial(3000, 5.0)], [], [])
     found = fitted(run, "nixl")
     assert found is not None
     assert found.link.latency_ms == pytest.approx(2.0)
     assert found.link.gb_per_s == pytest.approx(2000 * 2048 / 2e-3 / 1e9, rel=1e-3)
     assert found.overheads == Overheads(2.0, 2.0, 0.5, 3.0)
-    odd = Run(tmp_path, 1, {}, "", {}, {}, [trial(1000, 5.0), trial(3000, 3.0)], [], [])
+    odd = RunFolder(tmp_path, 1, {}, "", {}, {}, [trial(1000, 5.0), trial(3000, 3.0)], [], [])
     refit = fitted(odd, "nixl")
     assert refit is not None
     assert refit.link.latency_ms == 0.0
@@ -269,7 +269,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     assert "did you mean `kv_gb_per_s`?" in done.err
 
 
-def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, Run], tmp_path: Path) -> None:
+def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolder], tmp_path: Path) -> None:
     done = kvbench("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path))
     assert done.status == 2
     assert "nothing was measured in it" in done.err
@@ -334,13 +334,13 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
 
 
-def replayed(run: Run, trial: TrialRecord, system: System) -> tuple[Summary, Summary]:
+def replayed(run: RunFolder, trial: TrialRecord, system: System) -> tuple[Summary, Summary]:
     """A measured trial and the same requests on virtual time, summarised alike."""
     slo = Slo(250, 15, 0.9)
     real = run.request_records(trial.trial_id)
     ended = any(record.error == "cancelled" for record in real)
     offsets = [record.scheduled_s for record in real]
-    load = Load.alike(offsets, trial.cell.input_len, trial.cell.output_len, 10.0)
+    load = SimulatedLoad.alike(offsets, trial.cell.input_len, trial.cell.output_len, 10.0)
     outcome = simulate(system, load, (lambda tick: tick.t_s >= trial.duration_s) if ended else None)
     rate = trial.request_rate
     return (

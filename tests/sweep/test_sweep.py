@@ -15,23 +15,23 @@ from commands import EASY, Running, kvbench, tagged_processes, the_run, wait_unt
 
 from kvbench import transfer
 from kvbench.core.records import Outputs
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from kvbench.sweep.trial.output_check import compare
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def sweep(results: Path, *words: str, sets: tuple[str, ...] = ()) -> tuple[int, str, Run]:
+def sweep(results: Path, *words: str, sets: tuple[str, ...] = ()) -> tuple[int, str, RunFolder]:
     done = kvbench("sweep", "quickstart", "--output", str(results), *words, sets=(*EASY, *sets))
     return done.status, done.text, the_run(results)
 
 
-def cells_of(run: Run) -> dict[str, str]:
+def cells_of(run: RunFolder) -> dict[str, str]:
     return {result.cell.connector: result.status for result in run.cells}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Run]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, RunFolder]:
     """One whole sweep over every connector that can run here."""
     results = tmp_path_factory.mktemp("results")
     able = [name for name in ("mooncake", "nixl") if transfer.check(name) is None]
@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Run]:
     return sweep(results, *words)
 
 
-def test_a_sweep_ends_well_and_says_what_it_found(finished: tuple[int, str, Run]) -> None:
+def test_a_sweep_ends_well_and_says_what_it_found(finished: tuple[int, str, RunFolder]) -> None:
     status, text, run = finished
     assert status == 0, text
     assert run.manifest["status"] == "complete"
@@ -49,7 +49,7 @@ def test_a_sweep_ends_well_and_says_what_it_found(finished: tuple[int, str, Run]
     assert str(run.path.name) in text
 
 
-def test_every_pair_answers_as_the_aggregated_server(finished: tuple[int, str, Run]) -> None:
+def test_every_pair_answers_as_the_aggregated_server(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     for result in run.cells:
         if result.cell.connector == "aggregated":
@@ -58,7 +58,7 @@ def test_every_pair_answers_as_the_aggregated_server(finished: tuple[int, str, R
         assert result.equal_outputs["equal"] == result.equal_outputs["checked"] > 0
 
 
-def test_kv_really_moved_whole_and_by_the_transport_asked_for(finished: tuple[int, str, Run]) -> None:
+def test_kv_really_moved_whole_and_by_the_transport_asked_for(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     for trial in run.trials:
         if trial.cell.connector == "aggregated":
@@ -72,7 +72,7 @@ def test_kv_really_moved_whole_and_by_the_transport_asked_for(finished: tuple[in
         assert decode.get("local_compute", 0) == 0
 
 
-def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run]) -> None:
+def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     for trial in run.trials:
         parts = trial.engine["ttft_breakdown_ms"]
@@ -98,7 +98,7 @@ def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run
     assert (run.path / "figures" / "ttft_breakdown.png").is_file()
 
 
-def test_the_run_folder_is_whole(finished: tuple[int, str, Run]) -> None:
+def test_the_run_folder_is_whole(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     for name in ("scenario.yaml", "plan.json", "environment.json", "report.md", "tables/summary.csv"):
         assert (run.path / name).stat().st_size > 0, name
@@ -115,7 +115,7 @@ def test_the_run_folder_is_whole(finished: tuple[int, str, Run]) -> None:
     assert not list(run.path.glob(".records*"))
 
 
-def test_reports_come_back_from_raw_files_alone(finished: tuple[int, str, Run]) -> None:
+def test_reports_come_back_from_raw_files_alone(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     before = (run.path / "report.md").read_bytes()
     (run.path / "report.md").unlink()

@@ -47,7 +47,7 @@ def test_a_small_house_is_in_order(package: Path) -> None:
     ("name", "text", "said"),
     [
         ("more.py", "", "house/ has 4 entries, not 3 at most"),
-        ("room/fifth.py", "", "room/ has 3 entries, not 2: give it a door, or a reason"),
+        ("room/fifth.py", "", "room/ has 3 files, not 2: give it a door, or a reason"),
         ("first.py", "x = 1\n" * 7, "house/first.py has 7 lines, not 6 at most"),
         (
             "first.py",

@@ -26,7 +26,7 @@ _SIXTEEN_BIT: Final = ("qwen2.5", "qwen3", "llama-3")
 
 
 @dataclass(frozen=True)
-class Setting:
+class RowConditions:
     """Under which conditions a row was measured, as far as that is told.
 
     ``slots``: requests that one engine decodes at once (max_num_seqs), times the engines that decode.
@@ -45,7 +45,7 @@ class Setting:
     prefill_flops: float | None = None
     prefill_flops_16bit: float | None = None
 
-    def differing(self, other: Setting) -> list[str]:
+    def differing(self, other: RowConditions) -> list[str]:
         """What of model, hardware and engine is told for both and differs."""
         return [
             f"{name}: {mine} / {theirs}"
@@ -70,7 +70,7 @@ class LoadRow:
     figures: Mapping[str, float]
     axes: Mapping[str, Axis] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
-    setting: Setting = field(default_factory=Setting)
+    setting: RowConditions = field(default_factory=RowConditions)
     method: str = ""
     origin: str = ""
     name: str = ""

@@ -35,7 +35,7 @@ SHARE_SCALE: Final = 3.0
 
 
 @dataclass(frozen=True)
-class Look:
+class LookResult:
     """What one look found. ``share`` within limits has its 95 % interval, for ``effective_n`` requests."""
 
     verdict: Verdict
@@ -61,7 +61,7 @@ class Strictness:
     pending: int
 
 
-def share_look(values: FloatArray, margins: FloatArray, target: float, how: Strictness) -> Look:
+def share_look(values: FloatArray, margins: FloatArray, target: float, how: Strictness) -> LookResult:
     """A share criterion. ``values``: 1 (kept) or 0; ``margins``: value / limit or nan; by arrival."""
     n = len(values)
     good = float((values >= 0.5).sum())
@@ -96,10 +96,10 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
         f"interval {interval[0]:.1%} to {interval[1]:.1%}"
     )
     reached = good >= target * whole and (target == 1.0 or n * (1.0 - target) >= 1.0 - 1e-9)
-    return Look(verdict, score, error, share, *interval, effective, text, reached)
+    return LookResult(verdict, score, error, share, *interval, effective, text, reached)
 
 
-def mean_look(values: FloatArray, target: float, how: Strictness) -> Look:
+def mean_look(values: FloatArray, target: float, how: Strictness) -> LookResult:
     """A mean criterion, by the t interval of the sections' means. An infinite value breaks it."""
     share, n = float((values <= target).mean()), float(len(values))
     mean, error = sectioned(values, how.sections, None) if np.isfinite(values).all() else (math.inf, 0.0)
@@ -112,7 +112,7 @@ def mean_look(values: FloatArray, target: float, how: Strictness) -> Look:
     score, score_error = _score(mean / target, error / target)
     text = f"mean {mean:.4g} ± {error:.2g}, at most {target:.4g} asked"
     reached = mean <= target and how.pending <= PENDING * n
-    return Look(verdict, score, score_error, share, 0.0, 1.0, n, text, reached)
+    return LookResult(verdict, score, score_error, share, 0.0, 1.0, n, text, reached)
 
 
 def _reach(certainty: float, sections: int, error: float) -> float:

@@ -48,7 +48,7 @@ from kvbench.core.search.live_config import (
     Verdict,
     requests_s,
 )
-from kvbench.core.search.looks import Look, Strictness, mean_look, share_look
+from kvbench.core.search.looks import LookResult, Strictness, mean_look, share_look
 
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
@@ -231,7 +231,7 @@ class LiveTrial:
         lag_s = 1.1 * float(np.quantile(known, 0.95)) if len(known) else 0.0
         return start_s, max(start_s, t_s - lag_s)
 
-    def _judge(self, window: tuple[float, float], t_s: float, last: bool) -> list[Look]:
+    def _judge(self, window: tuple[float, float], t_s: float, last: bool) -> list[LookResult]:
         """How each criterion stands; nothing while there is too little to look at."""
         inside = (self._offsets >= window[0]) & (self._offsets <= window[1])
         known = inside & ~np.isnan(self._settled_s)
@@ -254,7 +254,7 @@ class LiveTrial:
         verdict: Verdict,
         reason: str,
         t_s: float,
-        found: tuple[tuple[float, float], list[Look]],
+        found: tuple[tuple[float, float], list[LookResult]],
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found

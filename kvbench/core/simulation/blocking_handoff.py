@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from kvbench.core.simulation.engine import StepEngine
 from kvbench.core.simulation.roles import Flow
-from kvbench.core.simulation.step import Request
+from kvbench.core.simulation.step import EngineRequest
 
 
 class BlockingHandOff:
@@ -23,7 +23,7 @@ class BlockingHandOff:
 
     def __init__(
         self,
-        flow_of: Mapping[Request, Flow],
+        flow_of: Mapping[EngineRequest, Flow],
         give: Callable[[Flow], None],
         poke: Callable[[StepEngine], None],
     ) -> None:

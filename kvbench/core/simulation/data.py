@@ -62,7 +62,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Load:
+class SimulatedLoad:
     """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared."""
 
     offsets_s: Sequence[float]
@@ -74,7 +74,7 @@ class Load:
     @classmethod
     def alike(
         cls, offsets_s: Sequence[float], input_len: int, output_len: int, timeout_s: float = 60.0
-    ) -> Load:
+    ) -> SimulatedLoad:
         """Requests that differ in nothing but their time."""
         n = len(offsets_s)
         return cls(offsets_s, [input_len] * n, [output_len] * n, timeout_s)

@@ -26,17 +26,17 @@ from typing import Any, Final, Literal
 
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.blocking_handoff import BlockingHandOff
-from kvbench.core.simulation.data import Load, Outcome, System, Tick
+from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.engine import StepEngine, use_of
 from kvbench.core.simulation.roles import Flow, Moved, Role
 from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.simulation.step import Request, Status
+from kvbench.core.simulation.step import EngineRequest, Status
 
 TICK_S: Final = 0.25
 """How often progress is told: the load generator's default."""
 
 
-def simulate(system: System, load: Load, watch: Callable[[Tick], bool] | None = None) -> Outcome:
+def simulate(system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None = None) -> Outcome:
     """Run one trial. ``watch`` is told the progress every TICK_S and stops the trial by returning True.
 
     Raises InputError for a request that can never fit into an engine.
@@ -47,7 +47,7 @@ def simulate(system: System, load: Load, watch: Callable[[Tick], bool] | None = 
 class SimulatedTrial:
     """The event loop: a heap of (time, last?, order, what, with what)."""
 
-    def __init__(self, system: System, load: Load, watch: Callable[[Tick], bool] | None) -> None:
+    def __init__(self, system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None) -> None:
         self.system, self.load, self.watch = system, load, watch
         self.now = 0.0
         self._events: list[tuple[float, bool, int, Callable[[Any], None], Any]] = []
@@ -65,7 +65,7 @@ class SimulatedTrial:
         self._last = self.roles[last]
         self._first = self.roles.get("prefill")
         self.flows: list[Flow] = []
-        self._flow_of: dict[Request, Flow] = {}
+        self._flow_of: dict[EngineRequest, Flow] = {}
         self._waiting: dict[int, None] = {}
         self._fresh_first: list[int] = []
         self._fresh_settled: list[int] = []
@@ -126,7 +126,7 @@ class SimulatedTrial:
         prompt, output = load.input_len[index], load.output_len[index]
         record = RequestRecord(f"sim-{index}", scheduled, prompt, output, sent_s=scheduled)
         hashes = list(load.hashes[index]) if load.hashes is not None else []
-        whole = Request(record.request_id, prompt, output, hashes=hashes)
+        whole = EngineRequest(record.request_id, prompt, output, hashes=hashes)
         flow = Flow(index, record, whole, self._last.engines[index % len(self._last.engines)])
         self.flows.append(flow)
         self._flow_of[whole] = flow
@@ -141,7 +141,7 @@ class SimulatedTrial:
             self._at(asked + over.front_end_ms / 1e3 + own, self._to_last, flow)
             return
         whole.remote_kv = True
-        flow.part = Request(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
+        flow.part = EngineRequest(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
         flow.first = self._first.engines[index % len(self._first.engines)]
         self._flow_of[flow.part] = flow
         record.router_received_s = self.now + over.router_ms / 2e3
@@ -170,7 +170,7 @@ class SimulatedTrial:
             flow.in_last = True
             self._deliver(self._last, flow.last, flow.whole)
 
-    def _deliver(self, role: Role, engine: StepEngine, request: Request) -> None:
+    def _deliver(self, role: Role, engine: StepEngine, request: EngineRequest) -> None:
         role.requests += 1
         request.arrival_s = self.now
         engine.scheduler.add(request)
@@ -282,7 +282,7 @@ class SimulatedTrial:
                 self._made_tokens(flow, engine, ends)
         self._poke(engine)
 
-    def _made_part(self, flow: Flow, engine: StepEngine, request: Request) -> None:
+    def _made_part(self, flow: Flow, engine: StepEngine, request: EngineRequest) -> None:
         assert self._first is not None
         self._first.first_token(request)
         self._first.finished(request, [self.now])

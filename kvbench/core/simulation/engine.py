@@ -16,7 +16,7 @@ from typing import Final
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.simulation.kv_cache import BlockPool
 from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import Request, StepPlan
+from kvbench.core.simulation.step import EngineRequest, StepPlan
 from kvbench.core.simulation.step_time import StepLoad, TimingProfile
 
 _LONGEST_RUN: Final = 64
@@ -35,7 +35,7 @@ class VirtualEngine:
         config: EngineConfig,
         timing: TimingProfile,
         time_scale: float = 1.0,
-        load_s: Callable[[Request], float] = lambda request: 0.0,
+        load_s: Callable[[EngineRequest], float] = lambda request: 0.0,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.timing = timing
@@ -44,7 +44,7 @@ class VirtualEngine:
         self.busy_s = 0.0
         self.token_times: dict[str, list[float]] = {}
         self._load_s = load_s
-        self._loads: list[tuple[float, int, Request]] = []
+        self._loads: list[tuple[float, int, EngineRequest]] = []
         self._load_count = 0
 
     def step(self) -> bool:
@@ -81,7 +81,7 @@ class VirtualEngine:
         return True
 
 
-def serve(engine: VirtualEngine, requests: Sequence[Request]) -> dict[str, list[float]]:
+def serve(engine: VirtualEngine, requests: Sequence[EngineRequest]) -> dict[str, list[float]]:
     """Serve requests, given in order of arrival; returns each one's token times."""
     for request in requests:
         engine.scheduler.add(request)
@@ -156,7 +156,7 @@ class StepEngine:
         self.config = config
         self.timing = timing
         self.time_scale = time_scale
-        self.loads: list[Request] = []
+        self.loads: list[EngineRequest] = []
         """Requests whose KV may be fetched now; the owner takes them after each ``begin``."""
         self.run = 0
         """Counts the runs and their cuts: an end that was announced with another number is void."""
@@ -208,7 +208,7 @@ class StepEngine:
         self.run += 1
         return self._ends[-1]
 
-    def end(self) -> tuple[list[Request], list[float]]:
+    def end(self) -> tuple[list[EngineRequest], list[float]]:
         """The run is over: the requests that made tokens, and when each of these tokens came."""
         assert self._plan is not None
         plan, ends = self._plan, self._ends

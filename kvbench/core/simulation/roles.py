@@ -9,7 +9,7 @@ from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, LOCAL
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.engine import StepEngine
-from kvbench.core.simulation.step import Request
+from kvbench.core.simulation.step import EngineRequest
 
 
 @dataclass
@@ -27,9 +27,9 @@ class Flow:
 
     index: int
     record: RequestRecord
-    whole: Request
+    whole: EngineRequest
     last: StepEngine
-    part: Request | None = None
+    part: EngineRequest | None = None
     first: StepEngine | None = None
     times: list[float] = field(default_factory=list)
     settled: bool = False
@@ -51,12 +51,12 @@ class Role:
         self.gaps = 0
         self.gap_s = 0.0
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: EngineRequest) -> None:
         self.prompt_tokens += request.prompt_len
         self.cached += request.cached_tokens
         self.external += request.external_tokens
 
-    def finished(self, request: Request, times: Sequence[float]) -> None:
+    def finished(self, request: EngineRequest, times: Sequence[float]) -> None:
         scheduled = request.first_scheduled_s or 0.0
         self.done += 1
         self.queue_s += max(0.0, scheduled - request.arrival_s)

@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvbench.core.simulation.kv_cache import BlockPool
-from kvbench.core.simulation.step import Chunk, Request, Status, StepPlan
+from kvbench.core.simulation.step import Chunk, EngineRequest, Status, StepPlan
 from kvbench.errors import InputError
 
 
@@ -52,12 +52,12 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.enable_prefix_caching)
         self.stats = SchedulerStats()
-        self.waiting: deque[Request] = deque()
-        self.ready: deque[Request] = deque()
-        self.loading: dict[str, Request] = {}
-        self.held: dict[str, Request] = {}
-        self.running: list[Request] = []
-        self._aborted: list[Request] = []
+        self.waiting: deque[EngineRequest] = deque()
+        self.ready: deque[EngineRequest] = deque()
+        self.loading: dict[str, EngineRequest] = {}
+        self.held: dict[str, EngineRequest] = {}
+        self.running: list[EngineRequest] = []
+        self._aborted: list[EngineRequest] = []
         self._in_step = False
 
     # -- what happens to requests ---------------------------------------------------------------
@@ -79,14 +79,14 @@ class Scheduler:
                 hint="shorten it or raise num_blocks",
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InputError if it can never fit."""
         if request.prompt_len < 1 or request.max_tokens < 1:
             raise InputError("a request needs at least one prompt token and one output token")
         self.check_fits(request.prompt_len, request.max_tokens)
         self.waiting.append(request)
 
-    def kv_arrived(self, request: Request) -> None:
+    def kv_arrived(self, request: EngineRequest) -> None:
         """A loading request's blocks are filled: it may join the batch, with its last token left to run."""
         del self.loading[request.request_id]
         if request.aborted:
@@ -97,12 +97,12 @@ class Scheduler:
         request.status = Status.READY
         self.ready.append(request)
 
-    def kv_failed(self, request: Request) -> None:
+    def kv_failed(self, request: EngineRequest) -> None:
         """A loading request's KV will not come: it ends and its blocks are free again."""
         del self.loading[request.request_id]
         self._end(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: EngineRequest) -> None:
         """A running request has made its last token. Its blocks are freed, or held for a hand-off."""
         self.running.remove(request)
         if request.hold_kv and not request.aborted:
@@ -111,12 +111,12 @@ class Scheduler:
         else:
             self._end(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: EngineRequest) -> None:
         """A held request's KV has been taken, or will never be."""
         del self.held[request.request_id]
         self._end(request)
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """Drop a request wherever it is. One that loads keeps its blocks until its transfer has ended
         (``kv_arrived`` or ``kv_failed``), one inside a step until ``complete``."""
         if request.aborted:
@@ -156,7 +156,7 @@ class Scheduler:
         self._in_step = bool(plan.chunks)
         return plan
 
-    def complete(self, plan: StepPlan) -> list[Request]:
+    def complete(self, plan: StepPlan) -> list[EngineRequest]:
         """The step has run: tokens are computed, and each sampling chunk has made one token.
 
         Returns the requests that made a token; the caller ends those that are done (``finish``).
@@ -165,7 +165,7 @@ class Scheduler:
         for request in self._aborted:
             self.finish(request)
         self._aborted.clear()
-        sampled: list[Request] = []
+        sampled: list[EngineRequest] = []
         for chunk in plan.chunks:
             request = chunk.request
             if request.aborted:
@@ -193,7 +193,7 @@ class Scheduler:
             index += 1
         return budget
 
-    def _grow(self, request: Request, count: int, plan: StepPlan) -> bool:
+    def _grow(self, request: EngineRequest, count: int, plan: StepPlan) -> bool:
         """Give a running request the blocks for ``count`` more tokens, preempting from the back."""
         fresh = self._blocks(request.num_computed + count) - len(request.blocks)
         if fresh <= 0:
@@ -206,7 +206,7 @@ class Scheduler:
         request.blocks += self.pool.take((), fresh)
         return True
 
-    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+    def _preempt(self, victim: EngineRequest, plan: StepPlan) -> None:
         self.pool.release(victim.blocks)
         victim.blocks = []
         victim.num_computed = 0
@@ -240,7 +240,7 @@ class Scheduler:
             else:
                 break
 
-    def _reserve(self, request: Request) -> bool:
+    def _reserve(self, request: EngineRequest) -> bool:
         """Blocks for all its tokens, cached ones first; at least one token is left to compute."""
         block_tokens = self.config.block_tokens
         cached = self.pool.lookup(request.hashes, (request.num_tokens - 1) // block_tokens)
@@ -254,7 +254,7 @@ class Scheduler:
             self._count_prefix(request)
         return True
 
-    def _count_prefix(self, request: Request) -> None:
+    def _count_prefix(self, request: EngineRequest) -> None:
         stats = self.stats
         if self.config.enable_prefix_caching:
             stats.prefix_queries += request.num_tokens
@@ -264,24 +264,24 @@ class Scheduler:
             stats.external_queries += request.external_tokens
             stats.external_hits += request.external_tokens
 
-    def _start(self, request: Request, count: int, plan: StepPlan, now: float) -> None:
+    def _start(self, request: EngineRequest, count: int, plan: StepPlan, now: float) -> None:
         request.status = Status.RUNNING
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
         self.running.append(request)
         plan.chunks.append(self._chunk(request, count))
 
-    def _chunk(self, request: Request, count: int) -> Chunk:
+    def _chunk(self, request: EngineRequest, count: int) -> Chunk:
         start = request.num_computed
         return Chunk(request, start, count, samples=start + count == request.num_tokens)
 
-    def _register(self, request: Request, start: int, end: int) -> None:
+    def _register(self, request: EngineRequest, start: int, end: int) -> None:
         block_tokens = self.config.block_tokens
         full = min(end // block_tokens, len(request.hashes))
         for index in range(start // block_tokens, full):
             self.pool.register(request.blocks[index], request.hashes[index])
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: EngineRequest) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
         request.status = Status.FINISHED

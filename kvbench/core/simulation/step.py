@@ -20,7 +20,7 @@ class Status(Enum):
 
 
 @dataclass(eq=False)
-class Request:
+class EngineRequest:
     """One sequence. ``hashes`` are those of its full blocks; whoever makes its tokens extends them."""
 
     request_id: str
@@ -55,7 +55,7 @@ class Request:
 class Chunk:
     """``count`` tokens of one request from position ``start``; ``samples`` if a token follows."""
 
-    request: Request
+    request: EngineRequest
     start: int
     count: int
     samples: bool
@@ -70,8 +70,8 @@ class StepPlan:
     """What one step does. ``loads`` are requests whose KV may now be fetched into their blocks."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    loads: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    loads: list[EngineRequest] = field(default_factory=list)
+    preempted: list[EngineRequest] = field(default_factory=list)
 
     @property
     def load(self) -> StepLoad:

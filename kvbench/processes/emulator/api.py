@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Final
 
-from kvbench.core.simulation.step import Request
+from kvbench.core.simulation.step import EngineRequest
 from kvbench.errors import InputError
 from kvbench.processes import http1
 from kvbench.processes.common.spans import SpanLog
@@ -48,7 +48,7 @@ class Api:
             "/reset_prefix_cache": self._reset,
         }
 
-    def handle(self, request: http1.Request, response: http1.Response) -> None:
+    def handle(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         """One HTTP request."""
         routes = self._posts if request.method == "POST" else self._gets
         route = routes.get(request.path)
@@ -63,13 +63,13 @@ class Api:
 
     # -- generation -------------------------------------------------------------------------------
 
-    def _completions(self, request: http1.Request, response: http1.Response) -> None:
+    def _completions(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         self._generate(request, response, chat=False)
 
-    def _chat(self, request: http1.Request, response: http1.Response) -> None:
+    def _chat(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         self._generate(request, response, chat=True)
 
-    def _generate(self, request: http1.Request, response: http1.Response, chat: bool) -> None:
+    def _generate(self, request: http1.ReceivedRequest, response: http1.Response, chat: bool) -> None:
         try:
             problem = self.problem()
             if problem:
@@ -80,7 +80,7 @@ class Api:
         except InputError as error:
             _error(response, 400, str(error), "BadRequestError")
 
-    def _submit(self, request: http1.Request, response: http1.Response, chat: bool) -> None:
+    def _submit(self, request: http1.ReceivedRequest, response: http1.Response, chat: bool) -> None:
         engine, spec = self.engine, self.spec
         wanted = parse(request.body, chat, spec.served_model_name, spec.model.vocab_size)
         prompt_len = len(wanted.prompt)
@@ -94,7 +94,7 @@ class Api:
         )
         live = LiveRequest(
             # Two clients may send one X-Request-Id, so the engine's own id has a number of its own.
-            request=Request(f"{public_id}-{self._count}", prompt_len, max_tokens),
+            request=EngineRequest(f"{public_id}-{self._count}", prompt_len, max_tokens),
             prompt_hashes=engine.compute.hash_prompt(wanted.prompt, wanted.cache_salt),
             sink=answer,
             ignore_eos=wanted.ignore_eos,
@@ -112,14 +112,14 @@ class Api:
 
     # -- the rest ---------------------------------------------------------------------------------
 
-    def _health(self, request: http1.Request, response: http1.Response) -> None:
+    def _health(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         problem = self.problem()
         response.send(503 if problem else 200, json.dumps({"status": problem or "ok"}).encode())
 
-    def _metrics(self, request: http1.Request, response: http1.Response) -> None:
+    def _metrics(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         response.send(200, self.engine.metrics.text(), content_type=_METRICS_TYPE)
 
-    def _models(self, request: http1.Request, response: http1.Response) -> None:
+    def _models(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         model = {
             "id": self.spec.served_model_name,
             "object": "model",
@@ -130,10 +130,10 @@ class Api:
         }
         response.send(200, json.dumps({"object": "list", "data": [model]}).encode())
 
-    def _version(self, request: http1.Request, response: http1.Response) -> None:
+    def _version(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         response.send(200, json.dumps({"version": f"{__version__}+emulated"}).encode())
 
-    def _reset(self, request: http1.Request, response: http1.Response) -> None:
+    def _reset(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         self.engine.scheduler.pool.reset_cache()
         response.send(200, b"")
 

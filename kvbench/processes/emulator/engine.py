@@ -17,7 +17,7 @@ from typing import Final
 
 from kvbench.core.simulation.kv_cache import block_hashes
 from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import Request, Status, StepPlan
+from kvbench.core.simulation.step import EngineRequest, Status, StepPlan
 from kvbench.core.simulation.step_time import TimingProfile
 from kvbench.processes.emulator.clock import Alarm
 from kvbench.processes.emulator.compute import KvCompute, Work
@@ -48,8 +48,8 @@ class RunningEngine:
         self.compute = compute
         self.metrics = metrics
         self.scheduler = Scheduler(config)
-        self.lives: dict[Request, LiveRequest] = {}
-        self._traces: dict[Request, RequestTrace] = {}
+        self.lives: dict[EngineRequest, LiveRequest] = {}
+        self._traces: dict[EngineRequest, RequestTrace] = {}
         self.on_load: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a remote request's blocks are reserved: fetch its KV, then ``kv_arrived``."""
         self.on_prefilled: Callable[[LiveRequest], None] = _no_hand_off

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvbench.core.simulation.kv_cache import U64
-from kvbench.core.simulation.step import Request, StepPlan
+from kvbench.core.simulation.step import EngineRequest, StepPlan
 from kvbench.processes.common.spans import Span, SpanLog
 
 
@@ -24,7 +24,7 @@ class Sink(Protocol):
 class LiveRequest:
     """A request as the running engine knows it: the scheduler's part, its tokens and its bytes' state."""
 
-    request: Request
+    request: EngineRequest
     prompt_hashes: U64
     sink: Sink
     ignore_eos: bool = False

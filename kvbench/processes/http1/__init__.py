@@ -20,7 +20,7 @@ from kvbench.processes.http1.pool import (
     broken,
     fetch,
 )
-from kvbench.processes.http1.response import Request, Response, error_body
+from kvbench.processes.http1.response import ReceivedRequest, Response, error_body
 from kvbench.processes.http1.server import Server, serve
 from kvbench.processes.http1.splicing import Splicing
 
@@ -31,10 +31,10 @@ __all__ = [
     "Handler",
     "MalformedAnswerError",
     "Pool",
+    "ReceivedRequest",
     "Reply",
     "ReplyCollector",
     "ReplySink",
-    "Request",
     "Response",
     "Server",
     "Splicing",

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import httptools
 
 from kvbench.processes.http1.heads import usual_request
-from kvbench.processes.http1.response import Request, Response, error_body, head_bytes
+from kvbench.processes.http1.response import ReceivedRequest, Response, error_body, head_bytes
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ LINGER_S: Final = 1.0
 lost to a reset."""
 
 
-Handler = Callable[[Request, Response], Awaitable[None] | None]
+Handler = Callable[[ReceivedRequest, Response], Awaitable[None] | None]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser: Any = None
         self._partial: _Partial | None = None
-        self._queue: deque[Request] = deque()
+        self._queue: deque[ReceivedRequest] = deque()
         self._response: Response | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: tuple[int, str] | None = None
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
         if self._response is None and self._partial is None and not self._queue and self._refusal is None:
             usual = usual_request(data)
             if usual is not None:
-                self._serve(Request(*usual))
+                self._serve(ReceivedRequest(*usual))
                 return
         try:
             if self._parser is None:
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         path, _, query = partial.url.decode("latin-1").partition("?")
         http_1_0 = self._parser.get_http_version() == "1.0"
         self._queue.append(
-            Request(
+            ReceivedRequest(
                 method=self._parser.get_method().decode("latin-1"),
                 path=path,
                 query=query,
@@ -289,7 +289,7 @@ class Connection(asyncio.Protocol):
         self._reading_paused = pause
         (self._transport.pause_reading if pause else self._transport.resume_reading)()
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: ReceivedRequest) -> None:
         response = self._response = Response(self, request)
         try:
             result = self._handler(request, response)
@@ -299,13 +299,13 @@ class Connection(asyncio.Protocol):
         if result is not None:
             self._task = asyncio.ensure_future(self._await(result, request, response))
 
-    async def _await(self, result: Awaitable[None], request: Request, response: Response) -> None:
+    async def _await(self, result: Awaitable[None], request: ReceivedRequest, response: Response) -> None:
         try:
             await result
         except Exception:
             self._failed(request, response)
 
-    def _failed(self, request: Request, response: Response) -> None:
+    def _failed(self, request: ReceivedRequest, response: Response) -> None:
         log.exception("the handler of %s %s failed", request.method, request.path)
         if response.closed or response.ended:
             return

@@ -29,7 +29,7 @@ class Wire(Protocol):
     def abort(self, reset: bool = False) -> None: ...
 
 
-class Request(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """One request; header names are lower case, ``path`` has no query."""
 
     method: str
@@ -52,7 +52,7 @@ class Response:
         *("closed", "ended", "started"),
     )
 
-    def __init__(self, connection: Wire, request: Request) -> None:
+    def __init__(self, connection: Wire, request: ReceivedRequest) -> None:
         self._connection = connection
         self._request = request
         self._chunked = not request.http_1_0

@@ -11,7 +11,7 @@ from typing import Final
 from kvbench.core.plan.dispatch import engine_id_in
 from kvbench.errors import ServerError
 from kvbench.processes.common.spans import SpanLog
-from kvbench.processes.http1 import Pool, Reply, Request, Response, error_body, fetch
+from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, error_body, fetch
 from kvbench.processes.router.dispatch import Dispatch
 from kvbench.processes.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvbench.processes.router.request import RoutedRequest
@@ -48,7 +48,7 @@ class Router:
         """Drops all connections to the backends."""
         await self._dispatch.close()
 
-    def handle(self, request: Request, response: Response) -> Awaitable[None] | None:
+    def handle(self, request: ReceivedRequest, response: Response) -> Awaitable[None] | None:
         """The server's handler."""
         if request.method == "POST" and request.path.startswith("/v1/"):
             RoutedRequest(self._dispatch, request, response).start()
@@ -84,7 +84,7 @@ class Router:
             problems["router"] = self._dispatch.not_ready or "another process of the router is not ready yet"
         response.send(503 if problems else 200, json.dumps({"problems": problems}).encode())
 
-    async def _reset(self, request: Request, response: Response) -> None:
+    async def _reset(self, request: ReceivedRequest, response: Response) -> None:
         path = request.path + (f"?{request.query}" if request.query else "")
         problems = await self._ask_all("POST", path)
         response.send(502 if problems else 200, json.dumps({"problems": problems}).encode())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from kvbench.processes.common.spans import SpanLog
-from kvbench.processes.http1 import Request, Splicing
+from kvbench.processes.http1 import ReceivedRequest, Splicing
 from kvbench.processes.router.lies import Liar
 from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.spec import RouterBackend, RouterSpec
@@ -97,7 +97,7 @@ class Dispatch:
             self.spans.close()
 
 
-def passed_on(request: Request) -> dict[str, str]:
+def passed_on(request: ReceivedRequest) -> dict[str, str]:
     """The client's headers that P and D are told."""
     headers = request.headers
     return {name: headers[name] for name in _PASSED_ON if name in headers}

@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from kvbench.connectors.base import Connector
-from kvbench.processes.http1 import Request, answer_of, error_body
+from kvbench.processes.http1 import ReceivedRequest, answer_of, error_body
 from kvbench.processes.router.backend_request import BackendError
 from kvbench.processes.router.body import ClientBody
 from kvbench.processes.router.spec import RouterBackend
@@ -27,7 +27,7 @@ class Liar:
         self._count = 0
 
     async def before(
-        self, request: Request, body: ClientBody, request_id: str, p: RouterBackend | None
+        self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend | None
     ) -> RouterBackend | None:
         """The prefill server to send it to in truth; None: to D alone. Raises BackendError to fail it."""
         self._count += 1
@@ -43,7 +43,7 @@ class Liar:
         return p
 
     async def _try_in_vain(
-        self, request: Request, body: ClientBody, request_id: str, p: RouterBackend
+        self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend
     ) -> None:
         """P does the work, and its answer is thrown away as if it had come too late."""
         fields = self._connector.prefill_request(body.fields, request_id, p.peer())

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError
-from kvbench.processes.http1 import Request, Response, error_body
+from kvbench.processes.http1 import ReceivedRequest, Response, error_body
 from kvbench.processes.router.backend_request import (
     BackendError,
     BackendRequest,
@@ -41,7 +41,7 @@ class RoutedRequest:
         *("_request", "_response", "_timing"),
     )
 
-    def __init__(self, dispatch: Dispatch, request: Request, response: Response) -> None:
+    def __init__(self, dispatch: Dispatch, request: ReceivedRequest, response: Response) -> None:
         self._began = time.monotonic()
         self._dispatch = dispatch
         self._request = request

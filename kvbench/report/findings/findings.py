@@ -19,12 +19,12 @@ from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.value import Note
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
 
 
-def statements(run: Run, rows: Sequence[Row] | None = None) -> list[Statement]:
+def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statement]:
     """All findings of one run. ``rows``: its result table, where that is at hand."""
     if run.manifest.get("kind") == "microbench":
         return told(run.transfer_records())
@@ -56,7 +56,7 @@ def as_notes(found: Iterable[Statement]) -> list[Note]:
 REFUSED: Final = "refused"
 
 
-def _alone(run: Run, rows: Sequence[Row]) -> Iterable[Statement]:
+def _alone(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
     """Why nobody is compared with anybody."""
     names = list(
         dict.fromkeys([row.name for row in rows] + [row.name for row in load_rows(run, errors=False)])
@@ -71,7 +71,7 @@ def _alone(run: Run, rows: Sequence[Row]) -> Iterable[Statement]:
     yield Statement("untold", "alone", f"who is ahead: {why}", advice)
 
 
-def _bursts(run: Run) -> Iterable[Statement]:
+def _bursts(run: RunFolder) -> Iterable[Statement]:
     for table in method_tables(run):
         for row in table.rows if table.name == "burst" else ():
             rate, held = row.get("burst_request_rate"), row.get("sustained_request_rate")
@@ -86,7 +86,7 @@ def _bursts(run: Run) -> Iterable[Statement]:
                 )
 
 
-def refused(run: Run) -> Iterable[Statement]:
+def refused(run: RunFolder) -> Iterable[Statement]:
     """How many trials count neither way, and by which gate."""
     invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
     if not invalid:
@@ -102,7 +102,7 @@ def refused(run: Run) -> Iterable[Statement]:
     )  # fmt: skip
 
 
-def warned(run: Run, rows: Sequence[Row]) -> Iterable[Statement]:
+def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
     """Warnings of the trials behind the table: one statement a gate, with one of its messages."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
     found: dict[str, list[tuple[TrialRecord, Finding]]] = {}

@@ -19,7 +19,7 @@ from kvbench import engines
 from kvbench.core.findings.ahead import AXES
 from kvbench.core.findings.claims import Claim, read_claims
 from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
-from kvbench.core.findings.load_row import Axis, LoadRow, Setting, known_model, prefill_peaks
+from kvbench.core.findings.load_row import Axis, LoadRow, RowConditions, known_model, prefill_peaks
 from kvbench.core.physics.hardware import prefill_work
 from kvbench.core.plan.engine_count import size_in
 from kvbench.core.records import TrialRecord
@@ -31,7 +31,7 @@ from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.trial_values import engine_word
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
-from kvbench.results.run import Run, parquet_path
+from kvbench.results.run import RunFolder, parquet_path
 
 IMPORTED: Final = "imported"
 OFFERED: Final = (IMPORTED, "fixed", "equal_rate")
@@ -41,7 +41,7 @@ LEAST_REQUESTS: Final = 100
 _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error")
 
 
-def load_rows(run: Run, name: str = "", *, errors: bool = True) -> list[LoadRow]:
+def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
     """The loads of a run that were offered as such, in the order of measuring.
 
     ``name`` tells this run from others in one table; ``errors``: whether single requests are read for them.
@@ -52,7 +52,7 @@ def load_rows(run: Run, name: str = "", *, errors: bool = True) -> list[LoadRow]
     return [_row_of(run, trial, name, errors=errors) for trial in trials]
 
 
-def searched_rows(run: Run, name: str = "") -> list[LoadRow]:
+def searched_rows(run: RunFolder, name: str = "") -> list[LoadRow]:
     """The trials that support the answers of the run's searches."""
     trials = {trial.trial_id: trial for trial in run.all_trials}
     return [
@@ -66,7 +66,7 @@ def searched_rows(run: Run, name: str = "") -> list[LoadRow]:
     ]
 
 
-def _row_of(run: Run, trial: TrialRecord, name: str, *, errors: bool = False) -> LoadRow:
+def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = False) -> LoadRow:
     settings = _settings(trial)
     figures = {key: value for key, value in serve_values(trial).items() if isinstance(value, (int, float))}
     figures |= _more(trial)
@@ -116,7 +116,7 @@ def _more(trial: TrialRecord) -> dict[str, float]:
     return {key: float(value) for key, value in told.items() if isinstance(value, (int, float))}
 
 
-def _axes(run: Run, trial: TrialRecord, settings: Mapping[str, Any], name: str) -> dict[str, Axis]:
+def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name: str) -> dict[str, Axis]:
     asked = _connector_options(run, trial.cell.connector)
     deployment = resolved(run, "deployment")
     tp = deployment.get("tensor_parallel_size") if isinstance(deployment, Mapping) else None
@@ -136,7 +136,7 @@ def _axes(run: Run, trial: TrialRecord, settings: Mapping[str, Any], name: str) 
     }
 
 
-def _connector_options(run: Run, label: str) -> Mapping[str, Any]:
+def _connector_options(run: RunFolder, label: str) -> Mapping[str, Any]:
     connectors = resolved(run, "connectors")
     for each in connectors if isinstance(connectors, Sequence) and not isinstance(connectors, str) else ():
         if isinstance(each, Mapping) and label in (each.get("label"), each.get("name")):
@@ -144,7 +144,7 @@ def _connector_options(run: Run, label: str) -> Mapping[str, Any]:
     return {}
 
 
-def _setting(run: Run, trial: TrialRecord, settings: Mapping[str, Any]) -> Setting:
+def _setting(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any]) -> RowConditions:
     slo, mark = slo_of(run), mark_of(run)
     imported = trial.method == IMPORTED
     limits = slo.limits + tuple(
@@ -156,7 +156,7 @@ def _setting(run: Run, trial: TrialRecord, settings: Mapping[str, Any]) -> Setti
     hardware = _prefill_hardware(run, settings) if imported else ""
     peak, peak_16bit = prefill_peaks(hardware, model)
     slots = settings.get("max_num_seqs")
-    return Setting(
+    return RowConditions(
         model=model,
         hardware=hardware or ("" if imported else hardware_of(run)),
         engine=mark.word if mark else "",
@@ -170,7 +170,7 @@ def _setting(run: Run, trial: TrialRecord, settings: Mapping[str, Any]) -> Setti
     )
 
 
-def _prefill_hardware(run: Run, settings: Mapping[str, Any]) -> str:
+def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
     """The GPUs of one prefill instance: as many as its tensor parallelism says, or else all that are told."""
     deployment = resolved(run, "deployment")
     told = deployment.get("hardware") if isinstance(deployment, Mapping) else None
@@ -185,7 +185,7 @@ def _prefill_hardware(run: Run, settings: Mapping[str, Any]) -> str:
     return f"{count}x{names[0]}"
 
 
-def _errors(run: Run, trial: TrialRecord) -> Mapping[str, float]:
+def _errors(run: RunFolder, trial: TrialRecord) -> Mapping[str, float]:
     """Standard errors of the means of a trial's requests, by sections of neighbours."""
     try:
         file = parquet_path(run.path, "requests", trial.trial_id)
@@ -219,14 +219,14 @@ def _errors_of(file: Path, _changed_ns: int) -> Mapping[str, float]:
 # --- conclusions -----------------------------------------------------------------------------------
 
 
-def claims_of(run: Run) -> list[Claim]:
+def claims_of(run: RunFolder) -> list[Claim]:
     """Conclusions that came with an import."""
     imported = run.manifest.get("imported")
     given = (imported.get("claims") if isinstance(imported, Mapping) else None) or ()
     return read_claims(each for each in given if isinstance(each, Mapping))
 
 
-def conclusions(runs: Sequence[Run], names: Sequence[str] = (), by: str = "") -> list[Statement]:
+def conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
     """All that the rules say of the runs together: of the loads that were offered, and of the rates searched.
 
     ``names`` tell several runs apart; ``by`` is the axis that is compared, by default the first that differs.
@@ -236,7 +236,7 @@ def conclusions(runs: Sequence[Run], names: Sequence[str] = (), by: str = "") ->
     return [*row_conclusions(runs, names, by), *searched(answers)]
 
 
-def row_conclusions(runs: Sequence[Run], names: Sequence[str] = (), by: str = "") -> list[Statement]:
+def row_conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
     """Of the offered loads: what is suspicious, wrong claims, who is ahead, and what cannot be told."""
     named = list(zip(runs, names or [""] * len(runs), strict=True))
     rows = [row for run, name in named for row in load_rows(run, name)]

@@ -13,13 +13,13 @@ from kvbench.report.tables.result import Row
 from kvbench.report.value import Note
 from kvbench.results.finished_cells import changed_outputs
 from kvbench.results.provenance import mark_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 from kvbench.results.same_conditions import ELSEWHERE
 
 MOST_DIFFERENCES: Final = 5
 
 
-def notes(run: Run, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
+def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
     """Everything that limits what the rows of this run say, the weightiest first.
 
     ``gates``: also what the gates found, where that does not stand under the findings.
@@ -28,7 +28,7 @@ def notes(run: Run, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
     return [*found, *as_notes([*refused(run), *warned(run, rows)])] if gates else found
 
 
-def _state(run: Run) -> Iterable[Note]:
+def _state(run: RunFolder) -> Iterable[Note]:
     status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
     if status == "running":
         yield Note("the run is still going on; this is what it has so far")
@@ -50,7 +50,7 @@ def _state(run: Run) -> Iterable[Note]:
         yield Note(warning)
 
 
-def _sessions(run: Run) -> Iterable[Note]:
+def _sessions(run: RunFolder) -> Iterable[Note]:
     """What is not as it was in sessions that went on with the run: conditions, and the true outputs."""
     for place, session in enumerate(run.manifest.get("sessions") or (), 1):
         differs = session.get("differs") or ()
@@ -76,7 +76,7 @@ def _quoted(text: str, most: int = 40) -> str:
     return repr(text if len(text) <= most else f"{text[:most]}…")
 
 
-def _skipped(run: Run) -> Iterable[Note]:
+def _skipped(run: RunFolder) -> Iterable[Note]:
     for entry in run.skipped:
         yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
 

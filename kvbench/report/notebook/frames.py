@@ -21,7 +21,7 @@ from kvbench.report.tables.result import read_answer, summary_table
 from kvbench.report.tables.transfers import flat_row
 from kvbench.report.tables.trial_values import engine_word, trial_values
 from kvbench.report.tables.vllm_bench import about, serve_values
-from kvbench.results.run import CellResult, Run
+from kvbench.results.run import CellResult, RunFolder
 
 if TYPE_CHECKING:
     pass
@@ -58,7 +58,7 @@ def frame(rows: Rows, columns: Sequence[str] = ()) -> pd.DataFrame:
 # --- what was searched and tried -------------------------------------------------------------------
 
 
-def trials(run: Run) -> pd.DataFrame:
+def trials(run: RunFolder) -> pd.DataFrame:
     """One row a trial, of every method, in the order of measuring."""
     places = {row.key: row for row in load_rows(run, errors=False)}
     rows = [
@@ -100,7 +100,7 @@ def _trial(trial: TrialRecord) -> dict[str, Any]:
     }
 
 
-def summary(run: Run) -> pd.DataFrame:
+def summary(run: RunFolder) -> pd.DataFrame:
     """The main table of the run's report: one row per connector and input length, or per case of a
     microbenchmark; where nothing was searched, one row per trial with the columns of ``vllm bench serve``.
     """
@@ -112,7 +112,7 @@ def summary(run: Run) -> pd.DataFrame:
     return frame({**about(trial), **serve_values(trial)} for trial in run.other_trials)
 
 
-def cells(run: Run) -> pd.DataFrame:
+def cells(run: RunFolder) -> pd.DataFrame:
     """One row per finished cell, method and SLO tier: what came of it, and what limits it."""
     results = [*run.cells, *run.other_cells]
     counts = pd.Series([(t.cell.key, t.method) for t in run.all_trials], dtype=object).value_counts()
@@ -146,7 +146,7 @@ def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
     }
 
 
-def findings(run: Run) -> pd.DataFrame:
+def findings(run: RunFolder) -> pd.DataFrame:
     """What limits the numbers: the gates' findings on trials, what the rules conclude, notes on the run."""
     rows = [
         {
@@ -192,19 +192,19 @@ def findings(run: Run) -> pd.DataFrame:
 # --- transfers -------------------------------------------------------------------------------------
 
 
-def transfers(run: Run) -> pd.DataFrame:
+def transfers(run: RunFolder) -> pd.DataFrame:
     """One row a case of a microbenchmark, also those that were skipped or failed."""
     records = run.transfer_records()
     return frame((flat_row(record, records) for record in records), CALL_COLUMNS[:7])
 
 
-def models(run: Run) -> pd.DataFrame:
+def models(run: RunFolder) -> pd.DataFrame:
     """One row a way of moving bytes: its time as a formula, fitted to the cases of a microbenchmark."""
     rows = [{**model.to_json(), "way": model.way} for model in fit_all(run.transfer_records())]
     return frame(rows, MODEL_COLUMNS)
 
 
-def calls(run: Run) -> pd.DataFrame:
+def calls(run: RunFolder) -> pd.DataFrame:
     """One row a transfer of a microbenchmark: its own time from start to completion."""
     records = [record for record in run.transfer_records() if record.call_s]
     keys = [

@@ -16,7 +16,7 @@ import pandas as pd
 from kvbench.core.records import Method, RequestRecord, TrialRecord
 from kvbench.errors import InputError, StoreError
 from kvbench.report.tables.vllm_bench import about
-from kvbench.results.run import Run, parquet_path
+from kvbench.results.run import RunFolder, parquet_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +47,7 @@ _WORDS: Final = frozenset({"request_id", "error", "error_detail", "stamps"})
 
 
 def chosen_trials(
-    run: Run,
+    run: RunFolder,
     ids: Sequence[str] | None = None,
     connector: str | None = None,
     input_len: int | None = None,
@@ -69,7 +69,7 @@ def chosen_trials(
     ]
 
 
-def requests(run: Run, of: Sequence[TrialRecord], columns: Sequence[str] | None = None) -> pd.DataFrame:
+def requests(run: RunFolder, of: Sequence[TrialRecord], columns: Sequence[str] | None = None) -> pd.DataFrame:
     """One row a request of the trials ``of`` that kept theirs.
 
     Raises InputError for a column that there is not, StoreError for a file that cannot be read.
@@ -104,7 +104,7 @@ def _key(trial: TrialRecord) -> dict[str, Any]:
     return {**about(trial), "verdict": trial.verdict}
 
 
-def _request_columns(run: Run, trial: TrialRecord, needed: Sequence[str]) -> pa.Table:
+def _request_columns(run: RunFolder, trial: TrialRecord, needed: Sequence[str]) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -131,7 +131,7 @@ def repeated(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return pd.Categorical.from_codes(cast("Sequence[int]", codes), pd.Index(distinct))
 
 
-def telemetry(run: Run, of: Sequence[TrialRecord]) -> pd.DataFrame:
+def telemetry(run: RunFolder, of: Sequence[TrialRecord]) -> pd.DataFrame:
     """One row a sample of the trials ``of`` that kept theirs."""
     parts = [
         run.telemetry(trial.trial_id)

@@ -21,8 +21,7 @@ from kvbench.report.notebook.display import html_of, markdown_of
 from kvbench.report.sections.build import build
 from kvbench.report.tables.methods import method_tables
 from kvbench.results.provenance import mark_of, slo_of
-from kvbench.results.run import Run as Folder
-from kvbench.results.run import load_run
+from kvbench.results.run import RunFolder, load_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 class Run:
     """A run folder to look at. Its tables' columns are explained by ``kvbench.columns``."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         """The folder as read: manifest, plan, environment, records."""
 
@@ -171,7 +170,7 @@ class Plots:
     The names are those of the files in figures/. Raises InputError where the run has no data for a picture.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
 
     def __call__(self, name: str, theme: Theme = "light") -> Figure:
@@ -201,7 +200,7 @@ class Plots:
             [name for name, draw in self._pictures().items() if draw(self._folder, "light") is not None]
         )
 
-    def _pictures(self) -> dict[str, Callable[[Folder, Theme], Figure | None]]:
+    def _pictures(self) -> dict[str, Callable[[RunFolder, Theme], Figure | None]]:
         from kvbench.report.plots import pictures_of
 
         return {name: picture.draw for name, picture in pictures_of(self._folder).items() if picture.filed}

@@ -24,7 +24,7 @@ from kvbench.report.plots.pareto import pareto_figure
 from kvbench.report.plots.rates import max_rate_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
 from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ class Picture:
 
     title: str
     alt: str
-    draw: Callable[[Run, Theme], Figure | None]
+    draw: Callable[[RunFolder, Theme], Figure | None]
     filed: bool = True
     """Whether figures/ has it; the page has all."""
 
@@ -143,13 +143,13 @@ TRANSFER_PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
 """The same of a microbenchmark."""
 
 
-def pictures_of(run: Run) -> Mapping[str, Picture]:
+def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
     """The pictures that a run of its kind may have."""
     return TRANSFER_PICTURES if run.manifest.get("kind") == "microbench" else PICTURES
 
 
 def write_plots(
-    run: Run, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
+    run: RunFolder, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
 ) -> list[Path]:
     """Writes each picture that has data, in each format; returns what was written.
 

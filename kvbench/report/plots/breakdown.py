@@ -15,7 +15,7 @@ from kvbench.core.metrics.ttft_breakdown import PART_WORDS, PARTS
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, new_figure, style
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row, summary_table
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ _LEAST_BARS: Final = 4
 """A panel has room for so many bars at least where it has a figure's whole width, so none is too wide."""
 
 
-def breakdown_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def breakdown_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Stacked bars of TTFT's parts; None where no trial has them."""
     rows = [row for row in summary_table(run) if any(_parts(row).values())]
     if not rows:

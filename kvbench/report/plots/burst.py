@@ -17,7 +17,7 @@ from kvbench.report.plots.panels import light_records
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import read_answer
-from kvbench.results.run import CellResult, Run
+from kvbench.results.run import CellResult, RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -28,7 +28,7 @@ LINES_MOST: Final = 4
 """Further connectors and lengths tell the same story."""
 
 
-def burst_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def burst_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Requests on their way and waiting for their first token; None without a burst beside a search."""
     pairs = _pairs(run)[:LINES_MOST]
     if not pairs:
@@ -55,7 +55,7 @@ def burst_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def _pairs(run: Run) -> list[tuple[TrialRecord, TrialRecord]]:
+def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
     """(burst, sustained) trials that support the two answers of a cell."""
     held = {result.cell: result for result in run.cells if result.method == "sustained"}
     pairs = []

@@ -24,8 +24,8 @@ from kvbench.report.plots.panels import (
 )
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -35,7 +35,7 @@ from kvbench.report.plots.style import (
     style,
 )
 from kvbench.results.provenance import slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -59,7 +59,7 @@ class _Curve:
     values: Mapping[str, Values]
 
 
-def distribution_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def distribution_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """TTFT above TPOT, a column per input length; None where no requests were kept."""
     found = _curves(run)
     panels = sorted(found)[:COLUMNS_MOST]
@@ -96,7 +96,7 @@ def distribution_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def _curves(run: Run) -> dict[Lengths, list[_Curve]]:
+def _curves(run: RunFolder) -> dict[Lengths, list[_Curve]]:
     """By input length: what supports the answers, or else (listed rates) each connector's highest rate."""
     trials = [trial for _, trial in supporting(run)]
     if not trials:
@@ -117,7 +117,7 @@ def _curves(run: Run) -> dict[Lengths, list[_Curve]]:
     return found
 
 
-def _values(run: Run, trial: TrialRecord) -> dict[str, Values]:
+def _values(run: RunFolder, trial: TrialRecord) -> dict[str, Values]:
     requests = request_times(run, trial.trial_id)
     if requests is None:
         return {}
@@ -131,7 +131,7 @@ def _values(run: Run, trial: TrialRecord) -> dict[str, Values]:
     return {name: each for name, each in values.items() if len(each) >= MIN_VALUES and each[-1] > 0}
 
 
-def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, Look]) -> None:
+def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, PlotStyle]) -> None:
     """Steps, with a mark at P50 and at P99 where there are enough values for one."""
     for curve in curves:
         values = curve.values.get(name)
@@ -158,7 +158,7 @@ def _scale(axes: Axes, name: str, curves: Sequence[_Curve], limits: Sequence[flo
 
 
 def _legend(
-    connectors: Sequence[str], look: Mapping[str, Look], palette: Palette, share: float | None
+    connectors: Sequence[str], look: Mapping[str, PlotStyle], palette: Palette, share: float | None
 ) -> list[list[Line2D]]:
     entries = [
         handle(name, marker=look[name].marker, color=look[name].colour, linestyle="-") for name in connectors

@@ -14,7 +14,7 @@ from kvbench.core.stats import StepSeries
 from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
 from kvbench.report.tables.numbers import number
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -29,7 +29,7 @@ IN_FLIGHT, WAITING = "aggregated", "nixl"
 Shown = dict[tuple[str, Lengths], tuple[TrialRecord, list[RequestRecord]]]
 
 
-def in_flight_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def in_flight_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """A line of panels per connector, a column per input length; None where no requests were kept."""
     found = _found(run)
     if not found:
@@ -62,7 +62,7 @@ def in_flight_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def _found(run: Run) -> Shown:
+def _found(run: RunFolder) -> Shown:
     found: Shown = {}
     for _, trial in supporting(run):
         records = light_records(run, trial.trial_id)

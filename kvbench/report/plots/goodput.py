@@ -13,8 +13,8 @@ from kvbench.core.records import TrialRecord
 from kvbench.report.plots.panels import found_rates, lengths_of, panel_title, rated_trials
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -25,7 +25,7 @@ from kvbench.report.plots.style import (
 )
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.trial_values import trial_value
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PANELS_PER_LINE: Final = 4
 
 
-def goodput_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def goodput_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """``request_goodput`` over ``request_rate``, a panel per input length; None without two such trials."""
     trials = [
         trial
@@ -69,7 +69,7 @@ def goodput_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def _entry(name: str, look: Look) -> Line2D:
+def _entry(name: str, look: PlotStyle) -> Line2D:
     return handle(name, marker=look.marker, color=look.colour, linestyle="-")
 
 
@@ -80,7 +80,7 @@ def _keys(palette: Palette) -> list[Line2D]:
     ]
 
 
-def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, Look], palette: Palette) -> None:
+def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, PlotStyle], palette: Palette) -> None:
     top = max(trial.request_rate for trial in trials) * 1.08
     axes.plot([0, top], [0, top], color=palette.faint, linewidth=1.1, linestyle=(0, (4, 2)), zorder=1.5)
     for name in dict.fromkeys(trial.cell.connector for trial in trials):

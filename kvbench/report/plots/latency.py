@@ -27,8 +27,8 @@ from kvbench.report.plots.panels import (
 )
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -40,7 +40,7 @@ from kvbench.report.plots.style import (
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ class _Metric:
         return min(values), max(values)
 
 
-def latency_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def latency_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Latency against rate; None where no trial has a latency."""
     metrics = _metrics(run)
     elsewhere = set(single_rates(run))  # one rate makes no line: these are drawn by load
@@ -135,7 +135,7 @@ def _ends_line(index: int, columns: int, panels: Sequence[Lengths]) -> bool:
 # --- values --------------------------------------------------------------------------------------
 
 
-def _metrics(run: Run) -> list[_Metric]:
+def _metrics(run: RunFolder) -> list[_Metric]:
     """TTFT and TPOT as far as measured, each with the highest quantile that can be had."""
     slo = slo_of(run)
     share = slo.attainment or 0.99
@@ -158,7 +158,11 @@ def _metrics(run: Run) -> list[_Metric]:
 
 
 def _computed(
-    run: Run, name: str, share: float, read: dict[tuple[str, float], Latencies], known: Mapping[str, float]
+    run: RunFolder,
+    name: str,
+    share: float,
+    read: dict[tuple[str, float], Latencies],
+    known: Mapping[str, float],
 ) -> dict[str, float]:
     """The quantile of the trials whose summary does not tell it. ``read``: what was computed already."""
     found = {}
@@ -177,12 +181,12 @@ def _line_name(tier: str, statistic: str, drawn: str) -> str:
     return " ".join(word for word in (tier or "SLO", "" if statistic == drawn else statistic.upper()) if word)
 
 
-def _column(run: Run, column: str) -> dict[str, float]:
+def _column(run: RunFolder, column: str) -> dict[str, float]:
     values = {trial.trial_id: trial_value(trial, column) for trial in rated_trials(run)}
     return {trial_id: value for trial_id, value in values.items() if value}
 
 
-def _from_requests(run: Run, trial: TrialRecord, share: float) -> Latencies:
+def _from_requests(run: RunFolder, trial: TrialRecord, share: float) -> Latencies:
     """A quantile of both latencies, in milliseconds, over the successful requests of the steady window."""
     requests = request_times(run, trial.trial_id)
     if requests is None:
@@ -206,7 +210,7 @@ def _draw_trials(
     axes: Axes,
     metric: _Metric,
     trials: Sequence[TrialRecord],
-    look: Look,
+    look: PlotStyle,
     palette: Palette,
     size: float,
 ) -> None:
@@ -271,7 +275,7 @@ def _draw_limit(axes: Axes, metric: _Metric, palette: Palette, *, labelled: bool
 def _legend(
     trials: Sequence[TrialRecord],
     metrics: Sequence[_Metric],
-    look: Mapping[str, Look],
+    look: Mapping[str, PlotStyle],
     palette: Palette,
     found: bool,
 ) -> list[list[Line2D]]:

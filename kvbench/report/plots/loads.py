@@ -16,7 +16,7 @@ from kvbench.report.plots.style import PALETTES, Theme, Words, add_legend, handl
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ STATISTICS: Final = ("p99", "mean", "p50")
 Load = tuple[Lengths, float]
 
 
-def single_rates(run: Run) -> list[Lengths]:
+def single_rates(run: RunFolder) -> list[Lengths]:
     """Lengths at which each series was offered one rate only, if there are two or more: drawn here."""
     trials = rated_trials(run)
     series = series_of(trials)
@@ -41,7 +41,7 @@ def single_rates(run: Run) -> list[Lengths]:
     return sorted(single) if len(single) > 1 and not searched else []
 
 
-def loads_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Latencies by load; None where loads were offered at several rates, as in a search."""
     single = single_rates(run)
     trials = [

@@ -14,7 +14,7 @@ from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.plots.panels import supporting
 from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, new_figure, style
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ Shares = dict[str, dict[str, float]]
 """Bar → NIC → bytes."""
 
 
-def nic_share_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def nic_share_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Stacked bars of each NIC's share; None where no bar has bytes on two NICs."""
     bars = nic_bytes(run)
     if not bars:
@@ -59,7 +59,7 @@ def nic_share_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def nic_bytes(run: Run) -> Shares:
+def nic_bytes(run: RunFolder) -> Shares:
     """Bytes by NIC of each supporting trial (sent or received, the larger), or of each way of transfers."""
     if run.manifest.get("kind") == "microbench":
         return _of_cases(run)
@@ -76,7 +76,7 @@ def nic_bytes(run: Run) -> Shares:
     return bars
 
 
-def _of_cases(run: Run) -> Shares:
+def _of_cases(run: RunFolder) -> Shares:
     """Of each way over several NICs the largest transfer; a NIC that was asked and idle has no bytes."""
     largest: dict[tuple[str, str, str, int], TransferRecord] = {}
     for record in run.transfer_records():
@@ -101,7 +101,7 @@ def _one_side(amounts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def _of_telemetry(run: Run, trial_id: str) -> dict[str, float]:
+def _of_telemetry(run: RunFolder, trial_id: str) -> dict[str, float]:
     """Growth of each NIC's counters from the first sample to the last."""
     rows = run.telemetry(trial_id)
     rows = rows[rows.source.str.startswith("nic:") & rows.metric.isin(("tx_bytes", "rx_bytes"))]

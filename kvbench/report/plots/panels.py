@@ -11,9 +11,9 @@ import numpy as np
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import StoreError
 from kvbench.report.plots.axes import at_bottom
-from kvbench.report.plots.style import Look
+from kvbench.report.plots.style import PlotStyle
 from kvbench.report.tables.result import Row, summary_table
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ APART: Final = ("burst", "equal_rate")
 TIMES: Final = ("scheduled_s", "sent_s", "first_token_s", "last_token_s")
 
 
-def rated_trials(run: Run) -> list[TrialRecord]:
+def rated_trials(run: RunFolder) -> list[TrialRecord]:
     """Trials at a finite rate that was offered on purpose: no bursts, and no floods to find the ceiling."""
     return [
         trial
@@ -36,7 +36,7 @@ def rated_trials(run: Run) -> list[TrialRecord]:
     ]
 
 
-def supporting(run: Run) -> list[tuple[Row, TrialRecord]]:
+def supporting(run: RunFolder) -> list[tuple[Row, TrialRecord]]:
     """The rows of the result table that have one, with the trial that supports the answer."""
     trials = {trial.trial_id: trial for trial in run.trials}
     return [(row, trials[row.trial_id]) for row in summary_table(run) if row.trial_id in trials]
@@ -81,7 +81,7 @@ def _way(trial: TrialRecord) -> str:
     )
 
 
-def request_times(run: Run, trial_id: str) -> pd.DataFrame | None:
+def request_times(run: RunFolder, trial_id: str) -> pd.DataFrame | None:
     """Times, output length and error of a trial's requests; None where they were not kept."""
     try:
         return run.requests(trial_id, [*TIMES, "output_len", "error"])
@@ -89,7 +89,7 @@ def request_times(run: Run, trial_id: str) -> pd.DataFrame | None:
         return None
 
 
-def light_records(run: Run, trial_id: str) -> list[RequestRecord]:
+def light_records(run: RunFolder, trial_id: str) -> list[RequestRecord]:
     """A trial's requests, with their times and errors but without the gaps between tokens; [] if not kept."""
     frame = request_times(run, trial_id)
     if frame is None:
@@ -109,7 +109,7 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Look]) -> None:
+def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, PlotStyle]) -> None:
     """The rate that the search found: a line through the panels and a triangle on the lowest one's axis."""
     for row in rows:
         if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:

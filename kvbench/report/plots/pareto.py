@@ -16,8 +16,8 @@ from kvbench.report.plots.axes import axis_spans
 from kvbench.report.plots.panels import Lengths, lengths_of, panel_title, rated_trials, supporting
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -28,7 +28,7 @@ from kvbench.report.plots.style import (
 )
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import mark_of, resolved
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ class Point:
     met: bool
 
 
-def pareto_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """A panel per input length; None where the plan does not tell the instances, or no trial has both."""
     found = points(run)
     if not found:
@@ -79,7 +79,7 @@ def pareto_figure(run: Run, theme: Theme = "light") -> Figure | None:
     return figure
 
 
-def points(run: Run) -> dict[Lengths, list[Point]]:
+def points(run: RunFolder) -> dict[Lengths, list[Point]]:
     """The valid trials that have both figures, by input and output length."""
     counts = gpus_by_connector(run)
     held = {trial.trial_id for _, trial in supporting(run)}
@@ -94,7 +94,7 @@ def points(run: Run) -> dict[Lengths, list[Point]]:
     return found
 
 
-def gpus_by_connector(run: Run) -> dict[str, int]:
+def gpus_by_connector(run: RunFolder) -> dict[str, int]:
     """Connector → engine instances times tensor-parallel size; empty where the plan does not tell."""
     deployment = resolved(run, "deployment")
     settings: Mapping[str, Any] = deployment if isinstance(deployment, Mapping) else {}
@@ -107,7 +107,7 @@ def gpus_by_connector(run: Run) -> dict[str, int]:
     return counts
 
 
-def gpu_word(run: Run) -> str:
+def gpu_word(run: RunFolder) -> str:
     """What the throughput is divided by: a real GPU, a modelled one, or an engine that has none."""
     if mark_of(run) is not None:
         return "modelled GPU"
@@ -123,7 +123,7 @@ def front(found: Sequence[Point]) -> list[Point]:
     return best[::-1]
 
 
-def _draw(axes: Axes, found: Sequence[Point], look: Mapping[str, Look], palette: Palette) -> None:
+def _draw(axes: Axes, found: Sequence[Point], look: Mapping[str, PlotStyle], palette: Palette) -> None:
     for place, (name, item) in enumerate(look.items()):
         size = max(4.5, 7.5 - place)  # a larger mark is seen behind a smaller one
         mine = [point for point in found if point.connector == name]
@@ -144,7 +144,7 @@ def _draw(axes: Axes, found: Sequence[Point], look: Mapping[str, Look], palette:
             )
 
 
-def _legend(connectors: Sequence[str], look: Mapping[str, Look], palette: Palette) -> list[list[Line2D]]:
+def _legend(connectors: Sequence[str], look: Mapping[str, PlotStyle], palette: Palette) -> list[list[Line2D]]:
     entries = [
         handle(name, marker=look[name].marker, color=look[name].colour, linestyle="-") for name in connectors
     ]

@@ -11,8 +11,8 @@ from kvbench.core.plan.engine_count import Unit, first_unequal, unequal
 from kvbench.report.plots.axes import at_bottom, nice_log_ticks, plain_ticks
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -22,7 +22,7 @@ from kvbench.report.plots.style import (
     style,
 )
 from kvbench.report.tables.result import Row, summary_table
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LABEL_PT: Final = 20
 
 
-def max_rate_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def max_rate_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """max_request_rate with its interval over input length, one line per connector; None without data."""
     rows = [row for row in summary_table(run) if row.outcome in ("found", "at_least", "none", "refused")]
     if not rows:
@@ -90,7 +90,9 @@ def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
         axes.set_ylim(0, max(values) * 1.22)
 
 
-def _draw_rates(axes: Axes, rows: Sequence[Row], x: Sequence[float], look: Look, *, labelled: bool) -> None:
+def _draw_rates(
+    axes: Axes, rows: Sequence[Row], x: Sequence[float], look: PlotStyle, *, labelled: bool
+) -> None:
     """Points with their intervals; an arrow where the truth lies above; marks on the axis for no rate."""
     rates = [row.answer.max_request_rate or math.nan for row in rows]
     axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
@@ -138,7 +140,7 @@ _REFUSED: Final[dict[str, Any]] = {
 }
 
 
-def _rate_legend(rows: Sequence[Row], look: Mapping[str, Look], palette: Palette) -> list[Line2D]:
+def _rate_legend(rows: Sequence[Row], look: Mapping[str, PlotStyle], palette: Palette) -> list[Line2D]:
     unit = _uneven(rows)
     counts = {row.cell.connector: row.size.count(unit) for row in rows} if unit else {}
     handles = [

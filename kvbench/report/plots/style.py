@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvbench.files import replaced
 from kvbench.results.provenance import caption, mark_of, slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -86,22 +86,22 @@ _SPARE_MARKERS: Final = ("P", "h", "<", ">")
 
 
 @dataclass(frozen=True)
-class Look:
+class PlotStyle:
     """How one connector is drawn, the same in every picture."""
 
     colour: str
     marker: str
 
 
-def looks(connectors: Sequence[str], palette: Palette) -> dict[str, Look]:
+def looks(connectors: Sequence[str], palette: Palette) -> dict[str, PlotStyle]:
     """A look for each connector. Those not known to the palette take spare ones in their order."""
-    known: dict[str, Look] = {}
+    known: dict[str, PlotStyle] = {}
     spare = 0
     for name in dict.fromkeys(connectors):
         if name in palette.series:
-            known[name] = Look(palette.series[name], _MARKERS[name])
+            known[name] = PlotStyle(palette.series[name], _MARKERS[name])
         else:
-            known[name] = Look(
+            known[name] = PlotStyle(
                 palette.spare[spare % len(palette.spare)],
                 _SPARE_MARKERS[(spare + spare // len(palette.spare)) % len(_SPARE_MARKERS)],
             )
@@ -166,7 +166,7 @@ class Words:
     badge: str = ""
 
     @classmethod
-    def of(cls, run: Run, heading: str) -> Words:
+    def of(cls, run: RunFolder, heading: str) -> Words:
         mark = mark_of(run)
         own = run.manifest.get("kind") != "imported"
         badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
@@ -177,7 +177,7 @@ class Words:
 _MOVERS: Final = ("vllm", "mooncake-transfer-engine", "nixl", "torch")
 
 
-def libraries_of(run: Run) -> list[str]:
+def libraries_of(run: RunFolder) -> list[str]:
     """Engine and transfer libraries of the machine, with their versions; those of one name once."""
     known = run.environment.get("libraries")
     found = known.items() if isinstance(known, Mapping) else ()

@@ -13,8 +13,8 @@ from kvbench.core.units import size_text
 from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.style import (
     PALETTES,
-    Look,
     Palette,
+    PlotStyle,
     Theme,
     Words,
     add_legend,
@@ -25,7 +25,7 @@ from kvbench.report.plots.style import (
     style,
 )
 from kvbench.results.provenance import caption
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,11 +65,11 @@ def _series(rows: Rows) -> list[_Series]:
     ]
 
 
-def _measured(run: Run) -> list[TransferRecord]:
+def _measured(run: RunFolder) -> list[TransferRecord]:
     return [row for row in run.transfer_records() if row.status == "ok" and row.gb_per_s]
 
 
-def _words(run: Run, heading: str, rows: Rows, more: str) -> Words:
+def _words(run: RunFolder, heading: str, rows: Rows, more: str) -> Words:
     labs = sorted({row.lab for row in rows if row.lab})
     badge = f"LAB: {', '.join(labs)}" if labs else ""
     return Words(heading, more, " · ".join([caption(run), *libraries_of(run)]), badge)
@@ -77,7 +77,7 @@ def _words(run: Run, heading: str, rows: Rows, more: str) -> Words:
 
 def _panels(
     words: Words, rows: Rows, palette: Palette, extra: Sequence[Line2D] = ()
-) -> tuple[Figure, list[tuple[str, Axes]], dict[str, Look]]:
+) -> tuple[Figure, list[tuple[str, Axes]], dict[str, PlotStyle]]:
     """A figure with a panel for each op, a legend of all series, and how each of them looks."""
     series = _series(rows)
     look = _looks(series, palette)
@@ -104,7 +104,7 @@ def _panels(
     return figure, panels, look
 
 
-def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, Look]:
+def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, PlotStyle]:
     """A backend looks as in the other pictures; its further protocols, and others, take spare looks."""
     first = {each.points[0].case.backend: each.name for each in reversed(series) if not each.limit}
     keys = {
@@ -115,7 +115,7 @@ def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, Look]:
     found = looks([keys.get(each.name, each.name) for each in series if not each.limit], palette)
     marks = {each.name: "sX"[place % 2] for place, each in enumerate(e for e in series if e.limit)}
     return {
-        each.name: Look(palette.faint, marks[each.name])
+        each.name: PlotStyle(palette.faint, marks[each.name])
         if each.limit
         else found[keys.get(each.name, each.name)]
         for each in series
@@ -132,7 +132,7 @@ def _log_rates(axes: Axes, rates: Sequence[float]) -> None:
 # --- bandwidth by block size -----------------------------------------------------------------------
 
 
-def bandwidth_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def bandwidth_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """GB/s over the size of a block, a line for each backend at its best batch; None for a single size."""
     rows = [row for row in _measured(run) if not row.case.shape]
     most = max((row.case.nics for row in rows), default=0)
@@ -184,7 +184,7 @@ def _size_ticks(axes: Axes, places: Sequence[float], labels: Sequence[str]) -> N
     axes.set_xticklabels([label if not place % steps else "" for place, label in enumerate(labels)])
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, float]], look: Look, *, limit: bool = False) -> None:
+def _line(axes: Axes, points: Sequence[tuple[float, float]], look: PlotStyle, *, limit: bool = False) -> None:
     if points:
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color=look.colour, marker=look.marker, linestyle="--" if limit else "-", markersize=5)
@@ -193,7 +193,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], look: Look, *, limi
 # --- bandwidth by NICs -----------------------------------------------------------------------------
 
 
-def scaling_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def scaling_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """GB/s over the number of NICs, with the line that they can carry; None for a single number."""
     rows = [row for row in _measured(run) if row.case.nics]
     counts = sorted({row.case.nics for row in rows})
@@ -242,7 +242,7 @@ def _largest_of_each(rows: Rows) -> list[TransferRecord]:
 # --- time of a call --------------------------------------------------------------------------------
 
 
-def call_time_figure(run: Run, theme: Theme = "light") -> Figure | None:
+def call_time_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     """Median and P99 of a call's time by batch, or by transfer where each block has one batch."""
     rows = [row for row in _measured(run) if call_times(row.call_s).p50 is not None and row.case.threads == 1]
     most = max((row.case.nics for row in rows), default=0)
@@ -288,7 +288,7 @@ def _middle_and_tail(row: TransferRecord) -> tuple[float, float]:
 
 
 def _times(
-    axes: Axes, rows: Rows, transfers: Sequence[tuple[int, int, int]], look: Look, shift: float
+    axes: Axes, rows: Rows, transfers: Sequence[tuple[int, int, int]], look: PlotStyle, shift: float
 ) -> None:
     for row in rows:
         x = transfers.index((row.case.nbytes, row.case.block_bytes, row.case.batch_size)) + shift

@@ -13,9 +13,9 @@ from kvbench.report.plots import pictures_of
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables.numbers import MISSING
 from kvbench.report.tables.table import of_csv, of_texts
-from kvbench.report.value import WRITERS, Block, Drawing, Note, Section
+from kvbench.report.value import WRITERS, Block, Drawing, Note, ReportSection
 from kvbench.results.provenance import mark_of, slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 _LEVELS: Final = ("invalid", "warning", "note")
 _FILES: Final = ("report.html", "report.md", "tables/", "figures/", "trials.jsonl", "requests/", "logs/")
@@ -37,7 +37,7 @@ def badge(facts: Facts) -> str:
     return "READ IN: measured by another tool" if facts.is_imported else ""
 
 
-def drawings(run: Run) -> list[Drawing]:
+def drawings(run: RunFolder) -> list[Drawing]:
     """The pictures that a run of its kind may have."""
     return [
         Drawing(name, picture.title, picture.alt, partial(picture.draw, run))
@@ -45,14 +45,14 @@ def drawings(run: Run) -> list[Drawing]:
     ]
 
 
-def pictures(of: Material) -> Iterator[Section]:
+def pictures(of: Material) -> Iterator[ReportSection]:
     """One block a picture; whoever writes it finds out whether there is data for it."""
     blocks = [Block(picture=each) for each in drawings(of.one.run)]
-    yield Section("pictures", "Pictures", blocks, ("html",))
-    yield Section("pictures", "", blocks, ("markdown",))
+    yield ReportSection("pictures", "Pictures", blocks, ("html",))
+    yield ReportSection("pictures", "", blocks, ("markdown",))
 
 
-def gates(of: Material) -> Iterator[Section]:
+def gates(of: Material) -> Iterator[ReportSection]:
     """What the gates said: on a page one line a gate, the weightiest first, every single finding folded away;
     in Markdown trial by trial.
     """
@@ -64,9 +64,9 @@ def gates(of: Material) -> Iterator[Section]:
             for trial_id, each in found
         ]
         title = "What the gates found, trial by trial"
-        yield Section("gates", title, [Block(notes=told) if told else silent], ("markdown",))
+        yield ReportSection("gates", title, [Block(notes=told) if told else silent], ("markdown",))
     if not found:
-        yield Section("gates", _GATES, [silent] if trials else [], ("html",))
+        yield ReportSection("gates", _GATES, [silent] if trials else [], ("html",))
         return
     found.sort(key=lambda each: _LEVELS.index(each[1].level))
     counts = Counter((finding.level, finding.gate) for _, finding in found)
@@ -85,26 +85,26 @@ def gates(of: Material) -> Iterator[Section]:
     full = of_texts(title, ["level", "trial", "gate", "what was found", "what to do"], every, "left")
     short = of_texts(f"{len(trials)} trials, by gate", header, brief, "left")
     blocks = [Block(words=words, table=short), Block(title, table=full, folded=True, bulk=True)]
-    yield Section("gates", _GATES, blocks, ("html",))
+    yield ReportSection("gates", _GATES, blocks, ("html",))
 
 
 _GATES: Final = "What the gates found"
 
 
-def every_column(of: Material) -> Iterator[Section]:
+def every_column(of: Material) -> Iterator[ReportSection]:
     """All CSVs, with all columns, folded away."""
     blocks = [
         Block(f"{name}.csv, {len(rows):,} rows", table=table, folded=True, bulk=True)
         for name, rows in of.one.files.items()
         if (table := of_csv(name, f"tables/{name}.csv", rows)) is not None
     ]
-    yield Section("columns", "Every column", blocks)
+    yield ReportSection("columns", "Every column", blocks)
 
 
 # --- the machine -----------------------------------------------------------------------------------
 
 
-def environment(of: Material) -> Iterator[Section]:
+def environment(of: Material) -> Iterator[ReportSection]:
     """On a page environment.json and manifest.json, each value with its place in the file; in Markdown what
     matters to a reader.
     """
@@ -118,10 +118,10 @@ def environment(of: Material) -> Iterator[Section]:
             table = of_texts(name, ["what", "value"], rows, "left")
             folded = name != "environment.json"
             blocks.append(Block(name, table=table, folded=folded, writers=("html",)))
-    yield Section("environment", "Environment", blocks, ("html",) if of.one.is_imported else WRITERS)
+    yield ReportSection("environment", "Environment", blocks, ("html",) if of.one.is_imported else WRITERS)
 
 
-def _machine(run: Run) -> Iterator[tuple[str, str]]:
+def _machine(run: RunFolder) -> Iterator[tuple[str, str]]:
     libraries = run.environment.get("libraries") or {}
     installed = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
     memory = (run.environment.get("memory") or {}).get("total_bytes")
@@ -160,7 +160,7 @@ def _flat(data: Any, place: str = "") -> Iterator[tuple[str, str]]:
 # --- the commands ----------------------------------------------------------------------------------
 
 
-def again(of: Material) -> Iterator[Section]:
+def again(of: Material) -> Iterator[ReportSection]:
     """The exact commands: the user's own, and on a page each process's as it was started."""
     run = of.one.run
     argv = " ".join(str(word) for word in run.manifest.get("argv") or ()) or "(not recorded)"
@@ -169,9 +169,11 @@ def again(of: Material) -> Iterator[Section]:
         f"{seed} The scenario lies beside this file as `scenario.yaml`, everything resolved in `plan.json`."
     )
     if of.one.is_imported:
-        yield Section("again", "How to read it in again", [Block(code=argv)], ("markdown",))
+        yield ReportSection("again", "How to read it in again", [Block(code=argv)], ("markdown",))
     else:
-        yield Section("again", "How to run it again", [Block(code=argv), Block(words=about)], ("markdown",))
+        yield ReportSection(
+            "again", "How to run it again", [Block(code=argv), Block(words=about)], ("markdown",)
+        )
     words = f"{seed} Everything resolved lies in plan.json beside this file."
     blocks = [Block("The command", words, code=argv)]
     if run.scenario_text.strip():
@@ -180,7 +182,7 @@ def again(of: Material) -> Iterator[Section]:
     for label, group in processes.items() if isinstance(processes, Mapping) else ():
         lines = [_command(name, each) for name, each in group.items() if isinstance(each, Mapping)]
         blocks.append(Block(f"Processes of {label}", code="\n\n".join(lines), folded=True))
-    yield Section("again", "How to run it again", blocks, ("html",))
+    yield ReportSection("again", "How to run it again", blocks, ("html",))
 
 
 def _command(name: str, process: Mapping[str, Any]) -> str:
@@ -193,11 +195,11 @@ def _command(name: str, process: Mapping[str, Any]) -> str:
     )
 
 
-def files(of: Material) -> Iterator[Section]:
+def files(of: Material) -> Iterator[ReportSection]:
     """Where the files of each run are."""
     blocks = []
     for facts in of.runs:
         path = facts.run.path
         there = [name for name in _FILES if (path / name.rstrip("/")).exists()]
         blocks.append(Block(words=f"files: {path} ({', '.join(there)})"))
-    yield Section("files", "", blocks)
+    yield ReportSection("files", "", blocks)

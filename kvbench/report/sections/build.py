@@ -9,11 +9,11 @@ from typing import Final
 from kvbench.report.sections import any_run, gist, requests, transfers
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.side_by_side import Changes, short_name
-from kvbench.report.value import WRITERS, Report, Section, Writer
+from kvbench.report.value import WRITERS, Report, ReportSection, Writer
 from kvbench.results.provenance import caption, mark_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
-_Order = Sequence[tuple[Callable[[Material], Iterable[Section]], Sequence[Writer]]]
+_Order = Sequence[tuple[Callable[[Material], Iterable[ReportSection]], Sequence[Writer]]]
 _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
@@ -61,7 +61,7 @@ TRANSFERS: Final[_Order] = (
 
 
 def build(
-    runs: Run | Sequence[Run],
+    runs: RunFolder | Sequence[RunFolder],
     differing: Sequence[str] = (),
     changes: Changes | None = None,
     writers: Sequence[Writer] = WRITERS,
@@ -71,7 +71,7 @@ def build(
     ``differing``: in what they are not comparable, if they were put together all the same. ``changes``: what
     a microbenchmark is shown beside.
     """
-    runs = [runs] if isinstance(runs, Run) else list(runs)
+    runs = [runs] if isinstance(runs, RunFolder) else list(runs)
     several = len(runs) > 1
     of = [Facts(run, short_name(place) if several else "") for place, run in enumerate(runs)]
     material = Material(of, differing, changes)

@@ -25,14 +25,14 @@ from kvbench.report.tables.transfers import Cases, flat_row, tabled
 from kvbench.report.tables.trial_values import engine_word, trial_values
 from kvbench.report.value import Note
 from kvbench.results.provenance import scenario_of, slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 
 @dataclass(frozen=True)
 class Facts:
     """One run. ``name`` tells it from others in the same report; empty for a run on its own."""
 
-    run: Run
+    run: RunFolder
     name: str = ""
 
     @property

@@ -16,7 +16,7 @@ from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.tables.table import Table, of_texts
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values
-from kvbench.report.value import Block, Section, Writer
+from kvbench.report.value import Block, ReportSection, Writer
 from kvbench.results.provenance import mark_of, scenario_of, slo_of
 
 
@@ -52,21 +52,21 @@ def _measured(facts: Facts, kind: str) -> str:
     return "highest request rate under the SLO"
 
 
-def of_requests(of: Material) -> Iterator[Section]:
+def of_requests(of: Material) -> Iterator[ReportSection]:
     """The rates found; where nothing was searched, the loads that were offered."""
     searched = of.one.rows or not of.one.run.other_trials
     yield _gist(of.one, cells.gist(of.one.rows) if searched else _tried(of.one))
 
 
-def of_transfers(of: Material) -> Iterator[Section]:
+def of_transfers(of: Material) -> Iterator[ReportSection]:
     yield _gist(of.one, _moved(of.one.records))
 
 
-def _gist(facts: Facts, table: Table) -> Section:
+def _gist(facts: Facts, table: Table) -> ReportSection:
     mark = mark_of(facts.run)
     told = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
     shown = Block(table=table) if table.cells else Block(words="no rows yet")
-    return Section("gist", "", [shown, *([Block(notes=told)] if told else [])])
+    return ReportSection("gist", "", [shown, *([Block(notes=told)] if told else [])])
 
 
 _TRIED_KEYS: Final = (

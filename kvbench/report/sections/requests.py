@@ -17,14 +17,14 @@ from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.table import of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
-from kvbench.report.value import Block, Note, Section
+from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 # --- in a terminal ---------------------------------------------------------------------------------
 
 
-def heads(of: Material) -> Iterator[Section]:
+def heads(of: Material) -> Iterator[ReportSection]:
     """What was measured, under which SLO, and the word *emulated* or *simulated* where it was."""
     blocks = []
     for facts in of.runs:
@@ -32,23 +32,23 @@ def heads(of: Material) -> Iterator[Section]:
         marked = f"{mark.word.upper()} · " if mark is not None else ""
         title = f"{marked}{scenario_of(run)} · {slo_of(run).text()}"
         blocks.append(Block(_named(facts, title), caption(run), style="dim"))
-    yield Section("head", "", blocks, apart=True)
+    yield ReportSection("head", "", blocks, apart=True)
 
 
 def _named(facts: Facts, text: str) -> str:
     return f"{facts.name}  {text}" if facts.name else text
 
 
-def brief_result(of: Material) -> Iterator[Section]:
+def brief_result(of: Material) -> Iterator[ReportSection]:
     """The rows of all runs in one table."""
     shown = [(facts.name, row) for facts, row in of.rows() if row.outcome != "skipped"]
     if shown:
-        yield Section("result", "", [Block(table=cells.brief_result(shown))])
+        yield ReportSection("result", "", [Block(table=cells.brief_result(shown))])
     elif not any(facts.methods for facts in of.runs):
-        yield Section("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
+        yield ReportSection("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
 
 
-def clients(of: Material) -> Iterator[Section]:
+def clients(of: Material) -> Iterator[ReportSection]:
     """How good the load generator was, and how much of the time was measuring."""
     told = [
         _named(facts, said)
@@ -56,10 +56,10 @@ def clients(of: Material) -> Iterator[Section]:
         for said in (_client_line(facts.run), time_line(facts.run))
         if said
     ]
-    yield Section("client", "", [Block(words=each, style="dim") for each in told])
+    yield ReportSection("client", "", [Block(words=each, style="dim") for each in told])
 
 
-def _client_line(run: Run) -> str:
+def _client_line(run: RunFolder) -> str:
     """What the load generator says of itself: the worst of all trials; empty where nothing was told."""
     trials = [(trial_values(trial), engine_word(trial, "client.stamps")) for trial in run.trials]
 
@@ -79,46 +79,50 @@ def _client_line(run: Run) -> str:
     return f"client (P99, worst trial): {'; '.join(parts)}"
 
 
-def not_comparable(of: Material) -> Iterator[Section]:
+def not_comparable(of: Material) -> Iterator[ReportSection]:
     """In what runs differ that were put together all the same."""
     words = "NOT COMPARABLE, put together by --force: the runs differ in"
     told = Block(words=words, notes=[Note(line) for line in of.differing], style="bold red")
-    yield Section("differ", "", [told] if of.differing else [], apart=True)
+    yield ReportSection("differ", "", [told] if of.differing else [], apart=True)
 
 
-def concluded(of: Material) -> Iterator[Section]:
+def concluded(of: Material) -> Iterator[ReportSection]:
     """What the rules say of the loads that were offered as such."""
     for facts in of.runs:
         told = row_conclusions([facts.run])
         for kind, words in KIND_WORDS.items():
             if mine := as_notes(each for each in told if each.kind == kind):
                 heading = f"{words.lower()}, {facts.name}" if facts.name else words.lower()
-                yield Section(kind, heading, [Block(notes=mine)])
+                yield ReportSection(kind, heading, [Block(notes=mine)])
 
 
-def who_is_ahead(of: Material) -> Iterator[Section]:
+def who_is_ahead(of: Material) -> Iterator[ReportSection]:
     told = [Note(text) for text in ahead([row for _, row in of.rows()])]
     if told:
-        yield Section("ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=told)])
+        yield ReportSection(
+            "ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=told)]
+        )
 
 
-def router(of: Material) -> Iterator[Section]:
+def router(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         if facts.costs:
             words = f"what the router adds in {facts.name}" if facts.name else "what the router adds"
-            yield Section("router", words, [Block(notes=[Note(cost.text()) for cost in facts.costs])])
+            yield ReportSection("router", words, [Block(notes=[Note(cost.text()) for cost in facts.costs])])
 
 
-def every_note(of: Material) -> Iterator[Section]:
+def every_note(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         if told := notes(facts.run, facts.rows):
-            yield Section("notes", f"notes on {facts.name}" if facts.name else "notes", [Block(notes=told)])
+            yield ReportSection(
+                "notes", f"notes on {facts.name}" if facts.name else "notes", [Block(notes=told)]
+            )
 
 
 # --- on pages --------------------------------------------------------------------------------------
 
 
-def findings(of: Material) -> Iterator[Section]:
+def findings(of: Material) -> Iterator[ReportSection]:
     """All that is concluded, by kind; on a page with what limits it."""
     facts = of.one
     rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
@@ -134,10 +138,10 @@ def findings(of: Material) -> Iterator[Section]:
     if facts.limits:
         title = "What limits what these numbers say"
         blocks.append(Block(title, notes=facts.limits, writers=("html",)))
-    yield Section("findings", "Findings", blocks)
+    yield ReportSection("findings", "Findings", blocks)
 
 
-def result(of: Material) -> Iterator[Section]:
+def result(of: Material) -> Iterator[ReportSection]:
     """The highest rates; on a page also what was measured beside them, and what the router adds."""
     facts = of.one
     blocks = []
@@ -148,26 +152,26 @@ def result(of: Material) -> Iterator[Section]:
     elif not facts.methods:
         blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
     if blocks:
-        yield Section("result", "Result", blocks, ("markdown",))
+        yield ReportSection("result", "Result", blocks, ("markdown",))
     more = [Block(each.title, table=each) for each in facts.methods]
     more += [Block(f"What the router adds: {cost.cell.connector}", cost.text()) for cost in facts.costs]
-    yield Section("result", "Result", [*blocks, *more], ("html",))
+    yield ReportSection("result", "Result", [*blocks, *more], ("html",))
 
 
-def methods(of: Material) -> Iterator[Section]:
+def methods(of: Material) -> Iterator[ReportSection]:
     """What was measured beside the main column, a section each."""
     for facts in of.runs:
         for table in facts.methods:
             heading = f"{table.title} in {facts.name}" if facts.name else table.title
-            yield Section(table.name, heading, [Block(table=table)])
+            yield ReportSection(table.name, heading, [Block(table=table)])
 
 
-def limits(of: Material) -> Iterator[Section]:
+def limits(of: Material) -> Iterator[ReportSection]:
     told = Block(notes=of.one.limits) if of.one.limits else Block(words="None.")
-    yield Section("notes", "Notes", [told])
+    yield ReportSection("notes", "Notes", [told])
 
 
-def provenance(of: Material) -> Iterator[Section]:
+def provenance(of: Material) -> Iterator[ReportSection]:
     """Of read-in results: the files that were read, what they do not say, and what was left out."""
     if not of.one.is_imported:
         return
@@ -190,10 +194,10 @@ def provenance(of: Material) -> Iterator[Section]:
         Block(words=f"Not told, and in how many rows: {missing or 'nothing'}."),
         out,
     ]
-    yield Section("source", "Where the rows come from", blocks)
+    yield ReportSection("source", "Where the rows come from", blocks)
 
 
-def at_supporting_trials(of: Material) -> Iterator[Section]:
+def at_supporting_trials(of: Material) -> Iterator[ReportSection]:
     """Latency, parts of TTFT, router, rates and load generator, of the trials behind the rates."""
     facts = of.one
     if facts.is_imported:
@@ -201,9 +205,9 @@ def at_supporting_trials(of: Material) -> Iterator[Section]:
     none = "No trial supports a rate."
     latency = cells.latencies(facts.rows)
     blocks = [Block(table=latency)] if latency else [Block(words=cells.WHICH_TRIAL), Block(words=none)]
-    yield Section("latency", "Latency at the supporting trial", blocks)
+    yield ReportSection("latency", "Latency at the supporting trial", blocks)
     if (parts := cells.breakdown(facts.rows)) is not None:
-        yield Section("parts", parts.title, [Block(table=parts)])
+        yield ReportSection("parts", parts.title, [Block(table=parts)])
     if facts.costs:
         blocks = [Block(words=cells.WHICH_COSTS)]
         for cost in facts.costs:
@@ -214,15 +218,15 @@ def at_supporting_trials(of: Material) -> Iterator[Section]:
                 blocks += [Block(head, table=cells.router_cost(cost)), Block(words=told)]
             else:
                 blocks.append(Block(head, f"{cost.reason}."))
-        yield Section("router", "What the router adds", blocks)
+        yield ReportSection("router", "What the router adds", blocks)
     rates = cells.rates(facts.rows)
     title = "Rates, KV cache and prefix cache at the supporting trial"
-    yield Section("rates", title, [Block(table=rates) if rates else Block(words=none)])
+    yield ReportSection("rates", title, [Block(table=rates) if rates else Block(words=none)])
     if (client := cells.client(facts.rows)) is not None:
-        yield Section("client", client.title, [Block(table=client)])
+        yield ReportSection("client", client.title, [Block(table=client)])
 
 
-def searches(of: Material) -> Iterator[Section]:
+def searches(of: Material) -> Iterator[ReportSection]:
     """Every trial of each search, in the order of measuring."""
     run = of.one.run
     if of.one.is_imported:
@@ -235,7 +239,7 @@ def searches(of: Material) -> Iterator[Section]:
     for cell in tried:
         table = of_texts("", header, [_trial_cells(trial) for trial in run.trials_of(cell)])
         blocks.append(Block(f"{cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out", table=table))
-    yield Section("search", "Search", blocks)
+    yield ReportSection("search", "Search", blocks)
 
 
 def _trial_cells(trial: TrialRecord) -> list[str]:
@@ -252,7 +256,7 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
     ]
 
 
-def trials(of: Material) -> Iterator[Section]:
+def trials(of: Material) -> Iterator[ReportSection]:
     table, told = sortable.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
     blocks = [Block(words=f"{told}." if told else "", table=table)] if table else []
-    yield Section("trials", "Trials", blocks)
+    yield ReportSection("trials", "Trials", blocks)

@@ -12,7 +12,7 @@ from kvbench.report.tables.host_pairs import CAPTION, pair_matrices
 from kvbench.report.tables.numbers import MISSING, number
 from kvbench.report.tables.sortable import sorted_cases
 from kvbench.report.tables.transfers import LEGEND
-from kvbench.report.value import Block, Note, Section
+from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption
 
 _BUSY = "machine_busy"
@@ -42,23 +42,23 @@ def labs(facts: Facts) -> str:
     return ", ".join(sorted({record.lab for record in facts.records if record.lab}))
 
 
-def head(of: Material) -> Iterator[Section]:
+def head(of: Material) -> Iterator[ReportSection]:
     facts = of.one
     lab = f" · LAB {labs(facts)}" if labs(facts) else ""
     block = Block(f"KV TRANSFERS{lab}", caption(facts.run), style="dim")
-    yield Section("head", "", [block, Block(notes=_words(facts))], apart=True)
+    yield ReportSection("head", "", [block, Block(notes=_words(facts))], apart=True)
 
 
-def asked(of: Material) -> Iterator[Section]:
+def asked(of: Material) -> Iterator[ReportSection]:
     if told := _words(of.one):
-        yield Section("asked", "", [Block(notes=told)])
+        yield ReportSection("asked", "", [Block(notes=told)])
 
 
-def findings(of: Material) -> Iterator[Section]:
+def findings(of: Material) -> Iterator[ReportSection]:
     """All that is concluded, by kind; on a page with what was asked for, and what went wrong."""
     facts = of.one
     blocks = [Block(words, notes=as_notes(found)) for words, found in by_kind(facts.statements).items()]
-    yield Section("findings", "Findings", blocks, ("markdown",))
+    yield ReportSection("findings", "Findings", blocks, ("markdown",))
     notes = facts.cases.footnotes
     more = [
         Block("What was asked for", notes=[Note(str(each)) for each in facts.run.plan.get("words") or ()]),
@@ -67,44 +67,44 @@ def findings(of: Material) -> Iterator[Section]:
         Block("Not run", notes=list(map(Note, facts.cases.skipped))),
         Block("The folder", notes=list(map(Note, facts.run.warnings))),
     ]
-    yield Section("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
+    yield ReportSection("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
 
 
-def pictures(of: Material) -> Iterator[Section]:
+def pictures(of: Material) -> Iterator[ReportSection]:
     for each in drawings(of.one.run):
-        yield Section(each.name, each.title, [Block(picture=each)])
+        yield ReportSection(each.name, each.title, [Block(picture=each)])
 
 
-def host_pairs(of: Material) -> Iterator[Section]:
+def host_pairs(of: Material) -> Iterator[ReportSection]:
     matrices = [Block(table=each) for each in pair_matrices(of.one.records)]
     if matrices:
-        yield Section("pairs", "From host to host", [Block(words=f"{CAPTION}."), *matrices])
+        yield ReportSection("pairs", "From host to host", [Block(words=f"{CAPTION}."), *matrices])
 
 
-def cases(of: Material) -> Iterator[Section]:
+def cases(of: Material) -> Iterator[ReportSection]:
     """Every case, with what its columns mean."""
     facts, table = of.one, of.one.cases.table
     legend = Block(notes=[Note(LEGEND)], bullets=False)
     told = [Block(table=table), legend] if table.cells else [Block(words="no case was measured")]
-    yield Section("cases", "", told, ("terminal",))
+    yield ReportSection("cases", "", told, ("terminal",))
     blocks = [Block(table=table)] if table.cells else []
-    yield Section("cases", "Every case", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
+    yield ReportSection("cases", "Every case", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
     page = sorted_cases(facts.files["transfers"])
     blocks = [Block(words=_SHARES, table=page) if page else Block(words="No case was measured.")]
     if models := models_text(facts.records):
         blocks.append(Block("Transfer models", notes=list(map(Note, models))))
-    yield Section("result", "Result", blocks, ("html",))
+    yield ReportSection("result", "Result", blocks, ("html",))
 
 
-def matrices(of: Material) -> Iterator[Section]:
+def matrices(of: Material) -> Iterator[ReportSection]:
     blocks = [
         Block(f"from host to host · {each.title}", table=each) for each in pair_matrices(of.one.records)
     ]
     if blocks:
-        yield Section("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])
+        yield ReportSection("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])
 
 
-def besides(of: Material) -> Iterator[Section]:
+def besides(of: Material) -> Iterator[ReportSection]:
     """What is said of the cases; the answers stand in the findings where there are such."""
     facts = of.one
     models = _notes(models_text(facts.records))
@@ -118,12 +118,12 @@ def besides(of: Material) -> Iterator[Section]:
     )
     for title, brief, notes in told:
         if notes:
-            yield Section(brief, brief, [Block(notes=notes)], ("terminal",))
+            yield ReportSection(brief, brief, [Block(notes=notes)], ("terminal",))
         if notes and title:
-            yield Section(brief, title, [Block(notes=notes)], ("markdown",))
+            yield ReportSection(brief, title, [Block(notes=notes)], ("markdown",))
 
 
-def changes(of: Material) -> Iterator[Section]:
+def changes(of: Material) -> Iterator[ReportSection]:
     """How it differs from an earlier run, case by case."""
     found = of.changes
     if found is None:
@@ -142,14 +142,14 @@ def changes(of: Material) -> Iterator[Section]:
         f"{text} ({_rate(change.before_gb_per_s)} → {_rate(change.after_gb_per_s)})"
         for change, text in found.cases
     ]
-    yield Section("beside", "", [*blocks, Block(notes=_notes(lines))])
+    yield ReportSection("beside", "", [*blocks, Block(notes=_notes(lines))])
 
 
 def _rate(value: float | None) -> str:
     return MISSING if value is None else number(value)
 
 
-def files(of: Material) -> Iterator[Section]:
+def files(of: Material) -> Iterator[ReportSection]:
     path = of.one.run.path
     words = f"files: {path} (report.md, tables/, figures/, transfers.parquet, logs/)"
-    yield Section("files", "", [Block(words=words)])
+    yield ReportSection("files", "", [Block(words=words)])

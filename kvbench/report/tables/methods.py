@@ -25,10 +25,10 @@ from kvbench.report.tables.vllm_bench import (
     serve_values,
     trace_table,
 )
-from kvbench.results.run import CellResult, Run
+from kvbench.results.run import CellResult, RunFolder
 
 
-def method_tables(run: Run) -> list[Table]:
+def method_tables(run: RunFolder) -> list[Table]:
     """The tables for which the run has anything, in the order in which they are read."""
     made = (
         _tiers(run),
@@ -44,7 +44,7 @@ def method_tables(run: Run) -> list[Table]:
 # --- burst beside sustained ------------------------------------------------------------------------
 
 
-def _burst(run: Run) -> Table:
+def _burst(run: RunFolder) -> Table:
     sustained = {result.cell: result for result in run.cells if result.method == "sustained"}
     header = [
         "connector", "input", "sustained (req/s)", "burst (req/s), no sustained rate", "burst / sustained",
@@ -98,7 +98,7 @@ def _burst(run: Run) -> Table:
     return of_method("burst", "Burst and sustained", words, header, shown, rows, (0, 1, 2, 3, 4, 6))
 
 
-def _trial_at(run: Run, result: CellResult, rate: float | None) -> TrialRecord | None:
+def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRecord | None:
     """The trial behind an answer of another method: the one confirmed by, or met at that rate."""
     mine = [
         trial
@@ -114,7 +114,7 @@ def _trial_at(run: Run, result: CellResult, rate: float | None) -> TrialRecord |
 # --- one equal rate --------------------------------------------------------------------------------
 
 
-def _equal_rate(run: Run) -> Table:
+def _equal_rate(run: RunFolder) -> Table:
     trials = [trial for trial in run.other_trials if trial.method == "equal_rate"]
     trials.sort(key=lambda trial: (trial.cell.input_len, trial.cell.output_len))
     header = [
@@ -164,7 +164,7 @@ def _equal_rate(run: Run) -> Table:
 # --- tiers -----------------------------------------------------------------------------------------
 
 
-def _tiers(run: Run) -> Table:
+def _tiers(run: RunFolder) -> Table:
     results = [result for result in (*run.cells, *run.other_cells) if result.tier]
     results.sort(key=lambda result: (result.cell.input_len, result.cell.connector))
     shown, rows = [], []

@@ -18,7 +18,7 @@ from kvbench.core.plan.engine_count import Size, Unit, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import engine_word, finite, trial_values
-from kvbench.results.run import CellResult, Run
+from kvbench.results.run import CellResult, RunFolder
 
 # found: a rate and its interval · at_least: no miss bounds the rate from above · none: no tested rate met
 # the SLO · undecided: no trial gave a verdict · one_rate: one rate was offered, nothing was searched ·
@@ -129,7 +129,7 @@ class Row:
         }
 
 
-def summary_table(run: Run, name: str = "") -> list[Row]:
+def summary_table(run: RunFolder, name: str = "") -> list[Row]:
     """The run's rows, by input length and then in the order in which the connectors were run.
 
     ``name`` is what tells this run from others in one table; empty for a run on its own.
@@ -142,7 +142,7 @@ def summary_table(run: Run, name: str = "") -> list[Row]:
     return [_row(run, cell, results.get(cell), name) for cell in cells]
 
 
-def _row(run: Run, cell: Cell, result: CellResult | None, name: str) -> Row:
+def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Row:
     trials = run.trials_of(cell)
     answer = _answer(run, trials, result)
     confirmed_by = result.confirmed_by if result else None
@@ -186,7 +186,7 @@ def _search_reason(answer: Mapping[str, Any]) -> str:
     return "" if answer.get("status") == "converged" else str(answer.get("reason") or "")
 
 
-def _answer(run: Run, trials: Sequence[TrialRecord], result: CellResult | None) -> Answer:
+def _answer(run: RunFolder, trials: Sequence[TrialRecord], result: CellResult | None) -> Answer:
     if result and result.status != "done":
         return Answer(result.status)
     if run.manifest.get("kind") == "bench" and trials:

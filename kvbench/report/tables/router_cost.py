@@ -16,7 +16,7 @@ from kvbench.core.metrics.paired import Added, Pairs, added
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import StoreError
 from kvbench.report.tables.numbers import number
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,7 +96,7 @@ def _signed(value: float) -> str:
     return f"-{number(-value)}" if value < 0 else number(value)
 
 
-def router_costs(run: Run) -> list[RouterCost]:
+def router_costs(run: RunFolder) -> list[RouterCost]:
     """What can be said of each cell that was offered the same load both ways; empty for any other run."""
     groups: dict[tuple[Cell, float], dict[int, list[TrialRecord]]] = {}
     for trial in run.trials:
@@ -117,7 +117,9 @@ def _both_ways(twins: Sequence[TrialRecord]) -> tuple[TrialRecord, TrialRecord] 
     return (ways["router"], ways["direct"]) if {"router", "direct"} <= set(ways) else None
 
 
-def _cost(run: Run, cell: Cell, rate: float, pairs: Sequence[tuple[TrialRecord, TrialRecord]]) -> RouterCost:
+def _cost(
+    run: RunFolder, cell: Cell, rate: float, pairs: Sequence[tuple[TrialRecord, TrialRecord]]
+) -> RouterCost:
     names = tuple(trial.trial_id for pair in pairs for trial in pair)
     refused = [trial for pair in pairs for trial in pair if trial.verdict == "invalid"]
     if refused:
@@ -138,7 +140,7 @@ def _cost(run: Run, cell: Cell, rate: float, pairs: Sequence[tuple[TrialRecord, 
     return RouterCost(cell, rate, names, count, left_out, found, reason)
 
 
-def _paired(run: Run, routed: TrialRecord, direct: TrialRecord) -> tuple[Pairs, int]:
+def _paired(run: RunFolder, routed: TrialRecord, direct: TrialRecord) -> tuple[Pairs, int]:
     """TTFTs in milliseconds of the requests in both steady windows, and how many lack one of the two.
 
     Raises StoreError for requests that are not the same plan's.

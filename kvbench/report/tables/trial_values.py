@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvbench.core.metrics.ttft_breakdown import PARTS
 from kvbench.core.records import TrialRecord
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 # Column of the table → where its value lies in a trial's summary or engine record ("a.b" is b inside a).
 # The only place that knows those names.
@@ -105,7 +105,7 @@ def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
     return min(1.0, offered_s / whole_s) if whole_s > 0 else None
 
 
-def time_line(run: Run) -> str:
+def time_line(run: RunFolder) -> str:
     """How much of a run was measuring; empty where it cannot be told, or took no real time."""
     share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
     if share is None:

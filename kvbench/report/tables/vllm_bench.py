@@ -9,7 +9,7 @@ from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.table import Table, of_method
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl")
@@ -66,7 +66,7 @@ def _state(trial: TrialRecord) -> str:
     return SATURATED if SATURATED in trial.labels else "kept up"
 
 
-def fixed_tables(run: Run) -> Iterable[Table]:
+def fixed_tables(run: RunFolder) -> Iterable[Table]:
     """Three views of the same trials: what varies stands first, what is held stands in front of it."""
     trials = [trial for trial in run.other_trials if trial.method == "fixed"]
     if not trials:
@@ -138,7 +138,7 @@ _IMPORTED_WORDS: Final = (
 )
 
 
-def imported_table(run: Run) -> Table:
+def imported_table(run: RunFolder) -> Table:
     """Results of other tools, with the columns of ``vllm bench serve``; each row names its lines."""
     trials = [trial for trial in run.other_trials if trial.method == "imported"]
     axes = [
@@ -192,7 +192,7 @@ def _figures(values: Mapping[str, Any], latency: str) -> str:
 # --- traces ----------------------------------------------------------------------------------------
 
 
-def trace_table(run: Run) -> Table:
+def trace_table(run: RunFolder) -> Table:
     told = run.manifest.get("trace")
     trials = [trial for trial in run.trials if trial.method == "trace"]
     if not isinstance(told, Mapping) or not trials:

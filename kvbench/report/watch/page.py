@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.errors import KvbenchError, LaunchError
-from kvbench.report.watch.state import Watch
+from kvbench.report.watch.state import RunWatch
 
 HOST: Final = "127.0.0.1"
 TEMPLATES: Final = Path(__file__).parents[1] / "templates"
@@ -31,7 +31,7 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sel
 
 
 @contextmanager
-def serving(watch: Watch, port: int = 0) -> Iterator[str]:
+def serving(watch: RunWatch, port: int = 0) -> Iterator[str]:
     """Serves the live page of a watched run folder in a thread; yields its address. Port 0: any that is free.
 
     Raises LaunchError if the port is taken.
@@ -53,7 +53,7 @@ def serving(watch: Watch, port: int = 0) -> Iterator[str]:
         thread.join(timeout=REQUEST_S)
 
 
-def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
+def _handler(watch: RunWatch) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = REQUEST_S
         server_version = "kvbench"

@@ -22,7 +22,7 @@ from rich.text import Text
 from kvbench.errors import EXIT_FAILED, EXIT_OK
 from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.watch.page import serving
-from kvbench.report.watch.state import Seen, TrialLine, Watch
+from kvbench.report.watch.state import RunWatch, Seen, TrialLine
 
 LOOK_S: Final = 0.5
 """How often the folder's files are looked at; they are read only if they have changed."""
@@ -44,7 +44,7 @@ def command(path: Path, console: Console, *, serve: bool = False, port: int = 0)
 
     Raises StoreError for a folder that is none, LaunchError if the page's port is taken.
     """
-    watch = Watch(path)
+    watch = RunWatch(path)
     watch.look()
     if serve:
         with serving(watch, port) as url:
@@ -55,7 +55,7 @@ def command(path: Path, console: Console, *, serve: bool = False, port: int = 0)
     return _follow(watch, console)
 
 
-def _follow(watch: Watch, console: Console) -> int:
+def _follow(watch: RunWatch, console: Console) -> int:
     seen = watch.look()
     if console.is_terminal:
         with Live(_screen(seen), console=console, auto_refresh=False) as live:

@@ -18,7 +18,7 @@ from kvbench.errors import StoreError
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import trial_values
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
-from kvbench.results.run import CELLS, MANIFEST, TRIALS, Run, load_run, writer_is_alive
+from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run, writer_is_alive
 
 _FILES: Final = (MANIFEST, TRIALS, CELLS, "plan.json", "transfers.parquet", "telemetry")
 
@@ -77,7 +77,7 @@ class Seen:
         return asdict(self)
 
 
-class Watch:
+class RunWatch:
     """Looks at one run folder again and again; what has not changed is not read again.
 
     To be used by several threads at a time. ``look`` raises StoreError if the folder is no run folder, and
@@ -88,7 +88,7 @@ class Watch:
         self._path = path
         self._lock = threading.Lock()
         self._stamp: object = None
-        self._known: tuple[Run, Seen] | None = None
+        self._known: tuple[RunFolder, Seen] | None = None
 
     def look(self, now: datetime | None = None) -> Seen:
         with self._lock:
@@ -109,7 +109,7 @@ def _stamp(path: Path) -> object:
     return writer_is_alive(path), [(stat.st_mtime_ns, stat.st_size) if stat else None for stat in stats]
 
 
-def _seen(run: Run, now: datetime | None) -> Seen:
+def _seen(run: RunFolder, now: datetime | None) -> Seen:
     trials = _in_order(run)
     micro = run.manifest.get("kind") == "microbench"
     log = _transfer_lines(run) if micro else [_line(run, trial) for trial in trials]
@@ -138,11 +138,11 @@ def _seen(run: Run, now: datetime | None) -> Seen:
     )
 
 
-def _in_order(run: Run) -> list[TrialRecord]:
+def _in_order(run: RunFolder) -> list[TrialRecord]:
     return sorted(run.all_trials, key=lambda trial: trial.started_at)
 
 
-def _line(run: Run, trial: TrialRecord) -> TrialLine:
+def _line(run: RunFolder, trial: TrialRecord) -> TrialLine:
     values = trial_values(trial)
     started = _moment(run.manifest.get("started_at"))
     begun = _moment(trial.started_at)
@@ -167,7 +167,7 @@ def _cell_name(cell: Cell) -> str:
     return f"{cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out"
 
 
-def _transfer_lines(run: Run) -> list[TrialLine]:
+def _transfer_lines(run: RunFolder) -> list[TrialLine]:
     """A microbenchmark's rows in the place of trials."""
     lines = []
     started = _moment(run.manifest.get("started_at"))
@@ -208,7 +208,7 @@ def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
             yield role, f"{number(running)} running, {number(waiting)} waiting (means)"
 
 
-def _nics(run: Run, trial: TrialRecord) -> Iterator[tuple[str, str]]:
+def _nics(run: RunFolder, trial: TrialRecord) -> Iterator[tuple[str, str]]:
     """Mean MB/s sent and received by each NIC that moved anything while the trial ran."""
     try:
         rows = run.telemetry(trial.trial_id)
@@ -226,13 +226,13 @@ def _nics(run: Run, trial: TrialRecord) -> Iterator[tuple[str, str]]:
             yield str(source).removeprefix("nic:"), " / ".join(number(rate) for rate in rates)
 
 
-def _elapsed_s(run: Run, now: datetime | None) -> float:
+def _elapsed_s(run: RunFolder, now: datetime | None) -> float:
     started = _moment(run.manifest.get("started_at"))
     ended = _moment(run.manifest.get("ended_at")) or now or datetime.now(timezone.utc)
     return max(0.0, (ended - started).total_seconds()) if started else 0.0
 
 
-def _left(run: Run, elapsed_s: float, done: int, cells: int) -> str:
+def _left(run: RunFolder, elapsed_s: float, done: int, cells: int) -> str:
     """How long it will take yet, by the cells that are done; nothing before the first one is."""
     if run.manifest.get("status") != "running" or not 0 < done < cells:
         return ""

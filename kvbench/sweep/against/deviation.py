@@ -27,7 +27,7 @@ from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.table import markdown_table
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import Run
+from kvbench.results.run import RunFolder
 
 OUTSIDE: Final = 0.10
 """Made and told are called the same up to so much, as a share of what is told."""
@@ -91,7 +91,7 @@ class Held:
 class Account:
     """A whole comparison. ``word``: simulated, emulated or measured; ``how``: how the loads were offered."""
 
-    run: Run
+    run: RunFolder
     scenario: Scenario
     found: Sequence[Held]
     word: str
@@ -121,7 +121,7 @@ def held_by(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float = 1.0
 # --- which loads -----------------------------------------------------------------------------------
 
 
-def rows_of(run: Run, scenario: Scenario) -> list[LoadRow]:
+def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
     """The loads of a run that the scenario is about. Raises InputError if there is none."""
     labels = [each.label for each in scenario.connectors]
     workload, ranks = scenario.workload, scenario.deployment.tensor_parallel_size

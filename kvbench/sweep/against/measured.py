@@ -26,7 +26,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import Mark, mark_of
-from kvbench.results.run import CellResult, Run, load_run
+from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.sweep.against.deviation import (
     Account,
     arrivals,
@@ -171,7 +171,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
 
 
 def _account(
-    told: Run, scenario: Scenario, rows: Sequence[LoadRow], made: Run, trial_of: Mapping[str, str]
+    told: RunFolder, scenario: Scenario, rows: Sequence[LoadRow], made: RunFolder, trial_of: Mapping[str, str]
 ) -> Account:
     """Each row beside its trial; a trial that was refused is no measure of it."""
     trials = {trial.trial_id: trial for trial in made.all_trials if trial.verdict != "invalid"}

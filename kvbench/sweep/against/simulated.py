@@ -18,7 +18,7 @@ from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.metrics.metrics import summarise
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.simulation.data import Load, System
+from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.slo import Slo
 from kvbench.errors import EXIT_OK
@@ -57,7 +57,9 @@ def held(
     kind = scenario.simulate.arrivals
     for draw in range(draws if kind == "drawn" else 1):
         sent = arrivals(row, scenario.seed + draw, kind)
-        load = Load.alike(sent, prompt_len(row), row.cell.output_len, scenario.workload.request_timeout_s)
+        load = SimulatedLoad.alike(
+            sent, prompt_len(row), row.cell.output_len, scenario.workload.request_timeout_s
+        )
         outcome = simulate(system, load)
         drawn.append((outcome.records, outcome.duration_s))
     trials = [_trial(row, records, duration_s) for records, duration_s in drawn]

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvbench.core.gates.evidence_figures import HostFigures, NicFigures
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.host_figures import host_figures
 from kvbench.hosts.telemetry import Sampler, read_host
@@ -24,7 +24,7 @@ class Observer:
     """
 
     def __init__(
-        self, launcher: Launcher, deployment: Deployment, trial_id: str, headers: Mapping[str, str]
+        self, launcher: Launcher, deployment: RunningDeployment, trial_id: str, headers: Mapping[str, str]
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self.host = HostFigures()

@@ -33,7 +33,7 @@ SLACK_S: Final = 0.02
 BACKLOG: Final = "backlog"
 
 
-class Asked(Protocol):
+class ServedDeployment(Protocol):
     """What is asked of a deployment."""
 
     def under_way(self) -> float | None: ...
@@ -47,7 +47,7 @@ class Idleness:
     def __init__(
         self,
         scenario: Scenario,
-        deployment: Asked,
+        deployment: ServedDeployment,
         patience_s: tuple[float, float] = (DEADLINE_S, DEADLINE_MOST_S),
     ) -> None:
         """``patience_s``: for how long to wait at least, and at most."""

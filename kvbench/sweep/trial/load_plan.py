@@ -153,7 +153,7 @@ def num_requests(scenario: Scenario, wanted: Wanted) -> int:
     return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
 
 
-class Watch:
+class TrialWatch:
     """Follows a trial by the rule of sequential looks (live.py), once for each SLO tier.
 
     ``decisions`` has the tiers that are decided. A trial is over as soon as the tier that it was run for is.
@@ -224,14 +224,16 @@ class PlannedTrial:
     trace: Sequence[TracedRequest]
     """What its requests are taken from; empty where they are all alike."""
     offered: Offered
-    watch: Watch
+    watch: TrialWatch
 
     @classmethod
     def of(cls, scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] = ()) -> PlannedTrial:
         """``trace``: the scenario's, if it has one."""
         trace, wanted = plan.requests or trace, plan.wanted(scenario.seed)
         offered = planned(scenario, wanted, trace)
-        return cls(plan, trace, offered, Watch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier))
+        return cls(
+            plan, trace, offered, TrialWatch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier)
+        )
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:

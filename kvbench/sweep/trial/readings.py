@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvbench.core.gates.evidence_figures import EngineFigures, HostFigures, RouterFigures
 from kvbench.core.metrics.engine_use import sampled_use
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.sweep.trial.evidence import (
     Reading,
     engine_figures,
@@ -73,7 +73,7 @@ class Readings:
 class MetricsReader:
     """Reads what the engines of one deployment tell of themselves, trial after trial."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: RunningDeployment) -> None:
         self._deployment = deployment
         self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
 

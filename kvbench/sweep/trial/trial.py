@@ -12,7 +12,7 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.hosts.api_key import bearer
 from kvbench.launchers.base import Launcher
 from kvbench.planning.trace_files import write_requests
@@ -47,7 +47,7 @@ class TrialRunner:
     def __init__(
         self,
         scenario: Scenario,
-        deployment: Deployment,
+        deployment: RunningDeployment,
         store: RunStore,
         launcher: Launcher,
         on_progress: Callable[[Cell, float, int, Progress], None],

@@ -20,7 +20,7 @@ from kvbench.core.findings.claims import Claim, held_against, read_claims
 from kvbench.core.findings.findings import Statement, conclude, suspicious
 from kvbench.core.findings.load_row import (
     LoadRow,
-    Setting,
+    RowConditions,
     figure_text,
     has_16bit_weights,
     known_model,
@@ -45,11 +45,11 @@ from kvbench.core.slo import Limit
 from kvbench.importers.parts import importing
 from kvbench.report.findings.load_rows import claims_of, conclusions, load_rows
 from kvbench.report.report import write_report
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[2] / "recorded" / "seeds"
 # 8 × H200, Qwen3-30B-A3B: as in the recorded notes.
-H200 = Setting(
+H200 = RowConditions(
     model="Qwen3-30B-A3B",
     hardware="8xH200",
     slots=256,
@@ -70,17 +70,17 @@ def make_row(connector: str = "a", length: int = 1024, rate: float | None = 10.0
     }  # fmt: skip
     figures |= more.pop("figures", {})
     axes = {"connector": connector, "input_len": length, "rate": rate, **more.pop("axes", {})}
-    made: dict[str, Any] = {"requests": 1000, "axes": axes, "setting": Setting(), **more}
+    made: dict[str, Any] = {"requests": 1000, "axes": axes, "setting": RowConditions(), **more}
     key = f"{connector}-{length}-{rate}-{figures['mean_ttft_ms']}"
     return LoadRow(key, "run", Cell(connector, length, 101), rate, figures=figures, **made)
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFolder]:
     """The recorded pages, read in."""
-    folder, known = tmp_path_factory.mktemp("imported"), dict[str, Run]()
+    folder, known = tmp_path_factory.mktemp("imported"), dict[str, RunFolder]()
 
-    def of(name: str) -> Run:
+    def of(name: str) -> RunFolder:
         if name not in known:
             wish = importing.Wish([RECORDED / f"{name}.txt"], name=name)
             with open("/dev/null", "w") as nowhere:
@@ -99,7 +99,7 @@ def found(statements: list[Statement], rule: str) -> Statement:
 # --- the notes -------------------------------------------------------------------------------------
 
 
-def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], Run]) -> None:
+def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], RunFolder]) -> None:
     told = conclusions([imported("notes")])
     of_burst = found(told, "burst")
     assert len(of_burst.places) == 10
@@ -123,7 +123,7 @@ def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], Ru
     assert "nixl at 32,768, 35 req/s, the script says 30" in rates.text
 
 
-def test_at_32k_impossible_at_any_precision_at_16k_in_16_bits(imported: Callable[[str], Run]) -> None:
+def test_at_32k_impossible_at_any_precision_at_16k_in_16_bits(imported: Callable[[str], RunFolder]) -> None:
     rows = {(row.cell.connector, row.cell.input_len): row for row in load_rows(imported("notes"))}
     how = {
         key: finding.evidence["precision"]
@@ -135,7 +135,7 @@ def test_at_32k_impossible_at_any_precision_at_16k_in_16_bits(imported: Callable
     assert ("mooncake", 8192) not in how
 
 
-def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str], Run]) -> None:
+def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str], RunFolder]) -> None:
     wrong = [
         each for each in conclusions([imported("notes")]) if each.kind == "claim" and each.level == "invalid"
     ]
@@ -147,7 +147,7 @@ def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str],
     assert "at 8,192 the advantage of nixl is -0.7%" in words
 
 
-def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callable[[str], Run]) -> None:
+def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callable[[str], RunFolder]) -> None:
     told = conclusions([imported("notes")])
     assert not [each for each in told if each.kind == "ahead"]
     unequal = next(each for each in told if each.kind == "untold" and "32,768" in each.text)
@@ -157,7 +157,9 @@ def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callab
     assert "burst" in alike.text
 
 
-def test_pr_10884_repeats_are_found_and_one_of_them_is_no_repeat(imported: Callable[[str], Run]) -> None:
+def test_pr_10884_repeats_are_found_and_one_of_them_is_no_repeat(
+    imported: Callable[[str], RunFolder],
+) -> None:
     run = imported("pr10884")
     told = conclusions([run], by="nics")
     assert len(found(told, "same_twice").places) == 2
@@ -176,7 +178,7 @@ def test_pr_10884_repeats_are_found_and_one_of_them_is_no_repeat(imported: Calla
     assert all("rdma" in pair.one or "rdma" in pair.other for pair in pairs(rows, "protocol"))
 
 
-def test_claims_that_are_words_alone_are_left_out(imported: Callable[[str], Run]) -> None:
+def test_claims_that_are_words_alone_are_left_out(imported: Callable[[str], RunFolder]) -> None:
     given = imported("notes").manifest["imported"]["claims"]
     assert len(claims_of(imported("notes"))) == len(given) - 1
 
@@ -219,7 +221,7 @@ def test_prompts_from_a_cache_are_found_and_unknown_hardware_is_not_judged() -> 
     finding = impossible_prefill(row)
     assert finding is not None
     assert finding.evidence["percentile"] == 50
-    assert impossible_prefill(replace(row, setting=Setting(work=H200.work))) is None
+    assert impossible_prefill(replace(row, setting=RowConditions(work=H200.work))) is None
     assert impossible_prefill(replace(row, setting=replace(H200, work=None))) is None
     assert impossible_prefill(replace(row, method="trace")) is None
 
@@ -396,8 +398,8 @@ def test_single_requests_tell_of_two_runs_only() -> None:
 
 def test_other_models_and_other_rates_are_not_compared() -> None:
     errors = {"mean_ttft_ms": 0.1}
-    here = make_row("a", errors=errors, setting=Setting(model="x"))
-    there = make_row("b", errors=errors, setting=Setting(model="y"), figures={"mean_ttft_ms": 300.0})
+    here = make_row("a", errors=errors, setting=RowConditions(model="x"))
+    there = make_row("b", errors=errors, setting=RowConditions(model="y"), figures={"mean_ttft_ms": 300.0})
     assert "model: x / y" in one_pair(here, there).text()
     assert not one_pair(here, there).told
     faster = make_row("b", rate=20.0, errors=errors)
@@ -448,7 +450,7 @@ def test_figures_in_words() -> None:
 
 
 def test_a_report_of_read_in_results_has_conclusions_rows_and_their_origin(
-    imported: Callable[[str], Run],
+    imported: Callable[[str], RunFolder],
 ) -> None:
     run = imported("notes")
     write_report(run.path, ("md", "json", "csv"))

@@ -20,7 +20,7 @@ from kvbench.core.metrics.limit import (
 )
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
-from kvbench.core.simulation.data import Link, Load, Outcome, Overheads, System
+from kvbench.core.simulation.data import Link, Outcome, Overheads, SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import timing_profile
@@ -41,7 +41,7 @@ def named(
     system: System, rate: float, seed: int, *, slo: Slo = SLO, lengths: tuple[int, int] = (1024, 16)
 ) -> Binding:
     offsets = planned_offsets(rate, 240, 1.0, seed).tolist()
-    outcome = simulate(system, Load.alike(offsets, *lengths, 60.0))
+    outcome = simulate(system, SimulatedLoad.alike(offsets, *lengths, 60.0))
     return binding_of(outcome.records, slo, facts_of(outcome, rate, slo))
 
 
@@ -100,7 +100,9 @@ def test_an_aggregated_server_without_tpot_limit_waits_for_prefill_or_slots(seed
 def test_a_slow_router_and_a_slow_client_are_named(seed: int) -> None:
     slow = replace(PAIR, overheads=Overheads(router_ms=400.0))
     assert named(slow, 10.0, seed).limit == "router"
-    outcome = simulate(PAIR, Load.alike(planned_offsets(10.0, 200, 1.0, seed).tolist(), 1024, 16, 60.0))
+    outcome = simulate(
+        PAIR, SimulatedLoad.alike(planned_offsets(10.0, 200, 1.0, seed).tolist(), 1024, 16, 60.0)
+    )
     for record in outcome.records:
         record.scheduled_s -= 0.4
     assert binding_of(outcome.records, SLO, facts_of(outcome, 10.0, SLO)).limit == "client"
@@ -124,7 +126,7 @@ def test_a_growing_queue_within_the_limits_is_a_limit_too(seed: int) -> None:
 
 def test_a_trial_that_was_stopped_before_the_late_ones_were_answered_is_still_read() -> None:
     offsets = planned_offsets(45.0, 400, 1.0, 3).tolist()
-    outcome = simulate(PAIR, Load.alike(offsets, 1024, 16, 60.0), lambda tick: tick.t_s >= 2.0)
+    outcome = simulate(PAIR, SimulatedLoad.alike(offsets, 1024, 16, 60.0), lambda tick: tick.t_s >= 2.0)
     assert outcome.stopped
     assert {record.error for record in outcome.records} == {"", "cancelled"}
     assert binding_of(outcome.records, SLO, facts_of(outcome, 45.0, SLO)).limit == "prefill"

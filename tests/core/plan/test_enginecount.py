@@ -28,7 +28,7 @@ from kvbench.errors import ScenarioError
 from kvbench.launchers.agents.fleet import device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
-from kvbench.report.compare import Asked, as_text, compare_runs
+from kvbench.report.compare import CompareOptions, as_text, compare_runs
 from kvbench.report.export import prometheus
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
@@ -37,7 +37,7 @@ from kvbench.report.plots.rates import max_rate_figure
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep import resume
 
 ROOT = Path(__file__).parents[3]
@@ -208,14 +208,14 @@ def test_latencies_at_one_rate_are_not_compared_across_unequal_numbers() -> None
 
 
 @pytest.fixture
-def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of P and D against one engine."""
     plan = planned({"engine": "emulated"})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     return load_run(make_run(tmp_path, ("aggregated", "nixl"), (512,)))
 
 
-def test_every_table_has_the_rate_per_engine(uneven: Run) -> None:
+def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     pair = next(each for each in summary_table(uneven) if each.cell.connector == "nixl")
     assert pair.answer.max_request_rate is not None
     per = pair.answer.max_request_rate / 2
@@ -229,12 +229,12 @@ def test_every_table_has_the_rate_per_engine(uneven: Run) -> None:
     assert "per engine (req/s)" in (uneven.path / "report.html").read_text("utf-8")
     assert "kvbench_max_request_rate_per_engine_per_second{" in prometheus(uneven)
     assert "per_gpu" not in prometheus(uneven)
-    table = as_text(compare_runs([uneven]), Asked(format="csv"))
+    table = as_text(compare_runs([uneven]), CompareOptions(format="csv"))
     (told,) = (line for line in csv.DictReader(io.StringIO(table)) if line["connector"] == "nixl")
     assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
 
 
-def test_the_terminal_has_it_too_within_100_columns(uneven: Run) -> None:
+def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     render_terminal(uneven, console)
     assert isinstance(console.file, io.StringIO)
@@ -247,7 +247,7 @@ def test_the_terminal_has_it_too_within_100_columns(uneven: Run) -> None:
     assert [each.rule for each in found] == ["unequal_size"]
 
 
-def test_the_notebook_calls_the_ratio_what_it_is(uneven: Run) -> None:
+def test_the_notebook_calls_the_ratio_what_it_is(uneven: RunFolder) -> None:
     rows = notebook.compare(uneven.path).rows
     assert list(rows["figure"]) == ["max_request_rate_per_engine"]
     assert "per engine" in rows["text"][0]
@@ -362,7 +362,7 @@ def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:
         )
 
 
-def test_the_picture_says_how_many_engines_each_line_has(uneven: Run) -> None:
+def test_the_picture_says_how_many_engines_each_line_has(uneven: RunFolder) -> None:
     figure = max_rate_figure(uneven)
     assert figure is not None
     words = [text.get_text() for legend in figure.legends for text in legend.get_texts()]

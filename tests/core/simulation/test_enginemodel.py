@@ -24,7 +24,7 @@ from kvbench.core.simulation.kv_cache import (
     salt_seed,
 )
 from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import Request, Status, StepPlan
+from kvbench.core.simulation.step import EngineRequest, Status, StepPlan
 from kvbench.core.simulation.step_time import PROFILE_NAMES, StepLoad, attention_waves, timing_profile
 from kvbench.errors import InputError
 
@@ -166,11 +166,11 @@ def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, co
     scheduler = Scheduler(config)
     longest = min(config.max_model_len, config.num_blocks * config.block_tokens)
     chains = [[100 * family + index for index in range(64)] for family in range(2)]
-    requests: list[Request] = []
+    requests: list[EngineRequest] = []
     for index in range(data.draw(st.integers(1, 8))):
         prompt_len = data.draw(st.integers(1, longest - 1))
         requests.append(
-            Request(
+            EngineRequest(
                 str(index),
                 prompt_len,
                 data.draw(st.integers(1, min(12, longest - prompt_len))),
@@ -181,7 +181,7 @@ def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, co
             )
         )
         scheduler.add(requests[-1])
-    admitted: list[Request] = []
+    admitted: list[EngineRequest] = []
     first_tokens: set[str] = set()
     aborted: set[str] = set()
     for now in range(5000):
@@ -223,15 +223,15 @@ def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, co
 def test_what_can_never_fit_is_refused_with_a_reason() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4, num_blocks=4, max_model_len=32))
     with pytest.raises(InputError, match=r"maximum context length is 32 tokens, but 30 prompt tokens"):
-        scheduler.add(Request("a", 30, 3))
+        scheduler.add(EngineRequest("a", 30, 3))
     with pytest.raises(InputError, match="needs 5 KV blocks and this engine has 4"):
-        scheduler.add(Request("b", 16, 2))
-    scheduler.add(Request("c", 16, 1))  # the last token's KV is never needed
+        scheduler.add(EngineRequest("b", 16, 2))
+    scheduler.add(EngineRequest("c", 16, 1))  # the last token's KV is never needed
     with pytest.raises(InputError, match="at least one prompt token"):
-        scheduler.add(Request("d", 0, 1))
+        scheduler.add(EngineRequest("d", 0, 1))
 
 
-def run_alone(scheduler: Scheduler, request: Request) -> list[int]:
+def run_alone(scheduler: Scheduler, request: EngineRequest) -> list[int]:
     """Serves one request; returns the tokens of each step."""
     scheduler.add(request)
     counts: list[int] = []
@@ -246,14 +246,14 @@ def run_alone(scheduler: Scheduler, request: Request) -> list[int]:
 
 def test_long_prompts_are_cut_to_the_token_budget() -> None:
     scheduler = Scheduler(EngineConfig(max_num_batched_tokens=100))
-    assert run_alone(scheduler, Request("a", 250, 3)) == [100, 100, 50, 1, 1]
+    assert run_alone(scheduler, EngineRequest("a", 250, 3)) == [100, 100, 50, 1, 1]
 
 
 def test_running_sequences_come_before_waiting_ones() -> None:
     scheduler = Scheduler(EngineConfig(max_num_batched_tokens=10))
-    scheduler.add(Request("a", 4, 5))
+    scheduler.add(EngineRequest("a", 4, 5))
     scheduler.complete(scheduler.schedule(0.0))
-    scheduler.add(Request("b", 30, 1))
+    scheduler.add(EngineRequest("b", 30, 1))
     plan = scheduler.schedule(0.0)
     assert [(chunk.request.request_id, chunk.count) for chunk in plan.chunks] == [("a", 1), ("b", 9)]
 
@@ -261,29 +261,29 @@ def test_running_sequences_come_before_waiting_ones() -> None:
 def test_prefix_cache_counts_tokens_as_vllm_does() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4))
     hashes = [1, 2, 3, 4]
-    run_alone(scheduler, Request("a", 16, 1, hashes=hashes))
+    run_alone(scheduler, EngineRequest("a", 16, 1, hashes=hashes))
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (16, 0)
     # All four blocks are known, but one token must be computed: the last block is not taken.
-    assert run_alone(scheduler, Request("b", 16, 1, hashes=hashes)) == [4]
+    assert run_alone(scheduler, EngineRequest("b", 16, 1, hashes=hashes)) == [4]
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (32, 12)
-    assert run_alone(scheduler, Request("c", 17, 1, hashes=hashes)) == [1]
+    assert run_alone(scheduler, EngineRequest("c", 17, 1, hashes=hashes)) == [1]
     assert scheduler.stats.prefix_hits == 12 + 16
     scheduler.pool.reset_cache()
-    assert run_alone(scheduler, Request("d", 16, 1, hashes=hashes)) == [16]
+    assert run_alone(scheduler, EngineRequest("d", 16, 1, hashes=hashes)) == [16]
 
 
 def test_prefix_cache_can_be_off() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4, enable_prefix_caching=False))
     for name in "ab":
-        assert run_alone(scheduler, Request(name, 16, 1, hashes=[1, 2, 3, 4])) == [16]
+        assert run_alone(scheduler, EngineRequest(name, 16, 1, hashes=[1, 2, 3, 4])) == [16]
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (0, 0)
 
 
 def test_remote_request_waits_outside_the_batch_and_computes_nothing() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4, max_num_seqs=1))
-    remote = Request("remote", 10, 2, remote_kv=True)
+    remote = EngineRequest("remote", 10, 2, remote_kv=True)
     scheduler.add(remote)
-    local = Request("local", 4, 1)
+    local = EngineRequest("local", 4, 1)
     scheduler.add(local)
     plan = scheduler.schedule(0.0)
     assert plan.loads == [remote]
@@ -302,7 +302,7 @@ def test_remote_request_waits_outside_the_batch_and_computes_nothing() -> None:
 
 def test_failed_kv_frees_the_blocks_and_an_abort_waits_for_the_transfer() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4, num_blocks=8))
-    first, second = (Request(name, 8, 1, remote_kv=True) for name in "ab")
+    first, second = (EngineRequest(name, 8, 1, remote_kv=True) for name in "ab")
     scheduler.add(first)
     scheduler.add(second)
     scheduler.schedule(0.0)
@@ -317,7 +317,7 @@ def test_failed_kv_frees_the_blocks_and_an_abort_waits_for_the_transfer() -> Non
 
 def test_held_blocks_stay_until_they_are_released() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=4, num_blocks=8))
-    request = Request("a", 10, 1, hold_kv=True)
+    request = EngineRequest("a", 10, 1, hold_kv=True)
     assert run_alone(scheduler, request) == [10]
     assert (request.status, scheduler.pool.free_blocks) == (Status.HELD, 5)
     scheduler.release(request)
@@ -326,7 +326,11 @@ def test_held_blocks_stay_until_they_are_released() -> None:
 
 def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     scheduler = Scheduler(EngineConfig(block_tokens=2, num_blocks=5))
-    old, young, waiting = Request("old", 4, 4), Request("young", 4, 4), Request("waiting", 4, 1)
+    old, young, waiting = (
+        EngineRequest("old", 4, 4),
+        EngineRequest("young", 4, 4),
+        EngineRequest("waiting", 4, 1),
+    )
     for request in (old, young):
         scheduler.add(request)
     scheduler.complete(scheduler.schedule(0.0))
@@ -398,7 +402,7 @@ def test_virtual_engine_reproduces_published_bursts(
     requests, now = [], 0.0
     for index, gap in enumerate(gaps):
         now += gap / sum(gaps) * count / rate
-        requests.append(Request(str(index), input_len, 1024, arrival_s=now, remote_kv=True))
+        requests.append(EngineRequest(str(index), input_len, 1024, arrival_s=now, remote_kv=True))
     config = EngineConfig(16, 600_000, 256, 65_536, 66_560, enable_prefix_caching=False)
     engine = VirtualEngine(config, timing_profile(H200), load_s=lambda request: first_token_s)
     times = serve(engine, requests)
@@ -430,7 +434,7 @@ def saturation(input_len: int) -> float:
     """Requests per second of a full quick engine with 32 slots and 16 output tokens."""
     config = EngineConfig(16, 8192, 32, 2048, 32_768)
     engine = VirtualEngine(config, timing_profile("quick"))
-    serve(engine, [Request(str(index), input_len, 16) for index in range(200)])
+    serve(engine, [EngineRequest(str(index), input_len, 16) for index in range(200)])
     return 200 / engine.now
 
 
@@ -486,8 +490,8 @@ def test_unknown_timing_is_refused() -> None:
 
 def test_virtual_engine_waits_for_arrivals_and_loads() -> None:
     engine = VirtualEngine(EngineConfig(), timing_profile("quick"), load_s=lambda request: 2.0)
-    remote = Request("remote", 100, 2, arrival_s=1.0, remote_kv=True)
-    local = Request("local", 100, 1, arrival_s=5.0)
+    remote = EngineRequest("remote", 100, 2, arrival_s=1.0, remote_kv=True)
+    local = EngineRequest("local", 100, 1, arrival_s=5.0)
     times = serve(engine, [remote, local])
     decode = timing_profile("quick").step_s(StepLoad([], 1, 99))
     assert times["remote"][0] == pytest.approx(3.0 + decode)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.metrics.metrics import Slo, summarise
-from kvbench.core.simulation.data import Link, Load, Outcome, Overheads, System, Tick
+from kvbench.core.simulation.data import Link, Outcome, Overheads, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import TICK_S, SimulatedTrial, simulate
 from kvbench.core.simulation.engine import CountingPool, StepEngine, VirtualEngine, serve
 from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.simulation.step import Request
+from kvbench.core.simulation.step import EngineRequest
 from kvbench.core.simulation.step_time import StepLoad, TimingProfile, timing_profile
 from kvbench.errors import InputError
 
@@ -57,9 +57,11 @@ loads = st.lists(
 )
 
 
-def load_of(requests: list[tuple[float, int, int]], timeout_s: float = 1e6) -> Load:
+def load_of(requests: list[tuple[float, int, int]], timeout_s: float = 1e6) -> SimulatedLoad:
     offsets = np.cumsum([gap for gap, _, _ in requests]).tolist()
-    return Load(offsets, [prompt for _, prompt, _ in requests], [out for _, _, out in requests], timeout_s)
+    return SimulatedLoad(
+        offsets, [prompt for _, prompt, _ in requests], [out for _, _, out in requests], timeout_s
+    )
 
 
 def everything_is_free(trial: SimulatedTrial) -> None:
@@ -171,7 +173,7 @@ def test_steps_taken_in_one_go_are_the_steps_taken_one_by_one(
     expected = serve(
         plain,
         [
-            Request(f"sim-{index}", prompt, out, arrival_s=load.offsets_s[index])
+            EngineRequest(f"sim-{index}", prompt, out, arrival_s=load.offsets_s[index])
             for index, (_, prompt, out) in enumerate(requests)
         ],
     )
@@ -185,7 +187,7 @@ def test_steps_taken_in_one_go_are_the_steps_taken_one_by_one(
 
 
 def test_the_same_load_gives_the_same_trial() -> None:
-    load = Load.alike(poisson(30, 200, 1), 512, 16)
+    load = SimulatedLoad.alike(poisson(30, 200, 1), 512, 16)
     assert simulate(PAIR, load).records == simulate(PAIR, load).records
 
 
@@ -209,7 +211,7 @@ def test_prefill_alone_is_an_m_d_1_queue(load: float) -> None:
     config = replace(CONFIG, max_num_batched_tokens=256)
     system = System(service(10.0), config, link=Link(1e6, 0.0), block_bytes=1.0)
     waits = [
-        mean_wait_s(simulate(system, Load.alike(poisson(load / 0.01, 3000, seed), 256, 1)), 0.01)
+        mean_wait_s(simulate(system, SimulatedLoad.alike(poisson(load / 0.01, 3000, seed), 256, 1)), 0.01)
         for seed in range(3)
     ]
     expected = load * 0.01 / (2 * (1 - load))  # Pollaczek-Khinchine, constant service
@@ -227,7 +229,7 @@ def test_the_link_is_an_m_d_1_queue_too(dispatch: str) -> None:
     )
     waits = []
     for seed in range(3):
-        outcome = simulate(system, Load.alike(poisson(60, 2000, seed), 256, 1))
+        outcome = simulate(system, SimulatedLoad.alike(poisson(60, 2000, seed), 256, 1))
         waits.append(mean_wait_s(outcome, 0.012))
         assert outcome.link_busy_share == pytest.approx(0.6, rel=0.1)
     assert np.mean(waits) == pytest.approx(0.6 * 0.01 / (2 * 0.4), rel=0.15)
@@ -236,7 +238,7 @@ def test_the_link_is_an_m_d_1_queue_too(dispatch: str) -> None:
 
 
 def test_links_of_other_instances_are_other_links() -> None:
-    burst = Load.alike([0.0, 0.0], 256, 1)
+    burst = SimulatedLoad.alike([0.0, 0.0], 256, 1)
     slow = replace(PAIR, link=Link(0.01, 0.0), overheads=Overheads(), timing=service(1e-6))
     shared = simulate(slow, burst).duration_s
     own = simulate(replace(slow, prefill=2, decode=2), burst).duration_s
@@ -246,15 +248,15 @@ def test_links_of_other_instances_are_other_links() -> None:
 
 
 def test_instances_are_taken_in_turn() -> None:
-    one = simulate(replace(PAIR, prefill=1), Load.alike([0.0] * 8, 1024, 4))
-    four = simulate(replace(PAIR, prefill=4), Load.alike([0.0] * 8, 1024, 4))
+    one = simulate(replace(PAIR, prefill=1), SimulatedLoad.alike([0.0] * 8, 1024, 4))
+    four = simulate(replace(PAIR, prefill=4), SimulatedLoad.alike([0.0] * 8, 1024, 4))
     assert four.figures["prefill"].busy_s == pytest.approx(one.figures["prefill"].busy_s, rel=0.2)
     assert max(r.ttft_s or 0 for r in four.records) < 0.5 * max(r.ttft_s or 0 for r in one.records)
     assert four.use["prefill"].engines == 4
 
 
 def test_unloaded_latency_is_the_sum_of_its_parts() -> None:
-    outcome = simulate(PAIR, Load.alike([1.0], 1024, 3))
+    outcome = simulate(PAIR, SimulatedLoad.alike([1.0], 1024, 3))
     (record,) = outcome.records
     prefill_s = QUICK.step_s(StepLoad([(1024, 0)]))
     first_step_s = (QUICK.decode_base_ms + QUICK.decode_ms(1, 1023)) / 1e3
@@ -267,7 +269,7 @@ def test_unloaded_latency_is_the_sum_of_its_parts() -> None:
 
 
 def test_concurrent_dispatch_saves_the_way_to_decode() -> None:
-    load = Load.alike([1.0], 1024, 3)
+    load = SimulatedLoad.alike([1.0], 1024, 3)
     sequential, concurrent = (
         simulate(replace(PAIR, dispatch=dispatch), load).records[0].ttft_s or 0.0  # type: ignore[arg-type]
         for dispatch in ("sequential", "concurrent")
@@ -278,7 +280,7 @@ def test_concurrent_dispatch_saves_the_way_to_decode() -> None:
 
 def test_shared_prompts_are_found_in_the_prefix_cache() -> None:
     hashes = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 8, 7, 6]]
-    load = Load([0.0, 1.0, 2.0], [70] * 3, [2] * 3, hashes=hashes)
+    load = SimulatedLoad([0.0, 1.0, 2.0], [70] * 3, [2] * 3, hashes=hashes)
     outcome = simulate(PAIR, load)
     assert outcome.figures["prefill"].prefix_hits == 48
     assert outcome.figures["decode"].prefix_hits == 48
@@ -287,33 +289,33 @@ def test_shared_prompts_are_found_in_the_prefix_cache() -> None:
 
 def test_a_request_that_never_fits_is_refused() -> None:
     with pytest.raises(InputError, match="maximum context length is 4096"):
-        simulate(PAIR, Load.alike([0.0], 5000, 10))
+        simulate(PAIR, SimulatedLoad.alike([0.0], 5000, 10))
 
 
 def test_no_requests_are_no_trouble() -> None:
-    outcome = simulate(PAIR, Load.alike([], 512, 16))
+    outcome = simulate(PAIR, SimulatedLoad.alike([], 512, 16))
     assert outcome.records == []
     assert outcome.duration_s == 0.0
 
 
 def test_use_tells_full_slots_and_full_pools() -> None:
     few = replace(PAIR, decode_config=replace(CONFIG, max_num_seqs=2))
-    outcome = simulate(few, Load.alike(poisson(40, 200, 1), 256, 64))
+    outcome = simulate(few, SimulatedLoad.alike(poisson(40, 200, 1), 256, 64))
     assert outcome.use["decode"].slots == 2
     assert outcome.use["decode"].running_peak == 2
     assert (outcome.use["decode"].slots_full_share or 0.0) > 0.8
     small = replace(PAIR, decode_config=replace(CONFIG, num_blocks=40))
-    outcome = simulate(small, Load.alike(poisson(40, 200, 1), 256, 64))
+    outcome = simulate(small, SimulatedLoad.alike(poisson(40, 200, 1), 256, 64))
     assert (outcome.use["decode"].kv_full_share or 0.0) > 0.8
     assert (outcome.use["decode"].kv_use_peak or 0.0) > 0.8
-    idle = simulate(PAIR, Load.alike(poisson(2, 50, 1), 256, 16)).use["decode"]
+    idle = simulate(PAIR, SimulatedLoad.alike(poisson(2, 50, 1), 256, 16)).use["decode"]
     assert idle.slots_full_share == idle.kv_full_share == 0.0
     assert 0.0 < (idle.busy_share or 0.0) < 0.3
 
 
 def test_a_run_of_steps_is_cut_at_the_step_under_way() -> None:
     engine = StepEngine(CONFIG, QUICK)
-    engine.scheduler.add(Request("a", 16, 50))
+    engine.scheduler.add(EngineRequest("a", 16, 50))
     assert engine.begin(0.0) is not None
     engine.end()
     start = 1.0
@@ -342,7 +344,7 @@ def test_the_counting_pool_refuses_what_a_real_one_refuses() -> None:
 
 
 def test_records_go_through_the_same_summary_as_measured_ones() -> None:
-    outcome = simulate(PAIR, Load.alike(poisson(20, 300, 7), 512, 16))
+    outcome = simulate(PAIR, SimulatedLoad.alike(poisson(20, 300, 7), 512, 16))
     summary = summarise(outcome.records, Slo(250, 15, 0.9), 20.0, outcome.duration_s)
     assert summary.completed == 300
     assert summary.attained

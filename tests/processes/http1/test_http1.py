@@ -15,8 +15,8 @@ from kvbench.errors import InputError, PortInUseError
 from kvbench.processes.http1 import (
     ClientConnection,
     Pool,
+    ReceivedRequest,
     ReplyCollector,
-    Request,
     Response,
     fetch,
     request_bytes,
@@ -41,12 +41,12 @@ def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[Any]
     return runner
 
 
-def echo(request: Request, response: Response) -> None:
+def echo(request: ReceivedRequest, response: Response) -> None:
     answer = {"method": request.method, "path": request.path, "query": request.query, "n": len(request.body)}
     response.send(200, json.dumps(answer).encode(), headers={"x-seen": request.headers.get("x-name", "")})
 
 
-def three_chunks(request: Request, response: Response) -> None:
+def three_chunks(request: ReceivedRequest, response: Response) -> None:
     response.start_stream()
     for word in (b"one", b"two", b"three"):
         response.write(word)
@@ -102,7 +102,7 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time(run: Any) -> Non
     async def main() -> None:
         active, most = 0, 0
 
-        async def handler(request: Request, response: Response) -> None:
+        async def handler(request: ReceivedRequest, response: Response) -> None:
             nonlocal active, most
             active += 1
             most = max(most, active)
@@ -188,10 +188,10 @@ def test_http_1_0_gets_no_chunks_and_a_closed_connection(run: Any) -> None:
 def test_a_failing_handler_is_a_500_and_a_log_line(
     run: Any, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def plain(request: Request, response: Response) -> None:
+    def plain(request: ReceivedRequest, response: Response) -> None:
         raise ValueError("broken inside")
 
-    async def coroutine(request: Request, response: Response) -> None:
+    async def coroutine(request: ReceivedRequest, response: Response) -> None:
         raise ValueError("broken inside")
 
     async def main() -> None:
@@ -208,7 +208,7 @@ def test_a_failing_handler_is_a_500_and_a_log_line(
 
 
 def test_a_handler_that_fails_in_its_stream_cuts_it_short(run: Any) -> None:
-    async def handler(request: Request, response: Response) -> None:
+    async def handler(request: ReceivedRequest, response: Response) -> None:
         response.start_stream()
         response.write(b"half")
         raise ValueError("broken")
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_is_told_to_the_handler(run: Any) -> None:
     async def main() -> None:
         gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def handler(request: Request, response: Response) -> None:
+        def handler(request: ReceivedRequest, response: Response) -> None:
             response.on_disconnect(lambda: gone.set_result(response.closed))
             response.start_stream()
 
@@ -258,7 +258,7 @@ def test_a_client_that_never_reads_is_dropped(run: Any) -> None:
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         congestion: list[str] = []
 
-        async def handler(request: Request, response: Response) -> None:
+        async def handler(request: ReceivedRequest, response: Response) -> None:
             response.on_disconnect(lambda: gone.set_result(None))
             response.on_congestion(lambda: congestion.append("pause"), lambda: congestion.append("resume"))
             response.start_stream()
@@ -282,7 +282,7 @@ def test_a_response_is_begun_once_and_its_headers_hold_no_line_break(run: Any) -
     async def main() -> None:
         seen: list[type[Exception]] = []
 
-        def handler(request: Request, response: Response) -> None:
+        def handler(request: ReceivedRequest, response: Response) -> None:
             if request.path == "/break":
                 response.send(200, headers={"x": "a\r\nset-cookie: b"})
             response.send(200)
@@ -305,7 +305,7 @@ def test_a_response_is_begun_once_and_its_headers_hold_no_line_break(run: Any) -
 
 def test_closing_the_server_lets_a_short_answer_finish(run: Any) -> None:
     async def main() -> None:
-        async def handler(request: Request, response: Response) -> None:
+        async def handler(request: ReceivedRequest, response: Response) -> None:
             await asyncio.sleep(0.05)
             response.send(200, b"done")
 
@@ -492,7 +492,7 @@ def test_bytes_that_carry_their_framing_keep_their_place_among_the_others(run: A
     big = b"y" * 400_000  # more than the socket takes at once
 
     async def main() -> None:
-        def handler(request: Request, response: Response) -> None:
+        def handler(request: ReceivedRequest, response: Response) -> None:
             response.start_stream(first=b"1\r\na\r\n")
             for data in (b"b", big, b"c"):
                 response.pass_on(b"%x\r\n%b\r\n" % (len(data), data))

@@ -14,7 +14,7 @@ from taping import taped
 
 from kvbench import transfer
 from kvbench.core.records import RequestRecord
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.hosts.telemetry import Metrics
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.ports import with_ports
@@ -41,17 +41,23 @@ SLOW = "deployment.engine_options.time_scale=4"
 
 
 @contextmanager
-def deployed(folder: Path, connector: str, *overrides: str) -> Iterator[tuple[Deployment, LocalLauncher]]:
+def deployed(
+    folder: Path, connector: str, *overrides: str
+) -> Iterator[tuple[RunningDeployment, LocalLauncher]]:
     """A pair of the quickstart's, up and ready."""
     scenario, _ = load_scenario("quickstart", [*EASY, f"connectors=[{connector}]", *overrides])
     (planned,) = (each for each in plan_of(scenario).deployments if not each.reference_only)
     launcher = LocalLauncher("test-direct", folder / "logs", folder / "specs")
-    with Deployment(scenario, with_ports(planned, "127.0.0.1"), launcher) as deployment:
+    with RunningDeployment(scenario, with_ports(planned, "127.0.0.1"), launcher) as deployment:
         yield deployment, launcher
 
 
 def offer(
-    deployment: Deployment, launcher: LocalLauncher, direct: dict[str, Any], n: int = 8, workers: int = 1
+    deployment: RunningDeployment,
+    launcher: LocalLauncher,
+    direct: dict[str, Any],
+    n: int = 8,
+    workers: int = 1,
 ) -> LoadResult:
     spec = {
         "base_url": deployment.endpoints.base_url,

@@ -32,7 +32,7 @@ from hostile import (
 )
 
 from kvbench.core.records import RequestRecord
-from kvbench.processes.http1 import Request, Response, serve
+from kvbench.processes.http1 import ReceivedRequest, Response, serve
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_an_exact_schedule_is_seen_as_it_is() -> None:
     delay, gap = 0.03, 0.01
 
     async def main() -> list[RequestRecord]:
-        async def handler(request: Request, response: Response) -> None:
+        async def handler(request: ReceivedRequest, response: Response) -> None:
             response.start_stream()
             await asyncio.sleep(delay)
             for index in range(OUTPUT_LEN):

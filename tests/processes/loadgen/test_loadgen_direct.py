@@ -30,7 +30,7 @@ from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.dispatch import AroundPrompt, engine_id_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
-from kvbench.processes.http1 import Request, Response, serve
+from kvbench.processes.http1 import ReceivedRequest, Response, serve
 from kvbench.processes.loadgen.direct import DirectDispatch
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 
@@ -47,11 +47,13 @@ PREFILLED: list[Step] = [plain("200 OK", json.dumps(ANSWER).encode())]
 
 
 @asynccontextmanager
-async def noting(answer: bytes | None, delay_s: float = 0.0) -> AsyncIterator[tuple[str, list[Request]]]:
+async def noting(
+    answer: bytes | None, delay_s: float = 0.0
+) -> AsyncIterator[tuple[str, list[ReceivedRequest]]]:
     """A server that answers with that JSON, or with a stream of three tokens, and notes what it was asked."""
-    asked: list[Request] = []
+    asked: list[ReceivedRequest] = []
 
-    async def handler(request: Request, response: Response) -> None:
+    async def handler(request: ReceivedRequest, response: Response) -> None:
         asked.append(request)
         await asyncio.sleep(delay_s)
         if answer is not None:
@@ -71,7 +73,7 @@ async def noting(answer: bytes | None, delay_s: float = 0.0) -> AsyncIterator[tu
         await server.close()
 
 
-def index_of(request: Request) -> int:
+def index_of(request: ReceivedRequest) -> int:
     """A request's place in the plan."""
     return int(request.headers["x-request-id"].rpartition("-")[2])
 

@@ -22,7 +22,7 @@ from mutations import damaged, fuzz
 
 from kvbench.core.records import RequestError
 from kvbench.processes import http1
-from kvbench.processes.http1 import Pool, Request, Response, fetch
+from kvbench.processes.http1 import Pool, ReceivedRequest, Response, fetch
 from kvbench.processes.loadgen.answer import MAX_HEAD_BYTES, ServerAnswer
 from kvbench.processes.loadgen.stream import MAX_EVENT_BYTES, StreamReader
 from kvbench.processes.router.app import Router
@@ -116,7 +116,7 @@ def echo() -> Iterator[tuple[int, list[str]]]:
     """A server on a thread: its port, and the handler's own failures."""
     failures: list[str] = []
 
-    def handle(request: Request, response: Response) -> None:
+    def handle(request: ReceivedRequest, response: Response) -> None:
         response.send(200, request.body, "text/plain")
 
     async def main(tell: Callable[[Any], None], over: asyncio.Event) -> None:

@@ -22,7 +22,7 @@ from processes import lives
 
 from kvbench.core.plan.dispatch import engine_id_in
 from kvbench.errors import InputError
-from kvbench.processes.http1 import Pool, Reply, Request, Response, Server, fetch, serve
+from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, Server, fetch, serve
 from kvbench.processes.router.app import Router
 from kvbench.processes.router.body import ClientBody
 from kvbench.processes.router.spec import RouterSpec
@@ -48,7 +48,7 @@ STREAM = [
 class Backend:
     """A fake engine that notes what it is asked; ``answer`` is replaceable."""
 
-    def __init__(self, answer: Callable[[Request, Response], Awaitable[None] | None]) -> None:
+    def __init__(self, answer: Callable[[ReceivedRequest, Response], Awaitable[None] | None]) -> None:
         self.answer = answer
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.arrived = asyncio.Event()
@@ -66,7 +66,7 @@ class Backend:
         assert self.server is not None
         return f"http://{HOST}:{self.server.port}"
 
-    def _handle(self, request: Request, response: Response) -> Awaitable[None] | None:
+    def _handle(self, request: ReceivedRequest, response: Response) -> Awaitable[None] | None:
         if request.path == "/health":
             response.send(200 if self.healthy else 503)
             return None
@@ -88,15 +88,15 @@ class Backend:
         return self.requests[-1][2]
 
 
-def as_json(answer: Any, status: int = 200) -> Callable[[Request, Response], None]:
+def as_json(answer: Any, status: int = 200) -> Callable[[ReceivedRequest, Response], None]:
     return lambda _, response: response.send(status, json.dumps(answer).encode())
 
 
-def prefilled(request: Request, response: Response) -> None:
+def prefilled(request: ReceivedRequest, response: Response) -> None:
     response.send(200, json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": PARAMS}).encode())
 
 
-async def streamed(request: Request, response: Response) -> None:
+async def streamed(request: ReceivedRequest, response: Response) -> None:
     response.start_stream(200, "text/event-stream; charset=utf-8")
     for piece in STREAM:
         response.write(piece)
@@ -104,7 +104,7 @@ async def streamed(request: Request, response: Response) -> None:
     response.end()
 
 
-def silent(request: Request, response: Response) -> None:
+def silent(request: ReceivedRequest, response: Response) -> None:
     """Never answers."""
 
 
@@ -147,7 +147,7 @@ class Lab:
             await backend.server.close()
 
 
-Answer = Callable[[Request, Response], Awaitable[None] | None]
+Answer = Callable[[ReceivedRequest, Response], Awaitable[None] | None]
 
 
 async def lab(
@@ -222,7 +222,7 @@ def test_concurrent_sends_to_both_before_either_has_answered() -> None:
         both = asyncio.Event()
 
         def meeting(name: str, then: Answer) -> Answer:
-            async def answer(request: Request, response: Response) -> None:
+            async def answer(request: ReceivedRequest, response: Response) -> None:
                 order.append(name)
                 if len(order) == 2:
                     both.set()
@@ -271,7 +271,7 @@ def told(reply: Reply) -> dict[str, float]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
-    async def slow(request: Request, response: Response) -> None:
+    async def slow(request: ReceivedRequest, response: Response) -> None:
         response.start_stream(200, "text/event-stream; charset=utf-8")  # the head long before any token
         await asyncio.sleep(0.03)
         response.write(STREAM[0])
@@ -296,7 +296,7 @@ def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
 
 
 def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None:
-    def empty(request: Request, response: Response) -> None:
+    def empty(request: ReceivedRequest, response: Response) -> None:
         response.start_stream(200)
         response.end()
 
@@ -357,11 +357,11 @@ def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
     async def main() -> None:
         begun = asyncio.Event()
 
-        async def late_failure(request: Request, response: Response) -> None:
+        async def late_failure(request: ReceivedRequest, response: Response) -> None:
             await begun.wait()
             response.send(500, b"{}")
 
-        async def stream_and_end(request: Request, response: Response) -> None:
+        async def stream_and_end(request: ReceivedRequest, response: Response) -> None:
             await streamed(request, response)
             begun.set()
 
@@ -415,7 +415,7 @@ def test_an_error_of_d_is_passed_on(connector: str) -> None:
 
 def test_d_closing_in_its_stream_breaks_the_client_s() -> None:
     async def main() -> None:
-        def half(request: Request, response: Response) -> None:
+        def half(request: ReceivedRequest, response: Response) -> None:
             response.start_stream()
             response.write(b"data: 1\n\n")
             asyncio.get_running_loop().call_later(0.05, response.abort)
@@ -465,7 +465,7 @@ def test_a_client_that_leaves_cancels_the_requests_on_p_and_d(connector: str) ->
 
 def test_a_client_that_leaves_the_stream_cancels_d() -> None:
     async def main() -> None:
-        def endless(request: Request, response: Response) -> None:
+        def endless(request: ReceivedRequest, response: Response) -> None:
             response.start_stream()
             response.write(b"data: 1\n\n")
 
@@ -497,7 +497,7 @@ def test_a_slow_client_holds_d_back_and_loses_nothing() -> None:
     size = 3_000_000
 
     async def main() -> None:
-        async def flood(request: Request, response: Response) -> None:
+        async def flood(request: ReceivedRequest, response: Response) -> None:
             free = asyncio.Event()
             free.set()
             response.on_congestion(free.clear, free.set)
@@ -541,7 +541,7 @@ def test_a_body_that_nobody_changes_is_d_s_to_judge() -> None:
     async def main() -> None:
         seen: list[bytes] = []
 
-        def judge(request: Request, response: Response) -> None:
+        def judge(request: ReceivedRequest, response: Response) -> None:
             seen.append(request.body)
             response.send(422, b"not for me", "text/plain")
 
@@ -565,7 +565,7 @@ def test_requests_are_late_in_the_order_of_their_arrival_and_no_other_is() -> No
     async def main() -> None:
         ended: list[str] = []
 
-        async def some(request: Request, response: Response) -> None:
+        async def some(request: ReceivedRequest, response: Response) -> None:
             if request.headers["x-request-id"].startswith("slow"):
                 return
             await asyncio.sleep(1.0)  # past the first one's time, within its own
@@ -598,11 +598,11 @@ def test_the_end_of_d_s_stream_waits_for_p_but_its_tokens_do_not() -> None:
     async def main() -> None:
         release = asyncio.Event()
 
-        async def late(request: Request, response: Response) -> None:
+        async def late(request: ReceivedRequest, response: Response) -> None:
             await release.wait()
             response.send(200, b"{}")
 
-        async def at_once(request: Request, response: Response) -> None:
+        async def at_once(request: ReceivedRequest, response: Response) -> None:
             response.start_stream(first=framed)
             for _ in range(3):
                 await asyncio.sleep(0.01)

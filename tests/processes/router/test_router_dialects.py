@@ -11,7 +11,7 @@ import pytest
 from kvbench import connectors
 from kvbench.connectors.base import PrefillPeer
 from kvbench.errors import InputError
-from kvbench.processes.http1 import Pool, Reply, Request, Response, Server, fetch, serve
+from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, Server, fetch, serve
 from kvbench.processes.router.app import Router
 from kvbench.processes.router.spec import RouterSpec
 
@@ -30,7 +30,7 @@ class Engine:
         self.server = await serve(self.handle, HOST, 0)
         return f"http://{HOST}:{self.server.port}"
 
-    def handle(self, request: Request, response: Response) -> None:
+    def handle(self, request: ReceivedRequest, response: Response) -> None:
         self.seen.append((request.headers["x-request-id"], json.loads(request.body)))
         response.send(200, json.dumps({"choices": [], "kv_transfer_params": self.params}).encode())
 
@@ -168,7 +168,7 @@ MODES = {
 class Answering(Engine):
     """Tells its bootstrap's engine id too."""
 
-    def handle(self, request: Request, response: Response) -> None:
+    def handle(self, request: ReceivedRequest, response: Response) -> None:
         if request.path == "/query":
             response.send(200, b'{"0":{"engine_id":"id-of-p"}}')
         else:

@@ -24,7 +24,7 @@ from processes import still_living
 
 from kvbench.errors import PortInUseError
 from kvbench.hosts.telemetry import parse_metrics
-from kvbench.processes.http1 import Pool, Reply, Request, Response, fetch, serve
+from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, fetch, serve
 from kvbench.processes.router.backend_request import Timing
 from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.processes import listening_sockets
@@ -78,7 +78,7 @@ def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) 
     count = 60
 
     async def main() -> None:
-        def engine(request: Request, response: Response) -> None:
+        def engine(request: ReceivedRequest, response: Response) -> None:
             if request.method == "POST":
                 seen[request.headers["host"]] += 1
             response.start_stream()
@@ -118,7 +118,7 @@ def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
     async def main() -> None:
         nonlocal told
 
-        def engine(request: Request, response: Response) -> None:
+        def engine(request: ReceivedRequest, response: Response) -> None:
             known = told and request.path == "/query"
             response.send(200, b'{"0":{"engine_id":"a"}}' if known else b"{}")
 

@@ -42,7 +42,7 @@ from kvbench.report.plots.nicshare import nic_bytes
 from kvbench.report.plots.panels import light_records, series_of, supporting
 from kvbench.report.plots.pareto import Point, front, gpus_by_connector, points
 from kvbench.report.plots.style import PALETTES, looks
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
 SHOWN = {"max_request_rate", "latency", "goodput", "ttft_breakdown", "distribution", "in_flight"}
@@ -51,12 +51,12 @@ REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 
 
 @pytest.fixture(scope="module")
-def special(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def special(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("run"), special=True))
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def one(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("run"), ("tcp",), (1024,)))
 
 
@@ -67,7 +67,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pictures_are_written_and_not_blank(special: Run, tmp_path: Path, theme: str) -> None:
+def test_pictures_are_written_and_not_blank(special: RunFolder, tmp_path: Path, theme: str) -> None:
     written = write_plots(special, tmp_path, ("png", "svg"), theme)  # type: ignore[arg-type]
     assert {path.stem.removesuffix("-dark") for path in written} == SHOWN
     assert len(written) == 2 * len(SHOWN)
@@ -81,7 +81,7 @@ def test_pictures_are_written_and_not_blank(special: Run, tmp_path: Path, theme:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in written)
 
 
-def test_svgs_carry_their_words_as_text(special: Run, tmp_path: Path) -> None:
+def test_svgs_carry_their_words_as_text(special: RunFolder, tmp_path: Path) -> None:
     write_plots(special, tmp_path, ("svg",))
     for name in ("max_request_rate", "latency"):
         text = (tmp_path / f"{name}.svg").read_text()
@@ -105,13 +105,13 @@ def test_svgs_carry_their_words_as_text(special: Run, tmp_path: Path) -> None:
     assert "refused trial" in latency
 
 
-def test_the_same_run_gives_the_same_bytes(one: Run, tmp_path: Path) -> None:
+def test_the_same_run_gives_the_same_bytes(one: RunFolder, tmp_path: Path) -> None:
     first = {path.name: path.read_bytes() for path in write_plots(one, tmp_path / "a")}
     second = {path.name: path.read_bytes() for path in write_plots(one, tmp_path / "b")}
     assert first == second
 
 
-def test_a_run_without_trials_gives_no_picture_and_old_ones_go(one: Run, tmp_path: Path) -> None:
+def test_a_run_without_trials_gives_no_picture_and_old_ones_go(one: RunFolder, tmp_path: Path) -> None:
     write_plots(one, tmp_path)
     assert write_plots(replace(one, trials=[], cells=[]), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +148,7 @@ def test_no_words_lie_over_others_or_outside(tmp_path: Path, lengths: tuple[int,
             assert not box.overlaps(other), (words, others)
 
 
-def test_the_quantile_of_the_slo_is_computed_from_the_requests(one: Run) -> None:
+def test_the_quantile_of_the_slo_is_computed_from_the_requests(one: RunFolder) -> None:
     from kvbench.report.plots.latency import _metrics
 
     ttft = _metrics(one)[0]
@@ -161,7 +161,7 @@ def test_the_quantile_of_the_slo_is_computed_from_the_requests(one: Run) -> None
     assert ttft.high[trial.trial_id] == pytest.approx(expected)
 
 
-def test_without_requests_the_summary_is_drawn(one: Run, tmp_path: Path) -> None:
+def test_without_requests_the_summary_is_drawn(one: RunFolder, tmp_path: Path) -> None:
     from kvbench.report.plots.latency import _metrics
 
     run = replace(one, path=tmp_path)
@@ -169,13 +169,13 @@ def test_without_requests_the_summary_is_drawn(one: Run, tmp_path: Path) -> None
     assert latency_figure(run) is not None
 
 
-def test_a_single_output_token_has_no_tpot_panel(one: Run, tmp_path: Path) -> None:
+def test_a_single_output_token_has_no_tpot_panel(one: RunFolder, tmp_path: Path) -> None:
     trials = [replace(trial, summary=trial.summary | {"tpot_ms": {}}) for trial in one.trials]
     figure = drawn(latency_figure(replace(one, trials=trials, path=tmp_path)))
     assert [axes.get_ylabel() for axes in figure.axes] == ["TTFT (ms)"]
 
 
-def test_settings_of_the_process_are_left_alone(one: Run, tmp_path: Path) -> None:
+def test_settings_of_the_process_are_left_alone(one: RunFolder, tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     write_plots(one, tmp_path)
     assert dict(matplotlib.rcParams) == before
@@ -195,7 +195,9 @@ def test_log_ticks_are_few_and_inside(low: float, high: float) -> None:
     assert all(low <= tick <= high for tick in ticks)
 
 
-def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(one: Run, tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(
+    one: RunFolder, tmp_path: Path
+) -> None:
     code = (
         "import sys; from pathlib import Path; from kvbench.results.run import load_run; "
         "from kvbench.report.plots import write_plots; "
@@ -213,7 +215,7 @@ def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(one: 
     assert done.stdout == f"{len(SHOWN)}\nFalse\n", done.stderr
 
 
-def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: Run) -> None:
+def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: RunFolder) -> None:
     assert burst_figure(one) is None
     measured = load_run(REFERENCE / "burst-or-sustained")
     figure = burst_figure(measured)
@@ -234,11 +236,11 @@ def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: Run) -> 
 
 
 @pytest.fixture(scope="module")
-def quickstart() -> Run:
+def quickstart() -> RunFolder:
     return load_run(REFERENCE / "quickstart")
 
 
-def test_goodput_points_are_those_of_the_trials(quickstart: Run) -> None:
+def test_goodput_points_are_those_of_the_trials(quickstart: RunFolder) -> None:
     figure = drawn(goodput_figure(quickstart))
     points_drawn = {
         (round(x, 6), round(y, 6))
@@ -255,7 +257,7 @@ def test_goodput_points_are_those_of_the_trials(quickstart: Run) -> None:
     assert points_drawn == expected
 
 
-def test_light_records_are_the_requests_without_their_gaps(quickstart: Run) -> None:
+def test_light_records_are_the_requests_without_their_gaps(quickstart: RunFolder) -> None:
     trial = quickstart.trials[0]
     whole = quickstart.request_records(trial.trial_id)
     light = light_records(quickstart, trial.trial_id)
@@ -265,7 +267,7 @@ def test_light_records_are_the_requests_without_their_gaps(quickstart: Run) -> N
     assert any(record.first_token_s is None for record in light)
 
 
-def test_in_flight_reaches_the_peak_that_the_summary_tells(quickstart: Run) -> None:
+def test_in_flight_reaches_the_peak_that_the_summary_tells(quickstart: RunFolder) -> None:
     figure = drawn(in_flight_figure(quickstart))
     trials = {trial.trial_id: trial for trial in quickstart.trials}
     peaks = sorted(trials[trial.trial_id].summary["peak_in_flight"] for _, trial in supporting(quickstart))
@@ -273,7 +275,7 @@ def test_in_flight_reaches_the_peak_that_the_summary_tells(quickstart: Run) -> N
     assert shown == peaks
 
 
-def test_distributions_end_at_all_requests_and_cross_the_median(quickstart: Run) -> None:
+def test_distributions_end_at_all_requests_and_cross_the_median(quickstart: RunFolder) -> None:
     figure = drawn(distribution_figure(quickstart))
     curves = [line for axes in figure.axes for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(curves) == 2 * 9
@@ -282,12 +284,12 @@ def test_distributions_end_at_all_requests_and_cross_the_median(quickstart: Run)
         assert line.get_ydata()[-1] == pytest.approx(100)
 
 
-def test_requests_with_one_token_have_a_ttft_distribution_only(one: Run, tmp_path: Path) -> None:
+def test_requests_with_one_token_have_a_ttft_distribution_only(one: RunFolder, tmp_path: Path) -> None:
     assert distribution_figure(replace(one, path=tmp_path)) is None
     assert in_flight_figure(replace(one, path=tmp_path)) is None
 
 
-def test_throughput_is_shared_out_over_all_instances(quickstart: Run) -> None:
+def test_throughput_is_shared_out_over_all_instances(quickstart: RunFolder) -> None:
     assert gpus_by_connector(quickstart) == {"aggregated": 2, "mooncake": 2, "nixl": 2}
     by_place = {point for panel in points(quickstart).values() for point in panel}
     for trial in quickstart.trials:
@@ -320,7 +322,7 @@ def test_the_nics_shares_of_a_microbenchmark_are_those_of_its_rows(tmp_path: Pat
     assert all(patch.get_width() == pytest.approx(50) for patch in axes.patches)
 
 
-def test_the_nics_shares_of_a_sweep_come_from_its_telemetry(one: Run, tmp_path: Path) -> None:
+def test_the_nics_shares_of_a_sweep_come_from_its_telemetry(one: RunFolder, tmp_path: Path) -> None:
     assert nic_share_figure(one) is None
     shutil.copytree(one.path, tmp_path / "run")
     ((_, trial),) = supporting(one)
@@ -354,7 +356,7 @@ def test_read_in_results_of_different_ways_are_not_joined_by_a_line() -> None:
             assert rates == sorted(rates)
 
 
-def test_words_of_others_are_no_formulas(one: Run) -> None:
+def test_words_of_others_are_no_formulas(one: RunFolder) -> None:
     run = replace(one, manifest=one.manifest | {"scenario": r"costs $5 and $\frac{ more $"})
     figure = drawn(max_rate_figure(run))
     assert any("costs" in text.get_text() for text in figure.texts)
@@ -401,7 +403,7 @@ def test_only_lengths_of_several_rates_are_drawn_over_the_rate() -> None:
     assert len(by_load.axes[0].get_xticks()) == 5
 
 
-def test_a_search_is_not_drawn_by_load(quickstart: Run) -> None:
+def test_a_search_is_not_drawn_by_load(quickstart: RunFolder) -> None:
     assert loads_figure(quickstart) is None
 
 

@@ -23,7 +23,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.transfers import HEADER, flat_row, tabled
-from kvbench.results.run import Run, load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 from kvbench.results.transfer_rows import TRANSFERS, read_transfers
 from kvbench.sweep.calibration import surroundings
@@ -32,23 +32,23 @@ NICS = Axes(backends=("tcp", "nixl", "memcpy"), nics=(1, 2, 4, 8), sizes=((1 << 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("lab"), NICS, lab="8 × 1gbit"))
 
 
-def printed(run: Run, before: Run | None = None) -> str:
+def printed(run: RunFolder, before: RunFolder | None = None) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     render_terminal(run, console, before=before)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_rows_come_back_as_they_were_stored(plain: Run) -> None:
+def test_rows_come_back_as_they_were_stored(plain: RunFolder) -> None:
     stored = make_rows(build(Axes(), MOVERS))
     found = plain.transfer_records()
     assert [record.case for record in found] == [record.case for record in stored]
@@ -79,7 +79,7 @@ def test_a_spoilt_or_newer_file_is_said_clearly(tmp_path: Path, monkeypatch: pyt
         read_transfers(path)
 
 
-def test_everything_derived_is_rebuilt_byte_for_byte(plain: Run) -> None:
+def test_everything_derived_is_rebuilt_byte_for_byte(plain: RunFolder) -> None:
     names = sorted(str(path.relative_to(plain.path)) for path in write_report(plain.path))
     first = {name: (plain.path / name).read_bytes() for name in names}
     assert {
@@ -96,7 +96,7 @@ def test_everything_derived_is_rebuilt_byte_for_byte(plain: Run) -> None:
     assert "mooncake over tcp, read 64 KiB × 32: the call did not end within 5 s" in done.out
 
 
-def test_pictures_are_there_and_not_blank(lab: Run) -> None:
+def test_pictures_are_there_and_not_blank(lab: RunFolder) -> None:
     pictures = [path for path in write_report(lab.path, ("png",)) if path.suffix == ".png"]
     assert {path.stem for path in pictures} == {"bandwidth", "nic_scaling", "call_time"}
     for path in pictures:
@@ -119,7 +119,7 @@ def test_a_picture_without_data_is_not_drawn_and_an_old_one_goes(tmp_path: Path)
     assert not left.exists()
 
 
-def test_the_terminal_tells_rows_limits_trouble_and_answers(plain: Run) -> None:
+def test_the_terminal_tells_rows_limits_trouble_and_answers(plain: RunFolder) -> None:
     text = printed(plain)
     assert all(word in text for word in HEADER)
     assert max(len(line) for line in text.splitlines() if not line.startswith("files:")) <= 100
@@ -132,7 +132,7 @@ def test_the_terminal_tells_rows_limits_trouble_and_answers(plain: Run) -> None:
     assert "1 of 56 cases failed" in text
 
 
-def test_a_lab_is_marked_and_its_nics_are_compared_with_the_line(lab: Run) -> None:
+def test_a_lab_is_marked_and_its_nics_are_compared_with_the_line(lab: RunFolder) -> None:
     text = printed(lab)
     assert "LAB 8 × 1gbit" in text
     assert "tcp write (16 MiB × 1): 1, 2, 4, 8 NICs give 0.9" in text
@@ -186,7 +186,7 @@ def test_equal_causes_are_told_once() -> None:
     assert line == "tcp, write 4 KiB × 1 and 7 more: the peer is gone (library: E1121 connection reset)"
 
 
-def test_tables_for_programs(plain: Run) -> None:
+def test_tables_for_programs(plain: RunFolder) -> None:
     write_report(plain.path)
     rows = list(csv.DictReader((plain.path / "tables" / "transfers.csv").read_text().splitlines()))
     records = plain.transfer_records()
@@ -199,7 +199,7 @@ def test_tables_for_programs(plain: Run) -> None:
     assert {entry["backend"] for entry in model["models"]} >= {"tcp", "nixl", "mooncake"}
 
 
-def test_two_runs_beside_each_other(plain: Run, tmp_path: Path) -> None:
+def test_two_runs_beside_each_other(plain: RunFolder, tmp_path: Path) -> None:
     faster = load_run(make_run(tmp_path, speed=2.0))
     text = printed(faster, plain)
     assert f"beside {plain.run_id}" in text
@@ -208,7 +208,7 @@ def test_two_runs_beside_each_other(plain: Run, tmp_path: Path) -> None:
     assert "failed in the other run" in text
 
 
-def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: Run) -> None:
+def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: RunFolder) -> None:
     chosen = resolve(CliOptions("quickstart"))[0]
     nixl, mooncake, other = (
         surroundings(chosen, name, name, plain) for name in ("nixl", "mooncake", "lmcache")
@@ -226,7 +226,7 @@ def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: Run) -> N
     assert "lmcache is not in the run" in other.source
 
 
-def test_a_run_of_requests_shares_no_table_with_one_of_transfers(plain: Run, tmp_path: Path) -> None:
+def test_a_run_of_requests_shares_no_table_with_one_of_transfers(plain: RunFolder, tmp_path: Path) -> None:
     done = kvbench("report", str(plain.path), str(make_sweep(tmp_path, ("tcp",), (512,))))
     assert done.status == 2
     assert "no table in common" in done.err

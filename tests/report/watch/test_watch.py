@@ -25,7 +25,7 @@ from kvbench.core.records import Cell
 from kvbench.errors import LaunchError, StoreError
 from kvbench.report.watch.page import serving
 from kvbench.report.watch.run import command
-from kvbench.report.watch.state import Watch
+from kvbench.report.watch.state import RunWatch
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
 
@@ -56,7 +56,7 @@ def add_trial(store: RunStore, cell: Cell, rate: float, number: int = 1) -> None
 
 
 def test_progress_curve_and_nics_follow_the_folder(store: RunStore) -> None:
-    watch = Watch(store.path)
+    watch = RunWatch(store.path)
     seen = watch.look()
     assert (seen.status, seen.cells_done, seen.cells_planned, seen.log) == ("running", 0, 2, ())
     add_trial(store, CELLS[0], 5.0)
@@ -77,7 +77,7 @@ def test_progress_curve_and_nics_follow_the_folder(store: RunStore) -> None:
 
 
 def test_time_left_comes_from_the_cells_that_are_done(store: RunStore) -> None:
-    watch = Watch(store.path)
+    watch = RunWatch(store.path)
     started = datetime.fromisoformat(store.manifest["started_at"].replace("Z", "+00:00"))
     assert watch.look(started + timedelta(seconds=90)).left == ""
     store.put_cell(CellResult(CELLS[0], "done"))
@@ -146,7 +146,7 @@ def test_a_run_whose_process_is_gone_ends_the_watch(tmp_path: Path) -> None:
         env=environment,
     ) as writer:
         assert writer.stdout is not None
-        watch = Watch(Path(writer.stdout.readline().strip()))
+        watch = RunWatch(Path(writer.stdout.readline().strip()))
         assert watch.look().running
         writer.send_signal(signal.SIGKILL)
         writer.wait(DEADLINE_S)
@@ -162,7 +162,7 @@ def test_a_failed_run_says_why_and_has_its_exit_code(store: RunStore) -> None:
 
 
 def test_a_microbenchmark_is_watched_by_its_cases(tmp_path: Path) -> None:
-    seen = Watch(sample_transfers.make_run(tmp_path, lab="2 × 1gbit")).look()
+    seen = RunWatch(sample_transfers.make_run(tmp_path, lab="2 × 1gbit")).look()
     assert seen.unit == "cases"
     assert seen.cells_done >= seen.cells_planned > 0
     assert any("GB/s" in line.speed for line in seen.log)
@@ -190,7 +190,7 @@ def get(url: str, path: str, host: str = "", method: str = "GET") -> tuple[int, 
 
 def test_the_page_shows_the_run_and_nothing_else_of_the_machine(store: RunStore) -> None:
     add_trial(store, CELLS[0], 5.0)
-    with serving(Watch(store.path)) as url:
+    with serving(RunWatch(store.path)) as url:
         assert url.startswith("http://127.0.0.1:")
         status, headers, page = get(url, "/")
         assert status == 200
@@ -216,7 +216,7 @@ def test_the_page_shows_the_run_and_nothing_else_of_the_machine(store: RunStore)
 
 
 def test_the_page_answers_no_stranger_s_host_name(store: RunStore) -> None:
-    with serving(Watch(store.path)) as url:
+    with serving(RunWatch(store.path)) as url:
         port = urlsplit(url).port
         assert get(url, "/state.json", host=f"attacker.example:{port}")[0] == 403
         assert get(url, "/state.json", host=f"localhost:{port}")[0] == 200
@@ -224,7 +224,7 @@ def test_the_page_answers_no_stranger_s_host_name(store: RunStore) -> None:
 
 def test_the_page_says_so_when_the_folder_is_gone(tmp_path: Path) -> None:
     path = make_run(tmp_path, ("tcp",), (1024,))
-    with serving(Watch(path)) as url:
+    with serving(RunWatch(path)) as url:
         (path / "manifest.json").unlink()
         status, _, body = get(url, "/state.json")
         assert status == 503
@@ -232,10 +232,10 @@ def test_the_page_says_so_when_the_folder_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(store: RunStore) -> None:
-    with serving(Watch(store.path)) as url:
+    with serving(RunWatch(store.path)) as url:
         port = urlsplit(url).port
         assert port is not None
-        with pytest.raises(LaunchError, match="cannot listen"), serving(Watch(store.path), port):
+        with pytest.raises(LaunchError, match="cannot listen"), serving(RunWatch(store.path), port):
             pass
 
 

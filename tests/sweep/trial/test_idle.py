@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvbench.core.records import Cell, Finding
-from kvbench.deployment.deployment import Deployment
+from kvbench.deployment.deployment import RunningDeployment
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -39,11 +39,11 @@ def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLaunch
 
 
 @contextmanager
-def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, Deployment, Idleness]]:
+def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, RunningDeployment, Idleness]]:
     with queue_server(tmp_path, metrics=metrics) as (launcher, server):
         scenario, _ = resolve(CliOptions(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
         (planned,) = plan_of(scenario).deployments
-        with Deployment(scenario, planned, launcher) as deployment:
+        with RunningDeployment(scenario, planned, launcher) as deployment:
             yield server, deployment, Idleness(scenario, deployment, (0.2, 30.0))
 
 
@@ -103,7 +103,7 @@ def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
         scenario, source = resolve(CliOptions(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
         plan = plan_of(scenario)
         with (
-            Deployment(scenario, plan.deployments[0], launcher) as deployment,
+            RunningDeployment(scenario, plan.deployments[0], launcher) as deployment,
             create_store(tmp_path / "results", scenario, source, plan, "bench") as store,
         ):
             idle = Idleness(scenario, deployment, (0.3, 0.3))

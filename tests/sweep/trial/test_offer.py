@@ -17,7 +17,7 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
-from kvbench.sweep.trial.load_plan import Offered, Wanted, Watch, ceiling_figures, planned
+from kvbench.sweep.trial.load_plan import Offered, TrialWatch, Wanted, ceiling_figures, planned
 from kvbench.sweep.trial.load_progress import Progress, Settled
 
 SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
@@ -33,7 +33,7 @@ def settled(index: int, at_s: float, *, good: bool) -> Settled:
     return Settled(index, 0.05 if good else 0.4, 0.01, 0.2)
 
 
-def offered_whole(watch: Watch, offered: Offered, share: float) -> float:
+def offered_whole(watch: TrialWatch, offered: Offered, share: float) -> float:
     """So many requests are in time, at random; returns when the trial may end."""
     told, t_s = 0, 0.0
     good = np.random.default_rng(5).random(offered.n) < share
@@ -55,7 +55,7 @@ def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, thoroug
     )
     wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=thorough)
     offered = planned(scenario, wanted)
-    watch = Watch(scenario, wanted, offered, {"": SLO})
+    watch = TrialWatch(scenario, wanted, offered, {"": SLO})
     ended_s = offered_whole(watch, offered, 0.9)
     assert watch.decision is not None
     assert watch.decision.verdict == "undecided"
@@ -69,7 +69,7 @@ def test_a_confirming_trial_says_yes_where_its_share_is_reached(scenario: Scenar
         for confirms in (False, True):
             wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=True, confirms=confirms)
             offered = planned(scenario, wanted)
-            watch = Watch(scenario, wanted, offered, {"": SLO})
+            watch = TrialWatch(scenario, wanted, offered, {"": SLO})
             offered_whole(watch, offered, share)
             assert watch.decision is not None
             verdicts[share, confirms] = watch.decision.verdict
@@ -130,7 +130,7 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
     """One request at a time, and those that the client drops are worked on all the same."""
     wanted = Wanted(CELL, 320 / service_s, 1, ceiling=True, latency_s=service_s)
     offered = planned(scenario, wanted)
-    watch = Watch(scenario, wanted, offered, {"": SLO})
+    watch = TrialWatch(scenario, wanted, offered, {"": SLO})
     behind = service_s * np.arange(offered.n)
     ends = np.maximum.accumulate(offered.offsets_s - behind) + behind + service_s
     told, t_s, sent, done = 0, 0.0, 0, 0

@@ -10,7 +10,9 @@ from kvbench.errors import InputError, KvbenchError, TransferError
 from kvbench.processes import http1
 
 
-def answer_query(request: http1.Request, response: http1.Response, engine_id: str, worker: str) -> None:
+def answer_query(
+    request: http1.ReceivedRequest, response: http1.Response, engine_id: str, worker: str
+) -> None:
     """P: the engine and its side channel's URL."""
     if request.method != "GET" or request.path != "/query":
         response.send(404, http1.error_body(404, "the bootstrap server answers GET /query"))

@@ -64,7 +64,7 @@ class PushProducer(Handoff):
         await self._rpc.start(self.spec.host, 0)
         self._bootstrap = await http1.serve(self._query, self.spec.host, self.spec.side_channel_port or 0)
 
-    def _query(self, request: http1.Request, response: http1.Response) -> None:
+    def _query(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         worker = f"tcp://{self.spec.host}:{self._rpc.port}"
         answer_query(request, response, self.config.engine_id, worker)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.simulation.step import Request
+from kvbench.core.simulation.step import EngineRequest
 from kvbench.processes import http1
 from kvbench.processes.emulator.answers import ApiAnswer, error_json
 from kvbench.processes.emulator.lies.wrapping import Turns, role, wrap
@@ -59,7 +59,7 @@ def hidden_retry(server: EngineServer) -> None:
 
     def submit(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
         original(live)
-        again = Request(f"{live.request.request_id}-again", live.request.prompt_len, 1)
+        again = EngineRequest(f"{live.request.request_id}-again", live.request.prompt_len, 1)
         original(LiveRequest(again, live.prompt_hashes ^ np.uint64(1), _Nobody(), ignore_eos=True))
 
     wrap(server.engine, "submit", submit)
@@ -98,7 +98,7 @@ def shedding(server: EngineServer) -> None:
     turn = Turns(4)
 
     def generate(
-        original: Callable[..., None], request: http1.Request, response: http1.Response, chat: bool
+        original: Callable[..., None], request: http1.ReceivedRequest, response: http1.Response, chat: bool
     ) -> None:
         if turn():
             response.send(503, error_json(503, "the server is overloaded", "ServiceUnavailableError"))
