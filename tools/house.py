@@ -39,7 +39,7 @@ hosts lab lies liveness log loop measure methods metrics mooncake mooncake_store
 options overrides page plan pool processes progress pull records remote requests run scenario
 server sockets spec state stats table tcp transfer transfers ucx wire
 """
-"""Names of modules in several rooms: in each it is what that room has of the thing, such as the ``plan`` of a run
+"""Names of modules in several rooms: each is what its room has of the thing, such as the ``plan`` of a run
 and the load generator's own, or the ``mooncake`` that hands over and the one that moves."""
 
 HOUSE: Final = Limits(
