@@ -167,8 +167,10 @@ class TrialWatch:
         self.decisions: dict[str, Decision] = {}
         self._flood = offered.flood
         self._flood_ends_s: NDArray[np.float64] = np.empty(0)
+        self._flooded = False
         self.flooded_s = 0.0
-        """For how long a ceiling probe went on."""
+        """For how long a ceiling probe went on. What ends in the grace after it is told, too, and is none of
+        it: with nothing left under way it would look as if all of the flood had been carried."""
         self._trials = {
             name: LiveTrial(
                 LiveConfig(
@@ -209,11 +211,14 @@ class TrialWatch:
         return self.decision is not None
 
     def _flood_over(self, flood: Flood, progress: Progress) -> bool:
+        if self._flooded:
+            return True
         answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
         ends = [float(flood.offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
         self._flood_ends_s = np.append(self._flood_ends_s, ends)
         self.flooded_s = progress.t_s
-        return flood.is_over(self._flood_ends_s, progress.t_s)
+        self._flooded = flood.is_over(self._flood_ends_s, progress.t_s)
+        return self._flooded
 
 
 @dataclass(frozen=True)
