@@ -34,6 +34,9 @@ AgainstOption = Annotated[
     ),
 ]
 
+SERVED = ("base_url", "prefill_metrics_url", "decode_metrics_url", "api_key_env", "workers", "direct")
+"""Options that mean nothing where nothing is served."""
+
 
 @asks()
 def sweep(
@@ -111,9 +114,17 @@ def plan(
         planning.command(options.cli_options(), console(), as_json=json_)
 
 
-@asks()
+@asks(without=SERVED)
 def simulate(
-    options: ScenarioOptions,
+    options: LoadOptions,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            metavar="COMMAND",
+            help="Search the rate of somebody else's simulator, which COMMAND asks; needs no scenario.",
+        ),
+    ] = None,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -144,7 +155,7 @@ def simulate(
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
-    cli = replace(options.cli_options(), fixed_rate=rate)
+    cli = replace(options.cli_options(), fixed_rate=rate, system=system)
     if against is not None:
         from kvbench.sweep.against.simulated import command as against_command
 

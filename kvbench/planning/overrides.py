@@ -28,6 +28,8 @@ class CliOptions:
     overrides: tuple[str, ...] = ()
     connectors: tuple[str, ...] = ()
     base_url: str | None = None
+    system: str | None = None
+    """The command of somebody else's simulator, in place of a scenario (``simulate`` alone)."""
     input_len: str | None = None
     output_len: int | None = None
     ttft_ms: float | None = None
@@ -50,9 +52,10 @@ class CliOptions:
 
 def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
-    if cli.base_url is not None:
-        text = _external(cli, cli.base_url)
-        draft, source = read_scenario(text, "--base-url"), text.encode()
+    bare = "--base-url" if cli.base_url is not None else "--system" if cli.system is not None else ""
+    if bare:
+        text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
+        draft, source = read_scenario(text, bare), text.encode()
         own = {"load.workers": cli.workers} if cli.workers is not None else {}
         overrides = merged(_sections(replace(cli, slo=())), typed_overrides(cli.overrides), own)
     else:
@@ -64,7 +67,7 @@ def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     draft = draft.put(overrides)
     scenario = draft.checked(known)
     # What only a checked scenario tells: its entries of the chosen connectors, and its trace's lengths.
-    chosen = _chosen(scenario, cli.connectors) if cli.base_url is None else {}
+    chosen = {} if bare else _chosen(scenario, cli.connectors)
     if told := merged(_traced(scenario), chosen):
         scenario = draft.put(told).checked(known)
     if scenario.workload.trace:
@@ -142,6 +145,30 @@ def _external(cli: CliOptions, base_url: str) -> str:
     """The text of a scenario for a server that is already there. Raises InputError, ServerError."""
     if problem := url_problem(base_url):
         raise InputError(f"--base-url {problem}")
+    name = _connector_of(cli, "--base-url", "one base URL")
+    if cli.direct or cli.both_modes:
+        raise InputError(
+            "behind a --base-url only one URL is known, so P and D cannot be asked directly",
+            hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
+        )
+    root = base_url.rstrip("/").removesuffix("/v1")
+    served = served_model(root, cli.api_key_env or "")
+    return _bare(cli, "external", name, served, _engine_options(root, name, cli))
+
+
+def _system(cli: CliOptions, command: str) -> str:
+    """The text of a scenario for somebody else's simulator. Raises InputError."""
+    if cli.scenario != CliOptions.scenario:
+        raise InputError(
+            "--system needs no scenario: the command is what is simulated",
+            hint="give lengths and SLO by options, or simulate the scenario.yaml of a run of it",
+        )
+    name = _connector_of(cli, "--system", "one system")
+    return _bare(cli, "system", name, "system", {"command": command})
+
+
+def _connector_of(cli: CliOptions, option: str, one: str) -> str:
+    """The one connector of what is measured without a scenario. Raises InputError for what it still needs."""
     missing = [
         option
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
@@ -151,29 +178,23 @@ def _external(cli: CliOptions, base_url: str) -> str:
     if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
         missing.append("--ttft-ms, --tpot-ms or --slo")
     if missing:
-        raise InputError(f"--base-url also needs {', '.join(missing)}", hint="see `kvbench sweep --help`")
+        command = "sweep" if cli.base_url is not None else "simulate"
+        raise InputError(f"{option} also needs {', '.join(missing)}", hint=f"see `kvbench {command} --help`")
     if len(cli.connectors) > 1:
         raise InputError(
-            "one base URL is one deployment, so it has one --connector",
-            hint="measure each with a run of its own",
+            f"{one} is one deployment, so it has one --connector", hint="measure each with a run of its own"
         )
-    if cli.direct or cli.both_modes:
-        raise InputError(
-            "behind a --base-url only one URL is known, so P and D cannot be asked directly",
-            hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
-        )
-    root = base_url.rstrip("/").removesuffix("/v1")
-    name = cli.connectors[0] if cli.connectors else "aggregated"
+    return cli.connectors[0] if cli.connectors else "aggregated"
+
+
+def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, str]) -> str:
+    """The text of a scenario that has nothing but a model served, its workload and its SLO."""
     document = {
         "version": 1,
-        "name": "external",
-        "model": {
-            "name": "external",
-            "served_model_name": served_model(root, cli.api_key_env or ""),
-            "vocab_size": SMALL_VOCABULARY,
-        },
-        "deployment": {"engine": "external", "engine_options": _engine_options(root, name, cli)},
-        "connectors": [name],
+        "name": engine,
+        "model": {"name": engine, "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
+        "deployment": {"engine": engine, "engine_options": options},
+        "connectors": [connector],
         "workload": {}
         if cli.trace is not None
         else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},

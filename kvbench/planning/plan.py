@@ -89,7 +89,8 @@ def _engines(plan: Plan) -> str:
     """How many engines each kind of deployment has: ``1P1D against 2 engines without P/D``."""
     deployment = plan.scenario.deployment
     if not deployment.engine_options.starts_processes:
-        return "as many as there are behind the URL"
+        simulated = deployment.engine_options.simulator.command
+        return f"as the simulator has: {simulated}" if simulated else "as many as there are behind the URL"
     measured = [each.instances for each in plan.deployments if not each.reference_only]
     whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())
     words = [f"{deployment.prefill}P{deployment.decode}D"] * any(m[0].role != "aggregated" for m in measured)

@@ -22,13 +22,15 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Site
+from kvbench.sweep.bench import Bench, Site
 from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, timing_of
 from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
+from kvbench.sweep.system.simulator_process import require_there
+from kvbench.sweep.system.site import SystemBench
 
 
 class SimulatedBench:
@@ -84,16 +86,31 @@ def _words(around: Surroundings, moves: bool) -> str:
 
 def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
     """The scenario of CLI options, if it can be simulated. Raises InputError if not."""
+    scenario, source = _resolved(cli)
+    if scenario.deployment.engine_options.simulator.command:
+        raise InputError(
+            "somebody else's system is asked for its rate alone: it has no splits, no links and no loads of "
+            "others to compare",
+            hint="leave --like, --splits, --gpus and --against out",
+        )
+    require_simulable(scenario)
+    return scenario, source
+
+
+def _resolved(cli: CliOptions) -> tuple[Scenario, bytes]:
     if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
-    scenario, source = resolve(cli)
+    return resolve(cli)
+
+
+def require_simulable(scenario: Scenario) -> None:
+    """Raises InputError for a scenario of which too little is known."""
     if not scenario.deployment.engine_options.starts_processes or not scenario.model.shape.known:
         raise InputError(
             f"the {scenario.deployment.engine} engine with a model of unknown shape cannot be simulated",
             hint="use a scenario with the emulated engine or vllm",
         )
     timing_of(scenario)
-    return scenario, source
 
 
 def command(cli: CliOptions, output: Path, console: Console, like: Path | None = None) -> int:
@@ -126,16 +143,24 @@ class _Ready:
     measured: RunFolder | None
 
     def sweep(self, watcher: Watcher) -> Sweep:
-        bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
+        bench: Bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
+        if self.scenario.deployment.engine_options.simulator.command:
+            bench = SystemBench(self.scenario, self.store, self.trace)
         return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
 def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
-    scenario, source = simulable(cli)
+    scenario, source = _resolved(cli) if like is None else simulable(cli)
+    simulator = scenario.deployment.engine_options.simulator
+    if simulator.command:
+        require_there(simulator)
+    else:
+        require_simulable(scenario)
     measured = None if like is None else measured_run(like)
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
     asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
-    store = create_store(output, scenario, source, plan, "simulate", asked)
+    # What a system carries from trial to trial is lost with its process, so nobody can go on with its run.
+    store = create_store(output, scenario, source, plan, "simulate", None if simulator.command else asked)
     return _Ready(scenario, plan, store, trace, fixed, measured)

@@ -38,6 +38,11 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 def command(cli: CliOptions, output: Path, console: Console) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code."""
     scenario, source = resolve(cli)
+    if scenario.deployment.engine_options.simulator.command:
+        raise InputError(
+            "the scenario's engine is a simulator's command, which answers on virtual time only",
+            hint="kvbench simulate takes the scenario, or --system COMMAND",
+        )
     plan = plan_of(scenario)
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
@@ -62,6 +67,8 @@ def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[
     from kvbench.report import report
 
     console.print(f"run folder: {store.path}", markup=False)
+    manifest = store.manifest
+    words = resume_words(manifest["kind"], store.path) if manifest.get("asked") is not None else ""
     try:
         with store, Display(console, cells) as display:
             results = sweep_of(display).run()
@@ -69,11 +76,11 @@ def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[
         # What ended the run is what is to be told, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console)
-        console.print(f"to go on with it: {resume_words(store.manifest['kind'], store.path)}", markup=False)
+        if words:
+            console.print(f"to go on with it: {words}", markup=False)
         raise
     report.command([store.path], console)
-    if any(result.status == "failed" for result in results):
-        words = resume_words(store.manifest["kind"], store.path)
+    if words and any(result.status == "failed" for result in results):
         console.print(f"to measure the failed cells once more: {words}", markup=False)
     return exit_code(results)
 

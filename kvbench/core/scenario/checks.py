@@ -12,6 +12,9 @@ from pydantic import ValidationError
 from kvbench.core.scenario.host_checks import host_problems
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 
+SHAPELESS: Final = ("external", "system")
+"""Engines that are there before kvbench, or that somebody simulates: nothing is computed from the shape."""
+
 
 @dataclass(frozen=True)
 class DataMistake:
@@ -54,7 +57,7 @@ def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
 def _shape(data: Mapping[str, Any]) -> list[DataMistake]:
     model = data.get("model")
     engine = _section(data, "deployment").get("engine", "emulated")
-    if engine == "external" or not isinstance(model, Mapping) or model.get("layers"):
+    if engine in SHAPELESS or not isinstance(model, Mapping) or model.get("layers"):
         return []
     if "preset" in model and "layers" not in model:
         return []  # the preset brings them
@@ -138,16 +141,17 @@ def _search(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 
 
 def _load(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    external = _section(data, "deployment").get("engine") == "external"
-    if external and _section(data, "load").get("mode") == "direct":
-        text = "load.mode direct needs P and D's own URLs, and of an external server only one is known"
+    engine = _section(data, "deployment").get("engine")
+    if engine in SHAPELESS and _section(data, "load").get("mode") == "direct":
+        text = f"load.mode direct needs P and D's own URLs, which the {engine} engine does not know"
         yield DataMistake(("load", "mode"), text)
 
 
 def _engines(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     deployment = _section(data, "deployment")
-    if deployment.get("engine") == "external" and deployment.get("aggregated") is not None:
-        text = "deployment.aggregated counts engines that kvbench starts, and an external server is there"
+    engine = deployment.get("engine")
+    if engine in SHAPELESS and deployment.get("aggregated") is not None:
+        text = f"deployment.aggregated counts engines that kvbench starts, and of {engine} it starts none"
         yield DataMistake(("deployment", "aggregated"), text, ("deployment", "engine"))
 
 

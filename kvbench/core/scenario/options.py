@@ -30,6 +30,15 @@ class RunningServer:
     """The environment variable with the API key that it wants; empty: none."""
 
 
+@dataclass(frozen=True)
+class Simulator:
+    """A command that answers for servers on virtual time (sweep/system)."""
+
+    command: str = ""
+    """Its words as in a shell; empty: there is none."""
+    answer_timeout_s: float = 600.0
+
+
 class EngineOptions(BaseModel):
     """Options of an engine in the scenario file; unknown keys are refused. Defaults: a real engine's."""
 
@@ -61,6 +70,11 @@ class EngineOptions(BaseModel):
     def server(self) -> RunningServer:
         """Where it answers, if ``starts_processes`` is false."""
         return RunningServer()
+
+    @property
+    def simulator(self) -> Simulator:
+        """Who answers in the place of servers, if nobody serves; then there is no ``server`` either."""
+        return Simulator()
 
     @property
     def served_from(self) -> str:

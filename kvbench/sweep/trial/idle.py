@@ -6,7 +6,6 @@ done. Where they tell none, a single request does: it is as fast again as before
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Finding
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import ServerError
+from kvbench.sweep.trial.trial_clock import TrialClock, WallClock
 
 DEADLINE_S: Final = 60.0
 DEADLINE_MOST_S: Final = 600.0
@@ -49,8 +49,10 @@ class Idleness:
         scenario: Scenario,
         deployment: ServedDeployment,
         patience_s: tuple[float, float] = (DEADLINE_S, DEADLINE_MOST_S),
+        clock: TrialClock | None = None,
     ) -> None:
-        """``patience_s``: for how long to wait at least, and at most."""
+        """``patience_s``: for how long to wait at least, and at most. ``clock``: by default the wall's."""
+        self._clock = clock or WallClock()
         self._scenario = scenario
         self._deployment = deployment
         self._patience_s = patience_s
@@ -74,19 +76,19 @@ class Idleness:
         """Waits until no instance tells of a request; at once where none tells anything. False if that took
         too long.
         """
-        return self._drained(time.monotonic() + deadline_s)
+        return self._drained(self._clock.now() + deadline_s)
 
     def wait(self, cell: Cell) -> Finding | None:
         """Waits until the system is idle; after ``deadline_s`` says what it found instead.
 
         Raises ProcessDiedError and what else ``check_alive`` raises.
         """
-        began = time.monotonic()
+        began = self._clock.now()
         deadline = began + self.deadline_s
         if not self._drained(deadline):
             left = self._deployment.under_way() or 0.0
             return _finding(
-                f"{left:g} requests are running or waiting there {time.monotonic() - began:.0f} s later",
+                f"{left:g} requests are running or waiting there {self._clock.now() - began:.0f} s later",
                 {"under_way": left},
             )
         if self._deployment.under_way() is not None:
@@ -96,9 +98,9 @@ class Idleness:
     def _drained(self, deadline: float) -> bool:
         while self._deployment.under_way():
             self._deployment.check_alive()
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 return False
-            time.sleep(POLL_S)
+            self._clock.sleep(POLL_S)
         return True
 
     def _wait_as_fast(self, cell: Cell, began: float, deadline: float) -> Finding | None:
@@ -118,10 +120,10 @@ class Idleness:
         while agreed < AGREE:
             took_s = self._ask(cell)
             agreed = agreed + 1 if took_s is not None and took_s <= SLOWER * usual_s + SLACK_S else 0
-            if not agreed and time.monotonic() > deadline:
+            if not agreed and self._clock.now() > deadline:
                 said = "failed" if took_s is None else f"took {took_s * 1e3:.0f} ms"
                 return _finding(
-                    f"a single request {said} {time.monotonic() - began:.0f} s later, where one takes "
+                    f"a single request {said} {self._clock.now() - began:.0f} s later, where one takes "
                     f"{usual_s * 1e3:.0f} ms on the idle system",
                     {"took_s": took_s, "usual_s": usual_s},
                 )
@@ -133,13 +135,13 @@ class Idleness:
         seed = trial_seed(self._scenario.seed, f"idle-{self._salt}", self._asked)
         shape = PromptShape(cell.input_len, self._scenario.model.vocab_size)
         (prompt,) = token_prompts(1, shape, seed).tolist()
-        began = time.monotonic()
+        began = self._clock.now()
         try:
             self._deployment.complete(prompt, 1)
         except ServerError:
-            time.sleep(POLL_S)
+            self._clock.sleep(POLL_S)
             return None
-        return time.monotonic() - began
+        return self._clock.now() - began
 
 
 def _finding(found: str, evidence: dict[str, Any]) -> Finding:

@@ -67,10 +67,18 @@ def judged(scenario: Scenario, trial: PlannedTrial, load: LoadResult, evidence: 
     return Judgement(verdict, reason, findings, told)
 
 
-def refused(scenario: Scenario, plan: TrialPlan, finding: Finding) -> Judgement:
-    """Of a trial in which nothing was offered, and why."""
+def void(
+    scenario: Scenario,
+    plan: TrialPlan,
+    finding: Finding,
+    store: RunStore,
+    engine: Mapping[str, Any] | None = None,
+) -> TrialRecord:
+    """Stores a trial in which nothing was offered, and why. ``engine``: as in ``ended_record``."""
     nothing = summarise([], judged_slo(plan.method, scenario.slo.main()), plan.rate, 0.0, None)
-    return Judgement("invalid", finding.message, [finding], nothing.to_json())
+    judgement = Judgement("invalid", finding.message, [finding], nothing.to_json())
+    record = ended_record(begun_record(scenario, plan, store), judgement, engine or {})
+    return stored(scenario, record, LoadResult([], "", 0.0), store)
 
 
 def begun_record(scenario: Scenario, plan: TrialPlan, store: RunStore) -> TrialRecord:

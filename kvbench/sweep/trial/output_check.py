@@ -6,13 +6,13 @@ compared on prompts that end inside a block and at its border; a cell whose outp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Outputs
+from kvbench.sweep.trial.trial_clock import TrialClock, WallClock
 
 PROMPTS_PER_LENGTH = 2
 OUTPUT_TOKENS = 16
@@ -43,14 +43,18 @@ def check_prompts(seed: int, input_len: int, vocab_size: int) -> list[list[int]]
 
 
 def greedy_outputs(
-    complete: Callable[[Sequence[int], int], str], prompts: Sequence[Sequence[int]], output_len: int
+    complete: Callable[[Sequence[int], int], str],
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    clock: TrialClock | None = None,
 ) -> Outputs:
-    """Ask for each prompt's greedy continuation, one after the other."""
+    """Ask for each prompt's greedy continuation, one after the other. ``clock``: by default the wall's."""
+    clock = clock or WallClock()
     texts, times = [], []
     for prompt in prompts:
-        began = time.monotonic()
+        began = clock.now()
         texts.append(complete(prompt, min(OUTPUT_TOKENS, output_len)))
-        times.append(time.monotonic() - began)
+        times.append(clock.now() - began)
     return Outputs(tuple(texts), sorted(times)[len(times) // 2])
 
 

@@ -25,8 +25,8 @@ from kvbench.sweep.trial.judging import (
     evidence_of,
     expected_reuse,
     judged,
-    refused,
     stored,
+    void,
 )
 from kvbench.sweep.trial.load_plan import LoadMode, PlannedTrial, TrialPlan, rate_of
 from kvbench.sweep.trial.load_progress import LoadResult, Progress
@@ -87,9 +87,7 @@ class TrialRunner:
         scenario, mode = self._scenario, self._mode(plan)
         backlog = self._idle.wait(plan.cell)
         if backlog is not None:
-            begun, judgement = begun_record(scenario, plan, self._store), refused(scenario, plan, backlog)
-            record = ended_record(begun, judgement, {"load_mode": mode})
-            return stored(scenario, record, LoadResult([], "", 0.0), self._store)
+            return void(scenario, plan, backlog, self._store, {"load_mode": mode})
         if plan.twin_of:
             self._deployment.reset_caches()
         before = self._reader.before()
@@ -157,7 +155,6 @@ class TrialRunner:
 
     def _load_spec(self, plan: TrialPlan, n: int) -> dict[str, Any]:
         scenario, slo = self._scenario, self._scenario.slo.main()
-        cancels = scenario.deployment.engine_options.cancels_cleanly
         endpoints, direct = self._deployment.endpoints, self._mode(plan) == "direct"
         return {
             "base_url": endpoints.base_url,
@@ -172,7 +169,7 @@ class TrialRunner:
             "output_len": plan.cell.output_len,
             "vocab_size": scenario.model.vocab_size,
             "timeout_s": scenario.workload.request_timeout_s,
-            "stop_grace_s": 0.0 if cancels else min(STOP_GRACE_S, scenario.workload.request_timeout_s),
+            "stop_grace_s": stop_grace_s(scenario),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
             # Only our own router knows that header.
@@ -210,6 +207,12 @@ class TrialRunner:
             **surroundings(scenario, connector, options),
             logged=[each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()],
         )
+
+
+def stop_grace_s(scenario: Scenario) -> float:
+    """For how long what is under way may go on when a trial is stopped."""
+    cancels = scenario.deployment.engine_options.cancels_cleanly
+    return 0.0 if cancels else min(STOP_GRACE_S, scenario.workload.request_timeout_s)
 
 
 def cancelled(load: LoadResult) -> int:

@@ -1,0 +1,74 @@
+"""Somebody else's simulator: a command that answers in the place of servers, on virtual time."""
+
+from __future__ import annotations
+
+import shlex
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvbench.connectors.base import Connector, ConnectorOptions
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import Simulator
+from kvbench.engines.base import Engine, EngineOptions, Instance
+from kvbench.errors import InputError, Problem
+
+_NO_SERVER = Problem(
+    "the system engine is a simulator's command, which answers on virtual time only",
+    "simulate it: kvbench simulate --system COMMAND",
+)
+
+
+class SystemOptions(EngineOptions):
+    """Who is asked, and for how long an answer is waited for."""
+
+    starts_processes = False
+    uses_gpus = False
+
+    command: str = Field(
+        ..., min_length=1, description="the simulator's command line: a program and its arguments; no shell"
+    )
+    answer_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="seconds of real time in which it must answer a trial"
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _usable(cls, command: str) -> str:
+        problem = ""
+        try:
+            if not shlex.split(command):
+                problem = "must name a program"
+        except ValueError as error:
+            problem = f"is no command line: {str(error).lower()}"
+        if "\0" in command:
+            problem = "must not have a null byte in it"
+        if problem:
+            raise PydanticCustomError("kvbench", "{text}", {"text": problem})
+        return command
+
+    @property
+    def simulator(self) -> Simulator:
+        return Simulator(self.command, self.answer_timeout_s)
+
+
+class SystemEngine(Engine):
+    """Serves nothing: only ``kvbench simulate`` asks it."""
+
+    name = "system"
+    options_model = SystemOptions
+
+    def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
+        return _NO_SERVER
+
+    def process(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> ProcessSpec:
+        raise InputError(_NO_SERVER.reason, hint=_NO_SERVER.fix)
+
+
+ENGINE = SystemEngine()

@@ -1,0 +1,168 @@
+"""The process of somebody else's simulator: a line of JSON a question, a line an answer, by a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.options import Simulator
+from kvbench.errors import InputError, KvbenchError, ProcessDiedError, ProcessHungError
+from kvbench.launchers.local import LocalLauncher, LocalProcess
+from kvbench.sweep.trial.loadgen_driver import cause_of
+
+NAME: Final = "system"
+MOST_BYTES: Final = 1 << 29
+"""A longer answer is none: a million requests with all their times take a tenth of that."""
+READ_BYTES: Final = 1 << 20
+END_S: Final = 2.0
+"""For so long it may end by itself once its stdin is closed."""
+GONE_S: Final = 2.0
+
+
+def require_there(simulator: Simulator) -> None:
+    """Raises InputError if a simulator's program is not there, before anything is begun for it."""
+    program = shlex.split(simulator.command)[0]
+    if shutil.which(program) is None:
+        raise InputError(
+            f"--system: there is no program {program!r} that can be run",
+            hint="give the command as in a shell, such as 'python3 my_sim.py'",
+        )
+
+
+class SimulatorProcess:
+    """Context manager: starts the command in a process group of its own, and ends the group.
+
+    Its stderr is ``system.log`` in the launcher's log folder.
+    """
+
+    def __init__(self, simulator: Simulator, launcher: LocalLauncher) -> None:
+        self._simulator = simulator
+        self._launcher = launcher
+        self._process: LocalProcess | None = None
+        self._read = bytearray()
+
+    def __enter__(self) -> SimulatorProcess:
+        words = tuple(shlex.split(self._simulator.command))
+        self._process = self._launcher.start(ProcessSpec(NAME, words, one_thread=False), piped=True)
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process, self._process = self._process, None
+        assert process is not None
+        try:
+            if kind is None:  # one that has failed is not asked to end in order
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+                _ended_within(process, END_S)
+        finally:
+            self._launcher.stop([process])
+
+    def ask(self, question: Mapping[str, Any]) -> bytes:
+        """The line that answers a question. Raises ProcessDiedError, ProcessHungError, KvbenchError."""
+        if self._read:
+            raise self.nonsense("a line that nobody asked for", bytes(self._read))
+        if not self._exchange(question, answered=True):
+            raise self._died()
+        line, _, rest = bytes(self._read).partition(b"\n")
+        if rest:
+            raise self.nonsense("more than the one line of its answer", rest)
+        self._read.clear()
+        return line
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Without an answer. One that has ended is found out when it is asked again. Raises as ``ask``."""
+        self._exchange(message, answered=False)
+
+    def nonsense(self, what: str, said: bytes) -> KvbenchError:
+        """The error for an answer that cannot be used: ``what`` it was, quoted."""
+        quoted = said[:200].decode("utf-8", "replace").strip()
+        more = "…" if len(said) > 200 else ""
+        log = "; ".join(self._running.tail(3))
+        return KvbenchError(
+            f"the system wrote {what}: {quoted!r}{more}" + (f"; its stderr ends: {log}" if log else ""),
+            hint="stdout is for one line of JSON a trial (docs/simulate.md), all else belongs on stderr, "
+            f"which is kept in {self._running.log_path}",
+        )
+
+    @property
+    def _running(self) -> LocalProcess:
+        assert self._process is not None
+        return self._process
+
+    def _exchange(self, message: Mapping[str, Any], *, answered: bool) -> bool:
+        """Writes a line, and reads one if it is answered; False if the process has closed its end."""
+        deadline = time.monotonic() + self._simulator.answer_timeout_s
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        writes, reads = self._running.stdin.fileno(), self._running.stdout.fileno()
+        whole = not answered
+        with selectors.DefaultSelector() as selector:
+            selector.register(writes, selectors.EVENT_WRITE)
+            selector.register(reads, selectors.EVENT_READ)
+            while left or not whole:
+                wait_s = deadline - time.monotonic()
+                if wait_s <= 0:
+                    raise self._hung()
+                for key, _ in selector.select(wait_s):
+                    try:
+                        if key.fd == writes:
+                            left = left[os.write(writes, left) :]
+                        else:
+                            data = os.read(reads, READ_BYTES)
+                            if not data:
+                                return False
+                            self._read += data
+                            whole = whole or b"\n" in data
+                    except BlockingIOError:
+                        continue
+                    except (BrokenPipeError, ConnectionResetError):
+                        return False
+                    if len(self._read) > MOST_BYTES:
+                        raise self.nonsense(f"more than {MOST_BYTES >> 20} MiB", bytes(self._read[:300]))
+                if not left and writes in selector.get_map():
+                    selector.unregister(writes)
+        return True
+
+    def _died(self) -> ProcessDiedError:
+        process = self._running
+        _ended_within(process, GONE_S)
+        cause, status = cause_of(process.tail()), process.poll()
+        how = f"ended early (status {status})" if status is not None else "closed its pipes"
+        return ProcessDiedError(
+            f"the system's command {how}{cause and f': {cause}'}",
+            hint=f"it is to answer until its stdin ends; its whole stderr is {process.log_path}",
+        )
+
+    def _hung(self) -> ProcessHungError:
+        process = self._running
+        said = cause_of(process.tail())
+        return ProcessHungError(
+            f"the system's command has not answered within {self._simulator.answer_timeout_s:g} s"
+            + (f"; its stderr ends: {said}" if said else ""),
+            hint="it must end each line with a line feed and flush its stdout; if it needs longer: "
+            "--set deployment.engine_options.answer_timeout_s=SECONDS",
+        )
+
+
+def _ended_within(process: LocalProcess, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

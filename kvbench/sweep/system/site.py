@@ -1,0 +1,221 @@
+"""``kvbench simulate --system``: the product's search on virtual time against somebody else's simulator.
+
+The simulator stands for a server without /metrics: what a sweep with ``--base-url`` learns by waiting and by
+single requests is learned here in the same way, but on a virtual clock that only requests and waits move.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.plan.plan import DeploymentPlan, trial_seed
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import ServerError
+from kvbench.launchers.local import LocalLauncher
+from kvbench.results.store import RunStore
+from kvbench.sweep.bench import Alone, Site
+from kvbench.sweep.deployed import scratch_prefix
+from kvbench.sweep.simulated_trial import IDLE_CLIENT
+from kvbench.sweep.system.answer_check import SystemAnswer, read_answer
+from kvbench.sweep.system.replay import Replay, Replayed, SystemLoad
+from kvbench.sweep.system.simulator_process import SimulatorProcess
+from kvbench.sweep.trial.idle import Idleness
+from kvbench.sweep.trial.judging import (
+    begun_record,
+    ended_record,
+    evidence_of,
+    expected_reuse,
+    judged,
+    stored,
+    void,
+)
+from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
+from kvbench.sweep.trial.trial import DRAIN_DEADLINE_S, cancelled, stop_grace_s
+
+
+class VirtualClock:
+    """Seconds since the system was started, as the requests that it is asked tell."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+class AskedSystem:
+    """A simulator and its clock. As a deployment it tells nothing of itself, and answers single requests."""
+
+    def __init__(self, scenario: Scenario, process: SimulatorProcess) -> None:
+        self.clock = VirtualClock()
+        self._scenario = scenario
+        self._process = process
+        self._singles = 0
+
+    def ask(self, load: SystemLoad, seed: int) -> SystemAnswer:
+        """What becomes of a load from now on, if all of it is sent. Raises KvbenchError."""
+        line = self._process.ask(
+            {
+                "type": "trial",
+                "seed": seed,
+                "starts_at_s": self.clock.now(),
+                "timeout_s": self._scenario.workload.request_timeout_s,
+                "arrivals_s": list(load.arrivals_s),
+                "input_len": list(load.input_len),
+                "output_len": list(load.output_len),
+            }
+        )
+        try:
+            return read_answer(line, load.arrivals_s)
+        except ValueError as error:
+            raise self._process.nonsense(f"an answer that cannot be used: {error}; the line", line) from error
+
+    def ended(self, replayed: Replayed) -> None:
+        """Tells what came of the load that was asked last; the clock stands at its end then."""
+        ended_at_s = replayed.load.duration_s
+        self._process.tell(
+            {
+                "type": "end",
+                "cut_at_s": replayed.cut_at_s,
+                "cancelled": replayed.dropped,
+                "ended_at_s": ended_at_s,
+            }
+        )
+        self.clock.sleep(ended_at_s)
+
+    def under_way(self) -> None:
+        """It has no gauges."""
+
+    def check_alive(self) -> None:
+        """Who is dead does not answer."""
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """A single request: a trial of one arrival. Without text. Raises ServerError if it fails."""
+        self._singles += 1
+        load = SystemLoad([0.0], [len(prompt)], [max_tokens])
+        answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._singles))
+        timeout_s = self._scenario.workload.request_timeout_s
+        replayed = Replay(load, answer, timeout_s, 0.0).run(lambda _: False)
+        self.ended(replayed)
+        (record,) = replayed.load.records
+        if not record.ok:
+            raise ServerError(
+                f"a single request failed: {record.error}, {record.error_detail}",
+                hint="the idle system must answer one within workload.request_timeout_s",
+            )
+        return ""
+
+
+class SystemSite:
+    """A system that answers, and its trials."""
+
+    has_direct = False
+
+    def __init__(
+        self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
+    ) -> None:
+        self._scenario = scenario
+        self._system = system
+        self._store = store
+        self._trace = trace
+        self._idle = Idleness(scenario, system, clock=system.clock)
+
+    @property
+    def trace_rate(self) -> float:
+        return rate_of(self._trace)
+
+    def prepare(self) -> None:
+        """It runs already."""
+
+    def close(self) -> None:
+        """The bench ends it."""
+
+    def alone(self, cell: Cell) -> Alone:
+        """By the requests that a server is asked for its greedy outputs. Raises KvbenchError."""
+        prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
+        clock = self._system.clock
+        return Alone(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
+
+    def outputs(self, input_len: int) -> None:
+        """There are none."""
+
+    def run(self, plan: TrialPlan) -> TrialRecord:
+        """Offers a load to the idle system, as a measured trial does; one that does not get idle is void."""
+        scenario, clock = self._scenario, self._system.clock
+        backlog = self._idle.wait(plan.cell)
+        columns = {"starts_at_s": clock.now()}
+        if backlog is not None:
+            return void(scenario, plan, backlog, self._store, columns)
+        begun = begun_record(scenario, plan, self._store)
+        trial = PlannedTrial.of(scenario, plan, self._trace)
+        load = self._offer(trial)
+        completed = sum(record.ok for record in load.records)
+        self._idle.left_behind(cancelled(load), completed / max(load.duration_s, 1e-3))
+        self._idle.drained(DRAIN_DEADLINE_S)
+        evidence = replace(evidence_of(scenario, trial, load), client=IDLE_CLIENT)
+        record = ended_record(
+            begun,
+            judged(scenario, trial, load, evidence),
+            {**columns, **expected_reuse(trial.offered, load)},
+            load.duration_s,
+        )
+        return stored(scenario, record, load, self._store)
+
+    def _offer(self, trial: PlannedTrial) -> LoadResult:
+        scenario, offered, cell = self._scenario, trial.offered, trial.plan.cell
+        requests = offered.requests
+        load = SystemLoad(
+            offered.offsets_s.tolist(),
+            [cell.input_len] * offered.n if requests is None else [each.input_len for each in requests],
+            [cell.output_len] * offered.n if requests is None else [each.output_len for each in requests],
+        )
+        answer = self._system.ask(load, trial.plan.seed(scenario.seed))
+        timeout_s = scenario.workload.request_timeout_s
+        replayed = Replay(load, answer, timeout_s, stop_grace_s(scenario)).run(trial.watch.progressed)
+        self._system.ended(replayed)
+        return replayed.load
+
+
+class SystemBench:
+    """Starts the scenario's simulator anew for each deployment. ``trace``: what trials replay, if any."""
+
+    alike = True
+
+    def __init__(self, scenario: Scenario, store: RunStore, trace: Sequence[TracedRequest] = ()) -> None:
+        self._scenario = scenario
+        self._store = store
+        self._trace = trace
+
+    def open(self) -> AbstractContextManager[Scenario]:
+        return nullcontext(self._scenario)
+
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        return False  # it has no outputs
+
+    def problem(self, planned: DeploymentPlan) -> None:
+        """Whether it runs, its start will tell."""
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        simulator = self._scenario.deployment.engine_options.simulator
+        told = dict(self._store.manifest.get("simulated_with") or {})
+        who = f"somebody else's simulator, the command: {simulator.command}"
+        self._store.update(simulated_with=told | {planned.label: who})
+        logs = self._store.logs / "-".join(filter(None, (planned.label, round_)))
+        with tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path)) as specs:
+            launcher = LocalLauncher(self._store.run_tag, logs, Path(specs))
+            with SimulatorProcess(simulator, launcher) as process:
+                yield SystemSite(
+                    self._scenario, AskedSystem(self._scenario, process), self._store, self._trace
+                )
