@@ -156,8 +156,8 @@ def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
     asked = run.manifest.get("asked")
     if asked is None:
         raise StoreError(
-            f"{run.path} cannot be gone on with: it is more than one sweep, or was begun by a kvbench "
-            "that could not do this yet",
+            f"{run.path} cannot be gone on with: it is more than one sweep, asks somebody else's simulator, "
+            "or was begun by a kvbench that could not do this yet",
             hint="begin anew",
         )
     text = json.dumps(_as_it_was(run))

@@ -96,7 +96,7 @@ class SimulatorProcess:
         log = "; ".join(self._running.tail(3))
         return KvbenchError(
             f"the system wrote {what}: {quoted!r}{more}" + (f"; its stderr ends: {log}" if log else ""),
-            hint="stdout is for one line of JSON a trial (docs/simulate.md), all else belongs on stderr, "
+            hint="stdout is for one line of JSON a trial (docs/simulate.md); all else belongs on stderr, "
             f"which is kept in {self._running.log_path}",
         )
 

@@ -142,4 +142,6 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
         told = done
         over = watch.progressed(Progress(t_s=t_s, sent=sent, done=done, settled=rows))
     assert watch.flooded_s == t_s
+    assert watch.progressed(Progress(t_s=t_s + 10.0, sent=sent, done=sent))
+    assert watch.flooded_s == t_s, "what ends in the grace is none of it"
     assert (sent - done) * service_s <= max(32.0, 24 * service_s), "and not 1,600 requests' work"

@@ -1,0 +1,326 @@
+"""``kvbench simulate --system``: the whole search against somebody else's simulator, a real child process."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvbench.errors import StoreError
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.results.run import RunFolder, load_run
+from kvbench.sweep.resume import reopen
+from kvbench.sweep.simulate import simulated
+from tests.support.commands import Running, kvbench, tagged_processes, the_run, wait_until
+from tests.support.simulators import ECHO, QUEUE, command, md1_rate
+
+pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).parents[3]
+LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attainment", "0.9")
+
+
+def asked(system: str, *sets: str, service_s: float = 0.1) -> CliOptions:
+    """A search for M/D/1's rate: 90 % of first tokens within three service times."""
+    return CliOptions(
+        system=system,
+        overrides=sets,
+        input_len="512",
+        output_len=1,
+        ttft_ms=3e3 * service_s,
+        attainment=0.9,
+    )
+
+
+def searched(tmp_path: Path, cli: CliOptions) -> RunFolder:
+    return load_run(simulated(cli, tmp_path / "results"))
+
+
+# -- the rate that it finds ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aborts", ["", "abort"])
+@pytest.mark.parametrize("service_s", [0.005, 0.02, 0.1])
+def test_the_rate_of_a_queue_is_found(tmp_path: Path, service_s: float, aborts: str) -> None:
+    """Over three seeds: within 10 % of the formula's, which the interval holds, but for one seed at most."""
+    truth = md1_rate(service_s, 3 * service_s, 0.9)
+    assert truth * service_s == pytest.approx(0.587, abs=1e-3)
+    system = command(tmp_path, QUEUE, service_s, *([aborts] if aborts else []))
+    held = 0
+    for seed in (1, 2, 3):
+        run = searched(tmp_path, asked(system, f"seed={seed}", service_s=service_s))
+        (cell,) = run.cells
+        assert cell.status == "done"
+        answer = cell.answer or {}
+        assert answer["max_request_rate"] == pytest.approx(truth, rel=0.1)
+        held += answer["lower"] <= truth <= answer["upper"]
+        assert run.labels == ["simulated"]
+        assert not [each for trial in run.all_trials for each in trial.findings if each.gate == "backlog"]
+    assert held >= 2
+
+
+def test_the_same_run_twice_has_the_same_trials(tmp_path: Path) -> None:
+    cli = asked(command(tmp_path, QUEUE, 0.1))
+
+    def trials(place: str) -> list[dict[str, Any]]:
+        path = simulated(cli, tmp_path / place)
+        rows = [json.loads(line) for line in (path / "trials.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key != "started_at"} for row in rows]
+
+    assert trials("one") == trials("two")
+
+
+# -- what is told, and when ---------------------------------------------------------------------------
+
+
+def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
+    log = tmp_path / "told.jsonl"
+    system = command(tmp_path, ECHO, 0.05, log)
+    run = searched(tmp_path, asked(system, "search.max_rate=40", "search.start_rate=20"))
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [each["type"] for each in told] == ["trial", "end"] * (len(told) // 2)
+    clock_s = 0.0
+    for trial, end in zip(told[::2], told[1::2], strict=True):
+        assert trial["starts_at_s"] == pytest.approx(clock_s)
+        assert len(trial["arrivals_s"]) == len(trial["input_len"]) == len(trial["output_len"])
+        assert trial["arrivals_s"] == sorted(trial["arrivals_s"])
+        assert 0 <= trial["seed"] < 2**63
+        assert end["cancelled"] == []
+        assert end["cut_at_s"] <= end["ended_at_s"]
+        clock_s += end["ended_at_s"]
+    singles = [trial for trial in told[::2] if len(trial["arrivals_s"]) == 1]
+    assert [trial["input_len"] for trial in singles[:4]] == [[512], [505], [512], [505]], "latency of one"
+    # Three show how fast the idle system is, two before each further trial that it is idle again.
+    assert len(singles) == 4 + 3 + 2 * (len(run.all_trials) - 1)
+    assert all(trial.engine["starts_at_s"] > 0 for trial in run.all_trials)
+    assert len({trial["seed"] for trial in told[::2]}) == len(told) // 2
+
+
+def test_a_stopped_trial_ends_after_the_grace(tmp_path: Path) -> None:
+    """Of a system that never answers more than its first requests."""
+    code = ECHO.replace("each + latency_s for", "each + (latency_s if each < 1 else 50) for")
+    log = tmp_path / "told.jsonl"
+    cli = asked(command(tmp_path, code, 0.05, log), "search.max_trials=1", "search.start_rate=20")
+    run = searched(tmp_path, cli)
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    sizes = [len(each["arrivals_s"]) for each in told[::2]]
+    load, end = told[2 * sizes.index(max(sizes))], told[2 * sizes.index(max(sizes)) + 1]
+    sent = [each for each in load["arrivals_s"] if each <= end["cut_at_s"]]
+    assert end["ended_at_s"] == pytest.approx(end["cut_at_s"] + 20.0)
+    assert end["cancelled"] == [place for place, each in enumerate(sent) if each >= 1]
+    records = run.request_records(run.all_trials[0].trial_id)
+    assert len(records) == len(sent)
+    assert {record.error for record in records if record.scheduled_s >= 1} == {"cancelled"}
+
+
+BLOCKED = """
+import json
+import sys
+
+free_s = float("-inf")
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["type"] == "trial":
+        at_s, many = told["starts_at_s"], len(told["arrivals_s"]) > 1
+        times = [max(each, free_s - at_s) + 0.05 for each in told["arrivals_s"]]
+        print(json.dumps({"first_token_s": times, "last_token_s": times}), flush=True)
+        if many:
+            free_s = at_s + times[-1] + float(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("blocked_s", "void"), [(20.0, False), (5000.0, True)])
+def test_no_trial_begins_on_a_backlog(tmp_path: Path, blocked_s: float, void: bool) -> None:
+    """After each trial the system does nothing for some time: it is waited for, or the next trial is void."""
+    cli = replace(asked(command(tmp_path, BLOCKED, blocked_s)), rates="4,5", method="fixed")
+    run = searched(tmp_path, cli)
+    first, second = run.all_trials
+    assert first.verdict != "invalid"
+    assert ([each.gate for each in second.findings] == ["backlog"]) is void
+    assert (second.verdict == "invalid") is void
+    assert second.engine["starts_at_s"] > first.engine["starts_at_s"] + first.duration_s + 15
+
+
+# -- the command line ---------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (line,) = re.findall(r"^kvbench (simulate --system .*)$", page, re.MULTILINE)
+    assert code.count("\n") <= 25
+    path = tmp_path / "my_sim.py"
+    path.write_text(code)
+    words = [
+        word.replace("python3 my_sim.py", shlex.join([sys.executable, str(path)]))
+        for word in shlex.split(line)
+    ]
+    done = kvbench(*words, "--output", str(tmp_path / "results"))
+    assert done.status == 0, done.text
+    assert "somebody else's simulator" in done.text
+    run = the_run(tmp_path / "results")
+    found = float((run.cells[0].answer or {})["max_request_rate"])
+    truth = md1_rate(0.1, 0.3, 0.9)
+    assert f"**{truth:.2f} req/s**" in page
+    assert found == pytest.approx(truth, rel=0.1)
+    table = (run.path / "tables" / "summary.csv").read_text().splitlines()[0].split(",")
+    assert {"max_request_rate", "lower", "upper", "search"} <= set(table)
+    report = (run.path / "report.md").read_text()
+    assert "somebody else's simulator" in report
+    assert "imulated" in report
+
+
+def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path: Path) -> None:
+    cli = replace(asked(command(tmp_path, QUEUE, 0.1)), rates="2", method="fixed")
+    first = simulated(cli, tmp_path / "first")
+    scenario = str(first / "scenario.yaml")
+    again = searched(tmp_path, CliOptions(scenario, rates="2"))
+    assert [trial.request_rate for trial in again.all_trials] == [2.0]
+    assert again.all_trials[0].summary == load_run(first).all_trials[0].summary
+    for words in (["sweep", scenario], ["bench", scenario, "--rate", "2"]):
+        done = kvbench(*words)
+        assert done.status == 2, done.text
+        assert "kvbench simulate" in done.err
+    planned = kvbench("plan", scenario)
+    assert planned.status == 0, planned.text
+    assert "simulator.py" in planned.out
+    with pytest.raises(StoreError, match="somebody else's simulator"):
+        reopen(first)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("xpyd", "--system", "true", *LOAD), "--system needs no scenario"),
+        (("--system", "true", "--input-len", "8"), "--system also needs --output-len, --ttft-ms"),
+        (("--system", "no-such-program x", *LOAD), "there is no program 'no-such-program'"),
+        (("--system", "'unclosed", *LOAD), "no closing quotation"),
+        (("--system", " ", *LOAD), "must name a program"),
+        (("--system", "true", "--gpus", "2", *LOAD), "no splits"),
+        (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = kvbench("simulate", *words, "--output", str(tmp_path / "results"))
+    assert done.status == 2, done.text
+    assert said in done.err.replace("\n", " ")
+    assert not (tmp_path / "results").exists()
+
+
+def test_load_options_are_for_an_ordinary_simulation_too() -> None:
+    done = kvbench("simulate", "--help")
+    assert "--system" in done.out
+    assert "--base-url" not in done.out
+    scenario, _ = resolve(CliOptions("quickstart", input_len="64", output_len=4, ttft_ms=123.0))
+    assert (scenario.workload.output_len, scenario.slo.ttft_ms) == (4, 123.0)
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------
+
+ANSWER = 'print(json.dumps({"first_token_s": AT, "last_token_s": AT}), flush=True)'
+WRONG = {
+    "no json": ('print("ready", flush=True)', "no JSON"),
+    "a list": ("print([], flush=True)", "no JSON object"),
+    "lengths": (ANSWER.replace("AT", "AT + AT"), "2 entries in first_token_s for 1 requests"),
+    "missing": ('print("{}", flush=True)', "no list first_token_s"),
+    "order": (ANSWER.replace('"last_token_s": AT', '"last_token_s": [0]'), "before its first token"),
+    "negative": (ANSWER.replace("AT", "[-1]"), "is negative"),
+    "nan": (ANSWER.replace("AT", '[float("nan")]'), "NaN"),
+    "infinite": ('print(\'{"first_token_s": [1e999], "last_token_s": [null]}\', flush=True)', "not finite"),
+    "words": (ANSWER.replace("AT", '["now"]'), "no time"),
+    "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "mean nothing"),
+    "an error of its own": (ANSWER.replace("}", ', "error": ["oops"]}'), "http_error"),
+    "two lines": (ANSWER + "; " + ANSWER, "nobody asked for|more than the one line"),
+    "dies": ('sys.exit("out of memory")', "ended early .status 1.: out of memory"),
+    "no such script": (None, "ended early"),
+    "hangs": ("import time; time.sleep(600)", "has not answered within 1 s"),
+    "never ends": ("(iter(lambda: print('x', end='', flush=True), 1)); import time; time.sleep(600)", "1 s"),
+    "closes": ("os.close(1); import time; time.sleep(600)", "closed its pipes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nonsense_is_told_and_the_folder_can_be_read(tmp_path: Path, name: str) -> None:
+    does, said = WRONG[name]
+    code = (
+        "import json, os, sys\nprint('about to begin', file=sys.stderr, flush=True)\nfor line in sys.stdin:\n"
+        "    told = json.loads(line)\n    if told['type'] == 'end': continue\n"
+        f"    AT = [each + 0.1 for each in told['arrivals_s']]\n    {does}\n"
+    )
+    system = command(tmp_path, code)
+    if does is None:
+        system = shlex.join([sys.executable, str(tmp_path / "no-such-script.py")])
+    run = searched(tmp_path, asked(system, "deployment.engine_options.answer_timeout_s=1"))
+    (cell,) = run.cells
+    assert cell.status == "failed"
+    assert re.search(said, cell.reason), cell.reason
+    assert "system.log" in cell.hint or "answer_timeout_s" in cell.hint
+    log = (run.path / "logs" / "aggregated" / "system.log").read_text()
+    assert ("about to begin" in log) is (does is not None)
+    assert tagged_processes(run) == []
+
+
+def test_a_request_that_never_ends_has_timed_out(tmp_path: Path) -> None:
+    """Of many; and half an answer, an error and an answer after the timeout."""
+    code = """
+import json
+import sys
+
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["type"] == "end":
+        continue
+    came = told["arrivals_s"]
+    first = [each + 0.1 for each in came]
+    last, error = [each + 0.2 for each in first], [None] * len(came)
+    if len(came) > 1:
+        first[0] = last[0] = last[1] = None
+        first[2], last[2], error[2] = None, None, "http_error"
+        last[3] = first[3] + 100
+    events = [[a, a, b] if a and b else None for a, b in zip(first, last)]
+    answer = {"first_token_s": first, "last_token_s": last, "error": error, "events_s": events}
+    print(json.dumps(answer), flush=True)
+"""
+    cli = replace(asked(command(tmp_path, code)), rates="2", method="fixed", output_len=3)
+    cli = replace(cli, overrides=("workload.request_timeout_s=5", "search.trial_s=10"))
+    run = searched(tmp_path, cli)
+    records = run.request_records(run.all_trials[0].trial_id)
+    assert [each.error for each in records[:5]] == ["no_answer", "timeout", "http_error", "timeout", ""]
+    assert [len(each.itl_s) for each in records[:5]] == [0, 0, 0, 1, 2]
+    assert records[4].itl_s == pytest.approx([0.0, 0.2])
+    assert (records[4].output_len, records[4].status, records[2].status) == (3, 200, 0)
+    assert {each.error for each in records[4:]} == {""}
+
+
+def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: Path) -> None:
+    """A simulator with a child of its own, in the middle of its answer."""
+    code = (
+        "import subprocess, sys, time\nsubprocess.Popen(['sleep', '600'])\nfor line in sys.stdin:\n"
+        "    print('asked', file=sys.stderr, flush=True)\n    time.sleep(600)\n"
+    )
+    system = command(tmp_path, code)
+    running = Running("simulate", "--system", system, *LOAD, "--output", str(tmp_path / "results"))
+    try:
+        running.wait_for("run folder")
+        run = the_run(tmp_path / "results")
+        log = run.path / "logs" / "aggregated" / "system.log"
+        wait_until(lambda: log.exists() and "asked" in log.read_text())
+        assert len(tagged_processes(run)) >= 2
+        running.signal(signal.SIGINT)
+        done = running.finish()
+    finally:
+        running.kill()
+    assert done.status == 130
+    assert "--resume" not in done.text
+    time.sleep(0.1)
+    assert tagged_processes(run) == []
+    assert load_run(run.path).manifest["status"] == "interrupted"
+    assert not psutil.pid_exists(running.pid)
