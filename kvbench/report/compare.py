@@ -14,10 +14,10 @@ from rich.console import Console
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.errors import InputError
+from kvbench.report.compared import load_tables
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_as_text, compared_runs
-from kvbench.report.tables.compared import load_tables
 from kvbench.report.tables.table import FORMATS, WRITERS, Table, as_json
 from kvbench.report.terminal import print_sections
 from kvbench.report.value import Block, Note, ReportSection

@@ -12,10 +12,10 @@ from kvbench.core.findings.findings import Statement
 from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.transfers.stats import Change
 from kvbench.errors import InputError, KvbenchError
+from kvbench.report.compared import change_table
 from kvbench.report.findings.ahead import RatePair, rate_pairs
 from kvbench.report.findings.load_rows import conclusions, default_axis, load_rows, searched_rows
 from kvbench.report.findings.transfers import changes_text
-from kvbench.report.tables.compared import change_table
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import WRITERS, Column, as_json, of_values
 from kvbench.report.tables.transfers import flat_row
