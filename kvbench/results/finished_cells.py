@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierSessions:
     """The trials of each cell and method in the order they were run; empty for a run that begins."""
 
     trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Past:
         )
 
 
-def past_of(run: RunFolder, own_method: Method, *, forced: bool = False) -> Past:
+def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False) -> EarlierSessions:
     """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
@@ -61,7 +61,7 @@ def past_of(run: RunFolder, own_method: Method, *, forced: bool = False) -> Past
     results: dict[Cell, list[CellResult]] = {}
     for result in [*run.cells, *run.other_cells]:
         results.setdefault(result.cell, []).append(result)
-    return Past(
+    return EarlierSessions(
         trials=trials,
         results={
             cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)

@@ -78,7 +78,7 @@ def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
     return claims
 
 
-def held_against(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
+def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
     """What of a claim the rows contradict, or a note that they bear it out; None where they do not tell."""
     mine = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
     checked = [*_values(claim, mine), *_relations(claim, mine)]
@@ -101,12 +101,12 @@ def held_against(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
 def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
     for connector, said in claim.values.items():
         for row in rows:
-            told = row.get(claim.figure)
-            if row.cell.connector == connector and told is not None:
-                good = abs(told - said) <= VALUE_TOLERANCE * abs(told)
+            value = row.get(claim.figure)
+            if row.cell.connector == connector and value is not None:
+                good = abs(value - said) <= VALUE_TOLERANCE * abs(value)
                 yield (
                     good,
-                    f"{claim.figure} of {connector} at {row.cell.input_len:,} is {figure_text(told)}, "
+                    f"{claim.figure} of {connector} at {row.cell.input_len:,} is {figure_text(value)}, "
                     f"not {figure_text(said)}",
                 )
 
@@ -114,19 +114,19 @@ def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]
 def _relations(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
     """An order, or equality, at each length where both sides have a row."""
     for length in dict.fromkeys(row.cell.input_len for row in rows):
-        told = {
+        by_connector = {
             row.cell.connector: value
             for row in rows
             if row.cell.input_len == length and (value := row.get(claim.figure))
         }
-        if claim.equal and len(told) > 1:
-            share = max(told.values()) / min(told.values()) - 1
+        if claim.equal and len(by_connector) > 1:
+            share = max(by_connector.values()) / min(by_connector.values()) - 1
             yield share <= EQUAL, f"at {length:,} they differ by {share:.1%}"
-        if not claim.ahead or claim.ahead not in told or claim.behind not in told:
+        if not claim.ahead or claim.ahead not in by_connector or claim.behind not in by_connector:
             continue
-        share = told[claim.ahead] / told[claim.behind] - 1
+        share = by_connector[claim.ahead] / by_connector[claim.behind] - 1
         if claim.figure.endswith("_ms"):  # the lower latency is ahead
-            share = told[claim.behind] / told[claim.ahead] - 1
+            share = by_connector[claim.behind] / by_connector[claim.ahead] - 1
         if claim.by is None:
             yield share > 0, f"at {length:,} {claim.ahead} is not ahead ({share:+.1%})"
         else:

@@ -102,9 +102,9 @@ class LoadRow:
     @property
     def e2el_s(self) -> float | None:
         """Mean end-to-end latency: as told, or else mean TTFT and TPOT put together."""
-        told, ttft, tpot = (self.get(f"mean_{latency}_ms") for latency in ("e2el", "ttft", "tpot"))
-        if told is not None:
-            return told / 1e3
+        e2el, ttft, tpot = (self.get(f"mean_{latency}_ms") for latency in ("e2el", "ttft", "tpot"))
+        if e2el is not None:
+            return e2el / 1e3
         return None if ttft is None or tpot is None else (ttft + tpot * (self.cell.output_len - 1)) / 1e3
 
     def place(self) -> str:

@@ -58,8 +58,8 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
         mistakes = [f"{path}:1: there is no request in it"]
     if mistakes:
         more = len(mistakes) - MOST_MISTAKES
-        told = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
-        raise InputError("\n".join(told), hint=_hint(kind))
+        lines = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
+        raise InputError("\n".join(lines), hint=_hint(kind))
     found.sort(key=lambda timed: timed[0])
     first, unit_s = found[0][0], _UNIT_S[kind]
     return [replace(request, offset_s=(time - first) * unit_s) for time, request in found]

@@ -73,8 +73,8 @@ def model_check(scenario: Scenario) -> Check:
     if folder.is_dir() and not (folder / "config.json").is_file():
         return Check("model", "missing", f"{model} holds no config.json", "give the folder of one model")
     weights = weight_bytes(folder)
-    told = f", {weights / GIB:.2f} GiB of weights" if weights else ", no weights found in it"
-    return Check("model", "ok", f"{model}{told}")
+    size = f", {weights / GIB:.2f} GiB of weights" if weights else ", no weights found in it"
+    return Check("model", "ok", f"{model}{size}")
 
 
 def weight_bytes(folder: Path) -> int:

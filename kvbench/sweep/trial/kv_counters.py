@@ -184,15 +184,15 @@ def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
         match = _LINE.search(line)
         if match is None:
             continue
-        told = {name.strip(): float(value) for name, value in _PAIR.findall(match[1])}
-        count = told.get("Num successful transfers", 0.0)
+        pairs = {name.strip(): float(value) for name, value in _PAIR.findall(match[1])}
+        count = pairs.get("Num successful transfers", 0.0)
         seen = True
         sums["transfers"] += count
-        sums["seconds"] += count * told.get("Avg xfer time (ms)", 0.0) / 1e3
-        sums["nbytes"] += count * told.get("Avg MB per transfer", 0.0) * 2**20
-        sums["descriptors"] += count * told.get("Avg number of descriptors", 0.0)
-        sums["failures"] += told.get("Num failed transfers", 0.0) + told.get("Num failed recvs", 0.0)
-        sums["expired"] += told.get("Num KV expired reqs", 0.0)
+        sums["seconds"] += count * pairs.get("Avg xfer time (ms)", 0.0) / 1e3
+        sums["nbytes"] += count * pairs.get("Avg MB per transfer", 0.0) * 2**20
+        sums["descriptors"] += count * pairs.get("Avg number of descriptors", 0.0)
+        sums["failures"] += pairs.get("Num failed transfers", 0.0) + pairs.get("Num failed recvs", 0.0)
+        sums["expired"] += pairs.get("Num KV expired reqs", 0.0)
     if not seen:
         return RoleKv()
     return replace(RoleKv(LOG_SOURCE, whole=whole), **sums)
@@ -209,9 +209,9 @@ class KvLogs:
     def poll(self) -> int:
         """Read on; the number of such lines since the last ``take``."""
         for name, reader in self._readers.items():
-            told = [line for line in reader.drain() if _LINE.search(line)]
-            if told:
-                self._lines.setdefault(name.split("-")[0], []).extend(told)
+            found = [line for line in reader.drain() if _LINE.search(line)]
+            if found:
+                self._lines.setdefault(name.split("-")[0], []).extend(found)
         return sum(map(len, self._lines.values()))
 
     def take(self, *, whole: bool = True) -> dict[str, RoleKv]:

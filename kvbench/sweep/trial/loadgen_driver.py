@@ -162,12 +162,12 @@ class LoadGenerator:
                         self._spare.prepare()
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
-                told = [each.progress for each in self._workers]
-                if on_progress(joined_progress(told, worker.progress.settled)) and not stopping:
+                latest = [each.progress for each in self._workers]
+                if on_progress(joined_progress(latest, worker.progress.settled)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
-                    self._tell_all("stop")
+                    self._say_to_all("stop")
             elif kind == "end":
                 worker.end = event
                 if all(each.end is not None for each in self._workers):
@@ -221,7 +221,7 @@ class LoadGenerator:
     def _go(self) -> None:
         """Several start at one moment, which is told to each on the clock of its host."""
         if self._count == 1:
-            self._tell_all("go")
+            self._say_to_all("go")
             return
         ahead_s = {worker.far.host: worker.far.clock_ahead_s for worker in self._workers}
         for worker in self._workers:
@@ -230,7 +230,7 @@ class LoadGenerator:
         for worker in self._workers:
             _say(worker.process, f"go {began + worker.ahead_s:.6f}")
 
-    def _tell_all(self, words: str) -> None:
+    def _say_to_all(self, words: str) -> None:
         for worker in self._workers:
             _say(worker.process, words)
 
@@ -295,12 +295,12 @@ class _Worker:
 
     def client(self) -> dict[str, Any]:
         """Its figures of itself, its start on our clock."""
-        told = dict((self.end or {}).get("client", {}))
-        if told.get("started_monotonic_s") is not None:
-            told["started_monotonic_s"] -= self.ahead_s
+        figures = dict((self.end or {}).get("client", {}))
+        if figures.get("started_monotonic_s") is not None:
+            figures["started_monotonic_s"] -= self.ahead_s
         if self.far.host:
-            told |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
-        return told
+            figures |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
+        return figures
 
     def lines(self, data: bytes) -> list[bytes]:
         """The whole lines that these bytes complete."""
@@ -325,9 +325,9 @@ def ended_early(process: Process) -> ProcessDiedError:
 
 def cause_of(lines: Sequence[str]) -> str:
     """What a log's last lines come to in one line: the error that a traceback ends with, or the last."""
-    told = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in told if _ERROR.match(line)]
-    return (errors or told or [""])[-1][:CAUSE_CHARS]
+    stripped = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in stripped if _ERROR.match(line)]
+    return (errors or stripped or [""])[-1][:CAUSE_CHARS]
 
 
 def _say(process: Process, words: str) -> None:

@@ -92,13 +92,13 @@ class MetricsReader:
 
     def _reads_logs(self, pages: Reading) -> bool:
         """Whether KV moves and no engine tells of it in its metrics."""
-        told = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
-        return self._deployment.connector.disaggregated and not any(told)
+        sources = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
+        return self._deployment.connector.disaggregated and not any(sources)
 
     def _logged_kv(self, pages: Reading) -> dict[str, RoleKv]:
         """What engines without KV metrics log of their transfers since the last call.
 
-        Their lines come at intervals. If they come often, one interval is waited for, so that a trial's
+        Their lines come at seconds. If they come often, one interval is waited for, so that a trial's
         transfers are all counted and no others; if not, only means of a transfer are taken from them.
         """
         if not self._reads_logs(pages):
@@ -113,9 +113,9 @@ class MetricsReader:
         return self._kv_logs.take(whole=whole)
 
     def _log_interval_s(self) -> float:
-        told = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
+        said = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
         try:
-            return float(next(filter(None, told), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
+            return float(next(filter(None, said), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
         except ValueError:
             return DEFAULT_LOG_INTERVAL_S
 
