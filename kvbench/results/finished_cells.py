@@ -1,4 +1,4 @@
-"""What a run folder already holds, as a sweep that goes on needs it: finished cells, trials, true outputs."""
+"""What a run folder already has, as a sweep that goes on needs it: finished cells, trials, true outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EarlierSessions:
 
 
 def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False) -> EarlierSessions:
-    """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
+    """What a folder has. ``own_method``: the method whose result comes last of a cell's, if it is done."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
         trials.setdefault((record.cell, record.method), []).append(record)
@@ -74,7 +74,7 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
 
 
 def _had_failures(run: RunFolder) -> bool:
-    """Whether any line of cells.jsonl tells of a failure, even if a later line replaces it."""
+    """Whether any line of cells.jsonl reports a failure, even if a later line replaces it."""
     with suppress(OSError):
         return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None
     return False

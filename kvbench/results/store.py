@@ -225,7 +225,7 @@ class RunStore:
         return dict(read_object(self.path / "plan.json", []).get("processes") or {})
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Replaces environment.json, when the other hosts of a run have told of themselves."""
+        """Replaces environment.json, when the other hosts of a run have reported theirs."""
         with said_clearly(self.path):
             write_json(self.path / "environment.json", environment)
 

@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and past it in turns."""
+    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and direct in turns."""
 
     rate: float
     both_modes: bool = False

@@ -17,7 +17,7 @@ class Knowledge:
     reference: dict[int, Outputs]
     rates: dict[Cell, float]
     earlier: EarlierSessions = field(default_factory=EarlierSessions)
-    """What the run folder held when this process took it over."""
+    """What the run folder had when this process took it over."""
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """A rate to start from: the same length on a connector of the same kind, or other lengths."""

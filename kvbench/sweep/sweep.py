@@ -66,7 +66,7 @@ def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[
         with store, Display(console, cells) as display:
             results = sweep_of(display).run()
     except BaseException:
-        # What ended the run is what is to be told, not that its report cannot be written either.
+        # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console)
         console.print(f"to go on with it: {resume_words(store.manifest['kind'], store.path)}", markup=False)

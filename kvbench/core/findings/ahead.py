@@ -1,9 +1,9 @@
-"""Who is ahead in rows of figures, where, and by how much, or why that cannot be told from them.
+"""Who is ahead in rows of figures, where, and by how much, or why that cannot be concluded from them.
 
 Two ways lead to an interval for the ratio of two figures. Where a setting was run several times, Welch's
-interval of the mean logarithms: it tells of repeated runs. Where single requests are known of one run each,
+interval of the mean logarithms: it is of repeated runs. Where single requests are known of one run each,
 the standard errors of the two figures: that interval is of these two runs, and says nothing of how a
-repeated run would differ. Without either nothing can be told. All figures of a pair hold together with 95
+repeated run would differ. Without either nothing is concluded. All figures of a pair hold together with 95
 %: the level is split over them (Bonferroni).
 """
 
@@ -73,7 +73,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two levels of one axis in one place: what can be told of them, and why not more.
+    """Two levels of one axis in one place: what can be concluded of them, and why not more.
 
     ``scope``: "runs" where setting were repeated, "requests" where the intervals are of one run each, ""
     without any.
@@ -92,7 +92,7 @@ class Pair:
 
     @property
     def significant(self) -> tuple[Ratio, ...]:
-        """The figures in which one side is ahead; none while something stands against telling it."""
+        """The figures in which one side is ahead; none while something stands against saying it."""
         return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.significant)
 
     def text(self) -> str:
@@ -109,7 +109,7 @@ class Pair:
         return f"{'; '.join(sides)} (intervals {of})"
 
     def reason(self) -> str:
-        """Why nothing is told."""
+        """Why nothing is concluded."""
         return "; ".join(self.why_not) or "every interval allows that they are equal"
 
     def undecided(self, places: Sequence[str], alike: Sequence[Pair]) -> str:

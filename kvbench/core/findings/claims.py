@@ -1,4 +1,4 @@
-"""Conclusions that somebody wrote beside his tables, held against the rows.
+"""Conclusions that somebody wrote beside his tables, checked against the rows.
 
 A claim is data, as an import describes it under ``claims``: what is said (``text``, on which ``line``), of
 which figure (``metric``), and the relation or the values::
@@ -46,7 +46,7 @@ class Claim:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Claim:
-        """From a claim's JSON. Raises ValueError where it says nothing that can be held against rows."""
+        """From a claim's JSON. Raises ValueError where it says nothing that can be checked against rows."""
         try:
             span = data.get("by_percent")
             claim = cls(
@@ -68,7 +68,7 @@ class Claim:
 
 
 def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
-    """Those of the given claims that say something that rows can tell; words alone are left out."""
+    """Those of the given claims that rows can bear out or contradict; words alone are left out."""
     claims = []
     for data in given:
         try:
@@ -79,7 +79,7 @@ def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
 
 
 def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
-    """What of a claim the rows contradict, or a note that they bear it out; None where they do not tell."""
+    """What of a claim the rows contradict, or a note that they bear it out; None where they show neither."""
     mine = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
     checked = [*_values(claim, mine), *_relations(claim, mine)]
     wrong = [text for good, text in checked if not good]

@@ -1,5 +1,5 @@
 """The conclusions of a table, made from its rows by rule: what is suspicious, what of written conclusions
-does not hold, who is ahead and by how much, and what cannot be told.
+does not hold, who is ahead and by how much, and what cannot be concluded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Statement:
 
 def conclude(rows: Sequence[LoadRow], claims: Sequence[Claim] = (), by: str = "connector") -> list[Statement]:
     """Everything that the rules say of rows: suspicious first, then claims, who is ahead, what cannot be
-    told.
+    concluded.
     """
     compared = pairs(rows, by)
     return [

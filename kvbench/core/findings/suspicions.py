@@ -229,7 +229,7 @@ def _wrong_rates(row: LoadRow) -> list[str]:
         if not seconds or not reported or count is None:
             continue
         computed = count / seconds
-        # A told value is rounded to two digits behind the point.
+        # A reported value is rounded to two digits behind the point.
         if abs(reported - computed) > TOLERANCE * computed + 0.006:
             wrong.append(
                 f"{name} {figure_text(reported)}, but {figure_text(count)} in {figure_text(seconds)} s"

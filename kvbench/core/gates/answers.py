@@ -1,4 +1,4 @@
-"""Gates on what answers themselves tell, of any server: to this prompt, token by token, and by a model?
+"""Gates on what answers themselves show, of any server: to this prompt, token by token, and by a model?
 
 They need nothing but the streams, so that they hold for servers of which kvbench knows nothing else.
 """

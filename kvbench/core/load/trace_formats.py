@@ -1,6 +1,6 @@
 """Trace files: arrivals, lengths and, of Mooncake's traces, which blocks of their prompts requests share.
 
-Formats (a file's text → ``TracedRequest`` values, all mistakes told with their lines):
+Formats (a file's text → ``TracedRequest`` values, all mistakes reported with their lines):
 
 - ``mooncake``: a JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
   ``hash_ids``: one id for each 512 tokens of the prompt, the last block may be partial. Equal ids stand for

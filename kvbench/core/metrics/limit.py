@@ -1,7 +1,7 @@
 """Which limit binds: what the requests that missed the SLO were waiting for. Pure.
 
 The question is put to one trial above the answer. Its evidence is the requests' own times (client and
-router), and what the engines tell of their use (busy time, slots, KV pool), of a simulated trial as of a
+router), and what the engines report of their use (busy time, slots, KV pool), of a simulated trial as of a
 measured one. The rule:
 
 1. Are more misses over TPOT than over TTFT? Then it is **tpot**: the decode step (and in an aggregated
@@ -11,7 +11,7 @@ measured one. The rule:
    to D's first byte). What came after prefill was spent in the transfer as far as the transfers' own times
    go, and otherwise waiting for a place on D: the slots, or the KV pool.
 3. The largest part names the limit, with two exceptions. P that idles while its KV pool is full of prompts
-   that nobody has fetched is held up by what comes after it. And where hardly anything is waiting, the
+   that nobody has fetched is blocked by what comes after it. And where hardly anything is waiting, the
    work itself takes too long: prefill or transfer of one request alone.
 
 Where a part is not known (no router times, no gauges) the answer says "undetermined" rather than guess.
@@ -58,7 +58,7 @@ FULL_SHARE: Final = 0.25
 """Slots, or a KV pool, count as full if they were so in this share of the trial: its ramp and drain and the
 time before the queue had built up are part of it."""
 IDLE_SHARE: Final = 0.85
-"""Engines busy for less than this share of a trial with a queue are held up by something else."""
+"""Engines busy for less than this share of a trial with a queue are blocked by something else."""
 FEW: Final = 3
 WAITING_SHARE: Final = 0.3
 """Below this share of the TTFT waiting explains nothing: the work itself is too long."""

@@ -7,8 +7,8 @@ each part is:
 - ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
   P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.
 - ``prefill_queue``, ``prefill``: P's ``request_queue_time_seconds`` and ``request_prefill_time_seconds``.
-- ``kv_transfer``: the mean time of a transfer as the engine tells it, for ranks in parallel that of one.
-- ``first_decode_step``: no engine tells it; taken as the mean gap between two tokens on D in this trial.
+- ``kv_transfer``: the mean time of a transfer as the engine reports it, for ranks in parallel that of one.
+- ``first_decode_step``: no engine reports it; taken as the mean gap between two tokens on D in this trial.
 - ``decode_queue``: what is left of D's queue and prefill time, which together go from D's front end to its
   first token and so hold the transfer, wherever an engine draws the line between the two.
 - ``hand_off``: all else between P's last compute and D's engine having the request: the front ends of P and
@@ -17,7 +17,7 @@ each part is:
 The parts add up to the TTFT. Three cases leave parts unknown (None), and their time in another one:
 with concurrent dispatch D waits while P computes, so that D's own queue cannot be told from the hand-off:
 ``decode_queue`` is None and within ``hand_off``. Without a router's times ``router`` is None and within
-``hand_off``. Where the engine tells no transfer times ``kv_transfer`` is None and within ``decode_queue``
+``hand_off``. Where the engine reports no transfer times ``kv_transfer`` is None and within ``decode_queue``
 (sequential) or ``hand_off`` (concurrent).
 
 The engines' histograms count requests that failed or were cancelled, too, which TTFT and the router's times

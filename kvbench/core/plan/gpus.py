@@ -20,7 +20,7 @@ class GpuNeed:
 
 @dataclass(frozen=True)
 class GpuPool:
-    """The GPUs of a host, by number or UUID. ``told``: who says that there are these and no more."""
+    """The GPUs of a host, by number or UUID. ``source``: who says that there are these and no more."""
 
     devices: tuple[str, ...]
     source: str = "this host has"

@@ -1,4 +1,4 @@
-"""How one criterion stands after so many requests: kept, broken, or not to be told yet."""
+"""How one criterion stands after so many requests: kept, broken, or undecided yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Verdict = Literal["met", "missed", "undecided"]
 
 MET_REQUESTS: Final = 40
 PENDING: Final = 0.02
-"""With a larger share pending, a margin's quantile cannot be told."""
+"""With a larger share pending, a margin's quantile is not known."""
 MAX_SCORE: Final = 20.0
 LATE: Final = 1e3
 """A margin above it is merely very late: inf (failed, never came) would spoil the sections' arithmetic."""

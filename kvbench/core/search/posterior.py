@@ -1,6 +1,6 @@
 """The posterior of a highest rate, from a few noisy trials around it.
 
-Three things that a trial tells, each believed no further than it goes:
+Three things that a trial shows, each believed no further than it goes:
 
 - **Shares.** How many requests broke the SLO, of how many, worth how many independent ones. Near the root the
   logarithm of the share of misses is linear in the rate (the waiting time of a queue has an exponential tail
@@ -9,7 +9,7 @@ Three things that a trial tells, each believed no further than it goes:
   effective number of requests keeps what a quantile loses: late requests come in clumps, so that most short
   trials look better than the truth, and few look far worse.
 - **Scores** (``TrialFigures.score``): 1 / margin − 1 is nearly linear in the rate over a wide range. That of
-  a percentile is too biased for the answer (a short trial's is nearly always too good), but it tells where to
+  a percentile is too biased for the answer (a short trial's is nearly always too good), but it shows where to
   go while all shares are still 0 or 1. That of a mean is used with its own error.
 - **Capacity**: what the system passed on while its queue was never empty. No rate above it is sustained, and
   with a queue the score's line ends there, at −1.
@@ -96,7 +96,7 @@ class RateEstimate:
 def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
     """What one trial says of the rate looked for; None if nothing.
 
-    ``attainment``: the share asked for, where the trial tells none (as verdicts without figures do).
+    ``attainment``: the share asked for, where the trial has none (as verdicts without figures do).
     """
     measured, rate = outcome.measured, outcome.rate
     if outcome.verdict == "invalid":
@@ -154,7 +154,7 @@ def _posterior(points: Sequence[RatePoint], roots: FloatArray) -> FloatArray:
     shares = np.zeros((len(roots), len(STEEPNESS)))
     scores = np.zeros((len(roots), len(SLOPES)))
     information = np.zeros_like(shares)
-    # A calm trial shows small clumps just because it was calm, so all trials share one figure.
+    # A trial that had no bursts by chance shows small clumps, so all trials share one figure.
     known = sum(point.n for point in points)
     clump = (sum(point.n * point.clump**2 for point in points) / known) ** 0.5 if known else 1.0
     for point in points:

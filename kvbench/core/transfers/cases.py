@@ -26,7 +26,7 @@ LAB_SIZES: Final = ((64 * KIB, 32), (MIB, 16))
 LAB_SECONDS: Final = 1.0
 
 BASELINES: Final = ("null", "memcpy", "shm", "tcp")
-"""Measured first: the tool's own cost, and the limits that the others are held against."""
+"""Measured first: the tool's own cost, and the limits that the others are compared with."""
 DEFAULT_SECONDS: Final = 0.5
 FULL_SECONDS: Final = 1.0
 LEAST_CALLS: Final = 20
@@ -51,7 +51,7 @@ _FILL_BYTES_PER_S: Final = 0.5e9
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """A transfer backend as the matrix sees it."""
+    """What a transfer backend can do, as far as the matrix asks."""
 
     name: str
     protocols: tuple[str, ...] = ("tcp",)
@@ -178,7 +178,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
             raise InputError(
                 f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(sorted(known))}"
             )
-    # What is optional and cannot run here anyway is told, so that nobody looks for it in vain.
+    # What is optional and cannot run here anyway is reported, so that nobody looks for it in vain.
     names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
     first = [name for name in BASELINES if name in names]
     return [known[name] for name in dict.fromkeys([*first, *names])]
@@ -203,11 +203,11 @@ def _of_backend(
 
 def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
     """(protocol, why not, whether something is absent)."""
-    # What passes no NIC is a yardstick and keeps its own way, whichever protocol the others are asked for.
+    # What passes no NIC is a baseline and keeps its own way, whichever protocol the others are asked for.
     asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
     if not asked:
         names = backend.protocols if axes.all_protocols else (backend.usual(),)
-        # Told even where it is not asked for: whoever reads the table shall know what this machine hides.
+        # Reported even where it is not asked for: whoever reads the table shall know what this machine hides.
         names += ("rdma",) if "rdma" in backend.lacking and "rdma" not in names else ()
     else:
         names = asked

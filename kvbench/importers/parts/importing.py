@@ -109,7 +109,7 @@ def read(path: Path, name: str | None = None) -> ImportedFile:
 
 
 def _unended(path: Path, reading: Imported) -> list[LeftOut]:
-    """A row on a last line that has no end: nothing tells whether its last figure is whole."""
+    """A row on a last line that has no end: nothing shows whether its last figure is whole."""
     if path.is_dir() or path.suffix == ".json" or read_text(path).endswith("\n"):
         return []
     last = len(read_lines(path))
@@ -242,7 +242,7 @@ def _renamed(row: ImportedRow, file: str) -> ImportedRow:
     return row
 
 
-# --- telling ---------------------------------------------------------------------------------------
+# --- printing --------------------------------------------------------------------------------------
 
 
 def _print(

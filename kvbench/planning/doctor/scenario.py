@@ -78,7 +78,7 @@ def model_check(scenario: Scenario) -> Check:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a model's weights on disk; 0 if they cannot be told."""
+    """Bytes of a model's weights on disk; 0 if they are not known."""
     if folder.is_file():
         return folder.stat().st_size
     try:
@@ -246,7 +246,7 @@ def vllm_command(scenario: Scenario) -> Path | None:
 
 
 def command_of(name: str, overrides: Sequence[str]) -> Path | None:
-    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` tells."""
+    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` reports."""
     try:
         return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:

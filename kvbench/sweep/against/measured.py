@@ -154,7 +154,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
             )
             results = sweep.run()
     except BaseException:
-        # What ended the run is what is to be told, not that its report cannot be written either.
+        # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.write_report(store.path)
         raise

@@ -1,4 +1,4 @@
-"""The exact server as a yardstick: starts one, and tells a client's errors from the server's own lateness.
+"""The exact server as a reference: starts one, and parts a client's errors from the server's own lateness.
 
 A first token's true time is what the server's log says: from the kernel's stamp of the request's arrival to
 the moment before the first token's ``write``. A client that sends late, or looks late at what has come,

@@ -36,7 +36,7 @@ def least_disturbed(
 ) -> LeastDisturbed[Found]:
     """The first pass that nothing disturbed; of ``TRIES`` disturbed ones the one that was least.
 
-    ``measure`` is told a name of its own for each pass, ``say`` why there is another.
+    ``measure`` gets a name of its own for each pass, ``say`` why there is another.
     """
     passes: list[tuple[Found, HostFigures]] = []
     while len(passes) < TRIES:

@@ -101,7 +101,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
 
 
 def _restarts(pages: Pages) -> float | None:
-    """Instances whose process started between the readings, by the time that Prometheus clients tell."""
+    """Instances whose process started between the readings, by the time that Prometheus clients report."""
     starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
     known = [before != after for before, after in starts if None not in (before, after)]
     return float(sum(known)) if known else None
@@ -151,7 +151,7 @@ def router_figures(before: Reading, after: Reading) -> RouterFigures:
 
 
 def _by_source(pages: Pages, prompt_tokens: float | None, prefix_hits: float | None) -> dict[str, float]:
-    """Prompt tokens by source. Versions before that metric tell them in the external cache's counters,
+    """Prompt tokens by source. Versions before that metric report them in the external cache's counters,
     which count a request again each time it is looked at in the queue: so they are bounded by the prompts.
     """
     counts = {
@@ -174,7 +174,7 @@ def engine_summary(
     load: LoadResult,
     logged: Mapping[str, RoleKv] | None = None,
 ) -> dict[str, Any]:
-    """The engine columns of the result table; None where the servers do not tell."""
+    """The engine columns of the result table; None where the servers do not report them."""
     roles = pages_by_role(before, after)
     kv = {role: role_kv(pages) for role, pages in roles.items()}
     if not any(each.source for each in kv.values()):
@@ -262,7 +262,7 @@ def _from(begin_s: float | None, end_s: float | None) -> float:
 
 
 def transport_of(pages: Reading) -> str:
-    """The transport that the engines say really ran; empty if none of them tells.
+    """The transport that the engines say really ran; empty if none of them does.
 
     The passive side of a transfer knows only what was configured; the active side's word counts.
     """

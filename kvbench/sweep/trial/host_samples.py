@@ -52,7 +52,7 @@ class Observer:
             self.host = host_figures(self._before, read_host())
         elif error is None:
             self._take(self._ended())
-        else:  # which is what has to be told, not what may come of it here
+        else:  # which is what has to be reported, not what may come of it here
             with contextlib.suppress(KvbenchError):
                 self._ended()
 
@@ -78,7 +78,7 @@ class Observer:
 
 
 def figures_of(figures: Mapping[str, Any]) -> HostFigures:
-    """A host's figures as its agent told them."""
+    """A host's figures as its agent reported them."""
     nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
     return HostFigures(**{**figures, "gpu_slowdowns": tuple(figures["gpu_slowdowns"]), "nics": nics})
 

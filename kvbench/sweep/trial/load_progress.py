@@ -1,4 +1,4 @@
-"""What a load generator tells of a load: its progress while it runs, and the whole at its end."""
+"""What a load generator reports of a load: its progress while it runs, and the whole at its end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LoadResult:
 
 
 def joined_progress(latest: Sequence[Progress], settled: tuple[Settled, ...]) -> Progress:
-    """The workers' counts together, as each last told them; ``settled`` is what one has just told."""
+    """The workers' counts together, as each last reported them; ``settled`` is what one has just reported."""
     return Progress(
         t_s=max(each.t_s for each in latest),
         sent=sum(each.sent for each in latest),

@@ -34,7 +34,7 @@ PREPARE_DEADLINE_S = 60.0
 """Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
 STOP_DEADLINE_S = 10.0
 SILENT_S = 10.0
-"""A generator tells its progress several times a second: one that has said nothing for so long hangs."""
+"""A generator reports its progress several times a second: one that has said nothing for so long hangs."""
 IDLE_S = 0.1
 """CPU time that one which waits may take in half of that."""
 POLL_S = 0.05
@@ -109,7 +109,7 @@ class LoadGenerator:
     ) -> LoadResult:
         """Offer the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
 
-        Raises ProcessDiedError if a generator itself ends early, KvbenchError past the deadline. However it
+        Raises ProcessDiedError if a generator itself ends early, KvbenchError after the deadline. However it
         ends, all processes and their files of records are gone then.
         """
         try:
@@ -194,12 +194,12 @@ class LoadGenerator:
                         raise ended_early(key.data.process)
 
     def _started(self) -> None:
-        """From now on each worker is to tell how it gets on."""
+        """From now on each worker is to report its progress."""
         for worker in self._workers:
             worker.heard_at = time.monotonic()
 
     def _check_workers(self) -> None:
-        """Raises ProcessHungError if a worker that is to tell something tells nothing and does nothing."""
+        """Raises ProcessHungError if a worker that is to report its progress reports and does nothing."""
         for worker in self._workers:
             silent_s = time.monotonic() - worker.heard_at
             if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
@@ -259,7 +259,7 @@ class LoadGenerator:
 
 
 class _Worker:
-    """One process, and what it has told so far."""
+    """One process, and what it has reported so far."""
 
     def __init__(self, process: Process, records_path: Path, far: Far) -> None:
         self.process = process
@@ -331,6 +331,6 @@ def cause_of(lines: Sequence[str]) -> str:
 
 
 def _say(process: Process, words: str) -> None:
-    with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status tells why
+    with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status says why
         process.stdin.write(words.encode() + b"\n")
         process.stdin.flush()

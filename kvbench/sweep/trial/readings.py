@@ -31,7 +31,7 @@ LOG_WAIT_S: Final = 2.5
 
 @dataclass(frozen=True)
 class Readings:
-    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric tells.
+    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric has it.
     ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
     """
 
@@ -49,7 +49,7 @@ class Readings:
 
     @property
     def transport(self) -> str:
-        """The transport that really ran, as far as the engines tell."""
+        """The transport that really ran, as far as the engines report it."""
         return transport_of(self.after)
 
     @property
@@ -71,7 +71,7 @@ class Readings:
 
 
 class MetricsReader:
-    """Reads what the engines of one deployment tell of themselves, trial after trial."""
+    """Reads what the engines of one deployment report of themselves, trial after trial."""
 
     def __init__(self, deployment: RunningDeployment) -> None:
         self._deployment = deployment
@@ -91,7 +91,7 @@ class MetricsReader:
         return Readings(before, pages, self._logged_kv(pages), observer.rows, observer.host, slots)
 
     def _reads_logs(self, pages: Reading) -> bool:
-        """Whether KV moves and no engine tells of it in its metrics."""
+        """Whether KV moves and no engine reports it in its metrics."""
         sources = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
         return self._deployment.connector.disaggregated and not any(sources)
 
@@ -125,7 +125,7 @@ def kv_bytes_per_request(
 ) -> tuple[float | None, float]:
     """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
 
-    The block size is what the engines tell. None if that, or the model's shape, is not known.
+    The block size is what the engines report. None if that, or the model's shape, is not known.
     """
     shape, deployed = scenario.model.shape, scenario.deployment
     blocks = {role.block_tokens for role in engines.values() if role.block_tokens}
