@@ -14,7 +14,7 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import InputError
 from kvbench.launchers.placement.placement import Places
 from kvbench.planning.doctor.scenario import memory_checks, model_check
-from kvbench.planning.init_machine import Installed, Machine, able_connectors
+from kvbench.planning.init_machine import FoundMachine, Installed, able_connectors
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, engine_warnings, process_specs, unusable
 from kvbench.planning.scenario_files import registry
@@ -119,13 +119,13 @@ def test_every_engine_keeps_the_contract(name: str) -> None:
         assert not options.with_version("1.2.3").asks_version
     first = engines.get(name).first_scenario
     if first is not None:
-        found = able_connectors(name, Machine(engines={name: Installed("/bin/e", "0.32.0")}))
+        found = able_connectors(name, FoundMachine(engines={name: Installed("/bin/e", "0.32.0")}))
         assert "aggregated" in {each.name for each in found}
 
 
 def test_an_engine_that_init_does_not_offer() -> None:
     with pytest.raises(InputError, match="does not offer the external engine"):
-        able_connectors("external", Machine())
+        able_connectors("external", FoundMachine())
 
 
 def test_the_engine_of_a_folder_that_is_not_here_is_taken_for_a_real_one() -> None:
