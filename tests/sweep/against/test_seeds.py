@@ -218,7 +218,7 @@ def test_the_reference_run_on_the_emulated_engine_agrees_with_virtual_time() -> 
     simulated = held_against_notes("mooncake", (1024,))
     assert set(measured) == set(FIGURES)
     for figure, value in measured.items():
-        assert value == pytest.approx(simulated[1024, figure].made, rel=0.05), figure
+        assert value == pytest.approx(simulated[1024, figure].reproduced, rel=0.05), figure
     (trial,) = load_run(folder).other_trials
     scale = load_run(folder).manifest["against"]["time_scale"]
     assert trial.summary["whole_run"]["duration_s"] / scale == pytest.approx(measured["duration_s"])
