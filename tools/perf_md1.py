@@ -29,7 +29,7 @@ from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
+from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
@@ -98,7 +98,9 @@ def judged_trials(answer: Mapping[str, Any]) -> int:
     return sum(point["verdict"] != "invalid" for point in answer["curve"])
 
 
-def overload(queue: Queue, server: Yardstick, launcher: LocalLauncher, folder: Path, seed: int) -> Decision:
+def overload(
+    queue: Queue, server: RunningExactServer, launcher: LocalLauncher, folder: Path, seed: int
+) -> Decision:
     """What the live rule says of 1.3 times the highest rate. Raises RuntimeError if it says nothing."""
     rate = OVERLOAD * queue.max_rate
     slo = Slo(ttft_ms=queue.ttft_s * 1e3, tpot_ms=10 * GAP_S * 1e3, attainment=ATTAINMENT)

@@ -205,7 +205,7 @@ def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
 
 
 def _asked(row: ServingRow, config: Any) -> None:
-    """What was asked for, as the exporter's own ``input_config`` tells: its layout changed with the
+    """What was asked for, as the exporter's own ``input_config`` reports: its layout changed with the
     versions."""
     if not isinstance(config, Mapping):
         return

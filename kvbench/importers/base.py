@@ -22,7 +22,7 @@ from kvbench.errors import InputError
 MAX_BYTES: Final = 512 * 2**20
 """A larger file is refused: no summary of a benchmark is that long."""
 PEEK_BYTES: Final = 8 * 2**20
-"""How much of a file is looked at to tell its format."""
+"""How much of a file is looked at to recognise its format."""
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")

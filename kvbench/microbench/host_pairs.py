@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.transfers.cases import Mover
+from kvbench.core.transfers.cases import BackendCapabilities
 from kvbench.core.transfers.records import Case
 from kvbench.core.units import parse_counts
 from kvbench.errors import InputError, KvbenchError
@@ -103,7 +103,7 @@ class BetweenHosts:
         assert self._fleet is not None
         return self._fleet
 
-    def movers(self) -> list[Mover]:
+    def movers(self) -> list[BackendCapabilities]:
         """Every backend, with what the hosts lack for it."""
         names = [name for name in self.hosts if name not in self._gone]
         with ThreadPoolExecutor(len(names)) as pool:

@@ -67,7 +67,7 @@ def figures_of(row: ImportedRow) -> set[tuple[str, Any]]:
 
 
 def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFolder:
-    wish = importing.Wish(files, connector=connector)
+    wish = importing.ImportOptions(files, connector=connector)
     assert importing.command(wish, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
     (folder,) = (tmp_path / "results").iterdir()
     return load_run(folder)

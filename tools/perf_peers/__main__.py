@@ -16,7 +16,7 @@ from kvbench.errors import KvbenchError
 from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.selftest.undisturbed import least_disturbed
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
 from .environments import make_tokenizer, set_up
@@ -160,7 +160,7 @@ class Passes:
         """The median error without a router, in ms."""
         with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = calmest(
+            passage = least_disturbed(
                 lambda name: direct(work, folder / name, _deadline_s(work)), "direct", say
             ).found
             base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
@@ -173,7 +173,7 @@ class Passes:
     ) -> None:
         with _listed(f"router {router.name}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = calmest(
+            passage = least_disturbed(
                 lambda name: through(router, work, folder / name, _deadline_s(work)), router.name, say
             ).found
             row = router_row(router.name, work, passage, base_ms, load)
@@ -215,7 +215,7 @@ def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[
 def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientRow:
     load = os.getloadavg()[0]
     label = f"{client.name}-{work.streams}"
-    outcome, cost, server = calmest(lambda name: _run(client, work, folder / name), label, say).found
+    outcome, cost, server = least_disturbed(lambda name: _run(client, work, folder / name), label, say).found
     load_cpu_s = cost.cpu_s - start.cpu_s
     told = load_cpu_s > START_NOISE * start.cpu_s
     return ClientRow(

@@ -27,8 +27,8 @@ from kvbench.errors import ProcessDiedError
 from kvbench.hosts import web
 from kvbench.hosts.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import Yardstick, errors_of, exact_server
-from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.selftest.exact_server import RunningExactServer, errors_of, exact_server
+from kvbench.sweep.selftest.undisturbed import least_disturbed
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 from . import __doc__ as description
@@ -134,7 +134,9 @@ def repeat(work: Work, number: int) -> Repeat:
     figures: dict[str, float] = {}
     ways = [("direct", past), ("router", through), ("plain", plainly)]
     for name, way in ways[number % 3 :] + ways[: number % 3]:
-        found, errors_ms = calmest(partial(way, work), f"{name}-{number}", partial(print, flush=True)).found
+        found, errors_ms = least_disturbed(
+            partial(way, work), f"{name}-{number}", partial(print, flush=True)
+        ).found
         p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
         figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
     return Repeat(**figures, load=load)
@@ -223,7 +225,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def send(work: Work, server: Yardstick, url: str, name: str) -> tuple[Any, float]:
+def send(work: Work, server: RunningExactServer, url: str, name: str) -> tuple[Any, float]:
     """TTFT errors in ms of the requests sent after the ramp, and how long the pass took."""
     rate = work.streams / DURATION_S
     spec = {

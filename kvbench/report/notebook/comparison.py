@@ -117,7 +117,7 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         if pair.unequal:
             yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
         for each in pair.ratios:
-            told = each.told and not pair.why_not
+            told = each.significant and not pair.why_not
             yield {
                 "figure": each.figure,
                 **names,
