@@ -1,4 +1,4 @@
-"""What an emulated engine is told, checked before anything starts."""
+"""What an emulated engine is given, checked before anything starts."""
 
 from __future__ import annotations
 

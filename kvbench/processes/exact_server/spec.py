@@ -1,4 +1,4 @@
-"""What the exact server is told, checked before anything starts."""
+"""What the exact server is given, checked before anything starts."""
 
 from __future__ import annotations
 

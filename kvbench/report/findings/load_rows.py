@@ -44,7 +44,7 @@ _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "outp
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
     """The loads of a run that were offered as such, in the order of measuring.
 
-    ``name`` tells this run from others in one table; ``errors``: whether single requests are read for them.
+    ``name`` sets this run apart in one table; ``errors``: whether single requests are read for them.
     """
     trials = [trial for trial in run.all_trials if trial.method in OFFERED and trial.verdict != "invalid"]
     if run.manifest.get("kind") == "bench":
@@ -229,7 +229,7 @@ def claims_of(run: RunFolder) -> list[Claim]:
 def conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
     """All that the rules say of the runs together: of the loads that were offered, and of the rates searched.
 
-    ``names`` tell several runs apart; ``by`` is the axis that is compared, by default the first that differs.
+    ``names`` set several runs apart; ``by`` is the axis that is compared, by default the first that differs.
     """
     named = zip(runs, names or [""] * len(runs), strict=True)
     answers = [row for run, name in named for row in summary_table(run, name)]

@@ -235,7 +235,7 @@ class PushConsumer(Handoff):
         have = live.request.cached_tokens // self.spec.block_tokens
         try:
             client = await self._client(source)
-            if live.ended:  # its client has gone meanwhile, and P has been told that nobody will ask
+            if live.ended:  # its client has gone meanwhile, and P knows that nobody will ask
                 self.engine.kv_failed(live)
                 return
             ask = {
