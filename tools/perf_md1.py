@@ -150,8 +150,8 @@ def main() -> None:
                 rate = answer["max_request_rate"] or 0.0
                 ratios.append(rate / queue.max_rate)
                 cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
-                told = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
-                table.add_row(f"{seed}", *told, f"{cuts[-1]:.1f}")
+                cells = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
+                table.add_row(f"{seed}", *cells, f"{cuts[-1]:.1f}")
                 print(f"seed {seed}: found / true {ratios[-1]:.3f}", file=sys.stderr, flush=True)
     console.print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
     console.print(f"true rate {queue.max_rate:.4g} req/s; load average {os.getloadavg()[0]:.1f}")

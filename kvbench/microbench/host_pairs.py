@@ -26,7 +26,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.transfer.parts.usable import movers_on
 
 CHECK_S: Final = 120.0
-"""A host imports every transfer library to tell what it lacks, from a cold disk."""
+"""A host imports every transfer library to report what it lacks, from a cold disk."""
 LISTED: Final = 6
 
 

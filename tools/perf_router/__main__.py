@@ -49,7 +49,7 @@ CHUNKS_LIMIT = 80_000
 
 @dataclass(frozen=True)
 class Repeat:
-    """One pass past the router, one through it, one through a plain proxy; NaN where there is none.
+    """One pass around the router, one through it, one through a plain proxy; NaN where there is none.
 
     TTFT errors in ms, with what the client is off by.
     """
@@ -129,10 +129,10 @@ def main() -> None:
 
 
 def repeat(work: Work, number: int) -> Repeat:
-    """The load past the router, through it and through a plain proxy, beginning with each in turn."""
+    """The load around the router, through it and through a plain proxy, beginning with each in turn."""
     load = os.getloadavg()[0]
     figures: dict[str, float] = {}
-    ways = [("direct", past), ("router", through), ("plain", plainly)]
+    ways = [("direct", around), ("router", through), ("plain", plainly)]
     for name, way in ways[number % 3 :] + ways[: number % 3]:
         found, errors_ms = least_disturbed(
             partial(way, work), f"{name}-{number}", partial(print, flush=True)
@@ -142,7 +142,7 @@ def repeat(work: Work, number: int) -> Repeat:
     return Repeat(**figures, load=load)
 
 
-def past(work: Work, name: str) -> tuple[dict[str, float], Any]:
+def around(work: Work, name: str) -> tuple[dict[str, float], Any]:
     """No figures, and the TTFT errors in ms of what goes to the server itself."""
     with exact_server(work.launcher, SERVER, f"exact-{name}") as server:
         return {}, send(work, server, server.url, name)[0]

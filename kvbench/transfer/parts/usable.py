@@ -42,8 +42,8 @@ def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Back
     found = []
     for backend in _known():
         lacks: dict[str, Any] = {"problem": "", "lacking": {}}
-        for host, told in hosts.items():
-            own = told.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
+        for host, have in hosts.items():
+            own = have.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
             if own["problem"] and not lacks["problem"]:
                 lacks["problem"] = f"{host}: {own['problem']}"
             for protocol, reason in own["lacking"].items():
