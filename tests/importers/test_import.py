@@ -559,3 +559,14 @@ def test_bytes_that_are_no_text_are_not_printed(tmp_path: Path, content: bytes) 
         importing.read(path)
     assert "this is no text" in caught.value.message
     assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"request_throughput": %s, "total_input_tokens": 1}' % ("1" * 5000)]
+)
+def test_json_that_python_cannot_hold_is_refused_in_words(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    for read_file in (importers.get("vllm_json").read, base.parse_json):
+        with pytest.raises(InputError, match="not whole JSON"):
+            read_file(path)
