@@ -29,7 +29,7 @@ DISCARDED: Final = 0.15
 AFFORDED: Final = {"fifo": 1_000_000, "sharing": 250_000, "batching": 100_000}
 AFFORDED_LINE: Final = 4_000_000
 """Requests of a replication at most; the latter for one server, first come first served."""
-LIMITS: Final = 300
+LIMITS: Final = 100
 """A replication lasts so many TTFT limits at least."""
 CLIFF: Final = 1.006
 """Where nobody misses at the lower rate, a root is known when the higher is so near."""
