@@ -82,13 +82,9 @@ def compute(systems: Sequence[System], path: Path, workers: int) -> None:
     """Computes and keeps the truths that are not kept, each as soon as it is there."""
     missing = [each for each in systems if each.fingerprint not in truths.known(path)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for system, true in pool.imap_unordered(_compute, missing):
+        for system, true in zip(missing, pool.imap(truths.compute, missing), strict=True):
             truths.keep({**truths.known(path), system.fingerprint: true}, path)
             print(f"{system.name}: {_rate(true)} by {true.how}, {true.seconds:.0f} s", flush=True)
-
-
-def _compute(system: System) -> tuple[System, truths.Truth]:
-    return system, truths.compute(system)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

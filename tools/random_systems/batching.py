@@ -218,4 +218,7 @@ def batching(
     gone: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """(first token, last token) of each request; see Engine."""
-    return Engine(batch, arrived, tokens, prompt, output, gone).run()
+    first, last = Engine(batch, arrived, tokens, prompt, output, gone).run()
+    if gone is not None:  # who left during a step does not get its token
+        first[first > gone], last[last > gone] = math.nan, math.nan
+    return first, last
