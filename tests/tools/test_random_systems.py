@@ -428,6 +428,27 @@ def test_two_trials_without_an_end_are_one(index: int) -> None:
         np.testing.assert_allclose(before, whole[:31], rtol=1e-6)
 
 
+@pytest.mark.parametrize("index", range(15))
+def test_after_everybody_was_dropped_it_is_as_new(index: int) -> None:
+    system = draw(41, index)
+    system = replace(system, aborts=True, disturbances=replace(system.disturbances, noise=0.0))
+    arrivals = poisson(2 * system.capacity, 60, 1)
+    _, last, state = ask(system, arrivals.tolist())
+    cut = float(arrivals[40])
+    open_ones = [each for each in range(41) if last[each] > cut]
+    state = end(system, state, cut, open_ones)
+    later = arrivals[:20].tolist()
+    begins = 2 * cut + 1  # an engine that was in the middle of a step has ended it
+    after, _, _ = ask(system, later, starts_at_s=begins, state=state)
+    assert after == pytest.approx(ask(system, later, starts_at_s=begins)[0], rel=1e-6)
+    # One that does not abort has more to do before.
+    stubborn = replace(system, aborts=False)
+    _, _, state = ask(stubborn, arrivals.tolist())
+    state = end(stubborn, state, cut, open_ones)
+    stubborn_after, _, _ = ask(stubborn, later, starts_at_s=cut, state=state)
+    assert sum(stubborn_after) > sum(ask(stubborn, later, starts_at_s=cut)[0])
+
+
 def test_noise_is_a_factor_of_a_trial_and_tenants_take_their_share() -> None:
     noisy = replace(PLAIN, disturbances=Disturbances(noise=0.05))
     slow = [ask(noisy, [0.0, 10.0], seed=seed)[0] for seed in range(200)]
@@ -545,6 +566,22 @@ def test_the_committed_truths_are_those_of_the_drawn_systems() -> None:
             assert truth.compute(system).rates == pytest.approx(known[system.fingerprint].rates, rel=1e-4)
 
 
+@pytest.mark.parametrize("index", [0, 5, 9, 12, 18, 20, 21])
+def test_a_long_trial_keeps_its_slo_below_the_true_rate_and_not_above(index: int) -> None:
+    system = draw(SEEDS["develop"], index)
+    true, load, count = truth.known()[system.fingerprint], system.workload, 15_000
+    assert true.slope > 5
+    shape = np.cumsum(np.random.default_rng(8).gamma(load.burstiness, 1 / load.burstiness, count))
+    for factor in (0.9, 1.1):
+        arrivals = shape / (factor * true.rates[0])
+        lengths = [np.full(count, float(each)) for each in (load.input_len, load.output_len)]
+        first, last, _ = trial(system, arrivals, lengths[0], lengths[1], 1000.0, 9, State())
+        steady = slice(count // 10, None)
+        tpot = (last - first) / max(load.output_len - 1, 1)
+        used = [each.value((first - arrivals)[steady], tpot[steady]) for each in roots.criteria(system.slo)]
+        assert (max(used) > 1) == (factor > 1)
+
+
 # The protocol
 
 
@@ -614,6 +651,16 @@ def test_a_process_of_its_own() -> None:
     done = subprocess.run(words, input=json.dumps(TRIAL) + "\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["first_token_s"]) == 2
+    # A line is answered before the next one is there.
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for starts_at_s in (0.0, 100.0):
+            process.stdin.write(json.dumps({**TRIAL, "starts_at_s": starts_at_s}) + "\n")
+            process.stdin.flush()
+            assert len(json.loads(process.stdout.readline())["last_token_s"]) == 2
+            process.stdin.write('{"type": "end", "cut_at_s": 12.1, "cancelled": []}\n')
+    assert process.returncode == 0
     done = subprocess.run(words, input="{]\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: line 1: this is no JSON")

@@ -1,7 +1,7 @@
 """``python -m tools.random_systems --seed develop --list``: the drawn systems, and their true rates.
 
 ``--truth`` computes the true rates that are not kept yet (minutes to an hour of a core for a whole seed).
-Those of the release seed are kept in ``--path``, which is not part of the repository.
+Those of the release seed and of other numbers are kept in results/, not in the repository.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -78,11 +79,14 @@ def _disturbed(system: System) -> str:
     return ", ".join(parts)
 
 
-def compute(systems: Sequence[System], path: Path, workers: int) -> None:
-    """Computes and keeps the truths that are not kept, each as soon as it is there."""
-    missing = [each for each in systems if each.fingerprint not in truths.known(path)]
+def compute(systems: Sequence[System], path: Path, workers: int, again: bool = False) -> None:
+    """Computes and keeps the truths that are not kept, or all, each as soon as it is there."""
+    kept = truths.known(path)
+    missing = [each for each in systems if again or each.fingerprint not in kept]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for system, true in zip(missing, pool.imap(truths.compute, missing), strict=True):
+        for system, true in zip(
+            missing, pool.imap(partial(truths.compute_again, kept), missing), strict=True
+        ):
             truths.keep({**truths.known(path), system.fingerprint: true}, path)
             print(f"{system.name}: {_rate(true)} by {true.how}, {true.seconds:.0f} s", flush=True)
 
@@ -97,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", action="store_true", help="print how many there are of each kind")
     parser.add_argument("--json", action="store_true", help="print each as a line of JSON")
     parser.add_argument("--truth", action="store_true", help="compute the true rates that are not kept yet")
-    parser.add_argument("--path", type=Path, default=truths.PATH, help="where they are kept")
+    parser.add_argument("--again", action="store_true", help="with --truth: all, from where they were before")
+    parser.add_argument("--path", type=Path, help="where they are kept, instead of there")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args(arguments)
     try:
@@ -106,9 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     many = chosen.count or (len(family(chosen.seed)) if chosen.seed in SEEDS else 30)
     systems = [draw(seed, index) for index in range(many)]
+    path = chosen.path or truths.path_of(chosen.seed)
     if chosen.truth:
-        compute(systems, chosen.path, chosen.workers)
-    known = truths.known(chosen.path)
+        compute(systems, path, chosen.workers, chosen.again)
+    known = truths.known(path)
     if chosen.json:
         for each in systems:
             true = known.get(each.fingerprint)

@@ -37,10 +37,7 @@ class Mg1:
         cdf = np.array([service.cdf(edge) for edge in edges.tolist()])
         self._tilt = np.exp(-TILT / (2 * GRID) * np.arange(GRID))
         # The residual service has the density P(service > x): its mass within ± half a step of each point.
-        tail = 1.0 - cdf
-        middle = 1.0 - np.array([service.cdf(point) for point in (np.arange(GRID) * step).tolist()])
-        residual = step * (tail[:-1] + 4 * middle + tail[1:]) / 6  # Simpson
-        residual[0] = step / 2 * (1 + tail[1]) / 2
+        residual = np.diff([service.mean_within(edge) for edge in edges.tolist()])
         self._residual = np.fft.rfft(residual * self._tilt, 2 * GRID)
         self._service = np.fft.rfft(np.diff(cdf) * self._tilt, 2 * GRID)
 

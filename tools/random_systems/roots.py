@@ -1,9 +1,9 @@
 """The highest rate that meets an SLO in steady state, by long simulations.
 
 Common random numbers: a replication draws its requests' work and the shape of its arrivals once, and each
-rate stretches them. The root is bracketed and bisected with few requests, then fitted in a narrow range of
-rates with many; the standard error is the jackknife's over the replications, and requests are added until it
-is small enough, or there were as many as can be afforded.
+rate stretches them. The root is bracketed and bisected with few requests, then interpolated in a narrow
+range of rates with many; the standard error is the jackknife's over the replications, and requests are added
+until it is small enough, or there were as many as can be afforded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FIRST_REQUESTS: Final = 10_000
 """Of a replication; more where a rare miss is asked for, or a pause must come a few times."""
 GOOD_ERROR: Final = 0.004
 """Relative standard error of the rate at which no more requests are asked for."""
+ALIKE: Final = 0.6 * REPLICATIONS
+"""Where misses come in a few clumps, so that some replications have all, their error says nothing."""
 DISCARDED: Final = 0.15
 """Of a replication, at its beginning."""
 AFFORDED: Final = {"fifo": 1_000_000, "sharing": 250_000, "batching": 100_000}
@@ -88,6 +90,16 @@ class Root:
     error: float
     requests: int
     slope: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``centre``: ln of the root; ``alike``: how many equal replications they are worth."""
+
+    centre: float
+    error: float
+    slope: float
+    alike: float
 
 
 class Runs:
@@ -169,9 +181,9 @@ class Runs:
         grown = LIMITS * longest * rate
         return int(min(max(FIRST_REQUESTS, rare, paused, grown), self.afforded()))
 
-    def root(self) -> Root:
-        """The root, in requests per second of the slowed clock; see Root."""
-        low, high = self._bracket()
+    def root(self, near: float | None = None) -> Root:
+        """The root, in requests per second of the slowed clock; see Root. ``near``: where it was before."""
+        low, high = self._bracket() if near is None else self._about(near * self._slowness)
         if low == 0.0:
             return Root(0.0, 0.0, self.simulated, 0.0)
         requests, most = self.least(high), self.afforded()
@@ -186,12 +198,22 @@ class Runs:
             return Root(math.exp(centre) / self._slowness, wide / math.sqrt(12), self.simulated, math.inf)
         width = min(0.03, wide)
         while True:
-            centre, error, slope = self._fit(centre, width, requests)
-            width = min(max(0.25 / max(slope, 1e-3), 0.001), 0.1)
-            if error <= GOOD_ERROR or requests >= most:
-                return Root(math.exp(centre) / self._slowness, error, self.simulated, slope)
-            wanted = requests * min(max((error / GOOD_ERROR) ** 2 * 1.2, 2), 12)
-            requests = int(min(wanted, most))
+            fit = self._fit(centre, width, requests)
+            centre, width = fit.centre, min(max(0.25 / max(fit.slope, 1e-3), 0.001), 0.1)
+            sure = fit.alike >= ALIKE
+            if (sure and fit.error <= GOOD_ERROR) or requests >= most:
+                error = fit.error if sure else max(fit.error, 1 / (math.sqrt(fit.alike) * fit.slope))
+                return Root(math.exp(centre) / self._slowness, error, self.simulated, fit.slope)
+            more = (fit.error / GOOD_ERROR) ** 2 * 1.2 if sure else 4
+            requests = int(min(requests * min(max(more, 2), 12), most))
+
+    def _about(self, rate: float) -> tuple[float, float]:
+        """The same as _bracket, where the root is known to be near."""
+        low, high = rate / 1.04, min(rate * 1.04, self.most())
+        kept = self._log_used(low, self.least(low)) <= 0 and (
+            high >= self.most() or self._log_used(high, self.least(high)) > 0
+        )
+        return (low, high) if kept else self._bracket()
 
     def _log_used(self, rate: float, requests: int) -> float:
         return self.score(self.values(rate, requests), requests)
@@ -212,30 +234,36 @@ class Runs:
             low, high = low / 2, low
         return 0.0, 0.0
 
-    def _fit(self, centre: float, width: float, requests: int) -> tuple[float, float, float]:
-        """(ln rate at which a line through three rates is 0, its standard error, its slope)."""
+    def _fit(self, centre: float, width: float, requests: int) -> Fit:
+        """From three rates around ``centre``, moved until the root is among them."""
         top = math.log(self.most())
-        for _ in range(5):
+        for _ in range(4):
             # Beyond the stable rates a run's misses say how long it was.
             width = min(width, 0.02) if centre > top - 0.05 else width
             centre = min(centre, top - width)
             x = centre + width * np.array([-1.0, 0.0, 1.0])
             table = [self.values(math.exp(at), requests) for at in x.tolist()]
-            root, slope = self._line(x, table, requests)
-            if slope > 0 and abs(root - centre) <= 1.5 * width:
+            root, slope = self._curve(x, table, requests)
+            if slope > 0 and abs(root - centre) <= 1.2 * width:
                 break
             centre = min(max(root, centre - 4 * width), centre + 4 * width) if slope > 0 else centre
             width = width if slope > 0 else 2 * width
         without = [
-            self._line(x, [np.delete(each, out, axis=0) for each in table], requests)[0]
+            self._curve(x, [np.delete(each, out, axis=0) for each in table], requests)[0]
             for out in range(REPLICATIONS)
         ]
-        spread = float(np.var(without)) * (REPLICATIONS - 1)
-        return root, math.sqrt(spread), slope
+        error = math.sqrt(float(np.var(without)) * (REPLICATIONS - 1))
+        binding = table[1][:, int(table[1].mean(axis=0).argmax())]
+        alike = float(binding.sum() ** 2 / max((binding**2).sum(), 1e-99))
+        return Fit(root, error, slope, max(alike, 1.0))
 
-    def _line(self, x: FloatArray, table: list[FloatArray], requests: int) -> tuple[float, float]:
+    def _curve(self, x: FloatArray, table: list[FloatArray], requests: int) -> tuple[float, float]:
+        """(root of the parabola through the three that is near, slope of the chord)."""
         y = np.array([self.score(each, requests) for each in table])
-        slope = float((y[2] - y[0]) / (x[2] - x[0]))
+        step = float(x[1] - x[0])
+        slope = float(y[2] - y[0]) / (2 * step)
         if slope <= 0:
             return float(x[1]), slope
-        return float(x[1] - y.mean() / slope), slope
+        bend = float(y[0] - 2 * y[1] + y[2]) / (2 * step**2) if y[0] > self._floor(requests) else 0.0
+        inside = max(slope**2 - 4 * bend * float(y[1]), 0.0)
+        return float(x[1] - 2 * y[1] / (slope + math.sqrt(inside))), slope

@@ -74,6 +74,23 @@ class Service:
             return (edge >= self.fast) * (1 - SLOW_SHARE) + (edge >= self.fast * self.spread) * SLOW_SHARE
         return float(edge >= 1.0)
 
+    def mean_within(self, work: float) -> float:
+        """E[min(work of a request, work)]: the integral of 1 − cdf up to there."""
+        return sum(share * factor * self._mean_within(work / factor) for share, factor in self.mixture)
+
+    def _mean_within(self, work: float) -> float:
+        if work <= 0:
+            return 0.0
+        if self.form == "exponential":
+            return -math.expm1(-work)
+        if self.form == "lognormal":
+            below = NORMAL.cdf((math.log(work) - self.spread**2 / 2) / self.spread)
+            return below + work * (1 - self._cdf(work))
+        if self.form == "bimodal":
+            slow = min(work, self.fast * self.spread)
+            return (1 - SLOW_SHARE) * min(work, self.fast) + SLOW_SHARE * slow
+        return min(work, 1.0)
+
     def quantile(self, share: float) -> float:
         """The least work that at least this share of the requests stays within."""
         low, high = 0.0, 1.0

@@ -6,8 +6,8 @@ judged by the time at which it ends. **Pauses and co-tenants**: over all their p
 trials: the rate of the median trial, whose factor is 1. A system whose SLO not even a lone request meets has
 none: its rate is 0, and a search should say that it found nothing.
 
-By formula where there is one (formulas.py), else by simulation (roots.py). truth.json keeps them by
-fingerprint; those of the release seed are computed when they are asked for, and kept in a file of one's own.
+By formula where there is one (formulas.py), else by simulation (roots.py). truth.json keeps those of the
+seeds develop and check by fingerprint; others are computed when they are asked for, and kept in results/.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from .roots import Criterion, Runs, criteria
 from .system import Disturbances, System
 
 PATH: Final = Path(__file__).with_name("truth.json")
+RESULTS: Final = Path(__file__).resolve().parents[2] / "results"
+COMMITTED: Final = ("develop", "check")
 VERSION: Final = 1
 """Part of what is kept: another way of computing truths makes all of them anew."""
 STEEPEST: Final = 1e6
@@ -78,20 +80,21 @@ class Truth:
         return cls(**{**data, "slowness": tuple(data["slowness"]), "rates": tuple(data["rates"])})
 
 
-def compute(system: System) -> Truth:
-    """By formula, or by simulations that take seconds to minutes."""
+def compute(system: System, before: Truth | None = None) -> Truth:
+    """By formula, or by simulations that take seconds to minutes; less where it is known from ``before``."""
     start = time.perf_counter()
     own = system.disturbances
     steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))
     slowness = tuple(np.linspace(1.0, own.drift_most, 5).tolist()) if own.drift else (1.0,)
     rates, hows, errors, slopes, requests = [], [], [], [], 0
-    for slow in slowness:
+    for place, slow in enumerate(slowness):
         known = by_formula(steady, slow)
         if known is not None:
             how, rate, slope = known
             error = 0.0
         else:
-            found = Runs(steady, slow).root()
+            near = before.rates[place] if before is not None and before.how == "simulation" else None
+            found = Runs(steady, slow).root(near)
             how, rate, error, slope = "simulation", found.rate, found.error, found.slope
             requests += found.requests
         rates.append(float(f"{rate:.7g}"))
@@ -109,6 +112,11 @@ def compute(system: System) -> Truth:
         requests,
         round(time.perf_counter() - start, 1),
     )
+
+
+def compute_again(before: Mapping[str, Truth], system: System) -> Truth:
+    """The same, beginning at what is in ``before`` of it."""
+    return compute(system, before.get(system.fingerprint))
 
 
 def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | None:
@@ -169,6 +177,11 @@ def _slope(used: Callable[[float], float], load: float) -> float:
     return math.log(high / low) / 2e-3
 
 
+def path_of(seed: str) -> Path:
+    """Where the truths of a seed are kept: in the repository only those that one may look at."""
+    return PATH if seed in COMMITTED else RESULTS / f"random-systems-{seed}.json"
+
+
 def known(path: Path = PATH) -> dict[str, Truth]:
     """The kept truths by fingerprint; those that were computed in another way are left out."""
     data = json.loads(path.read_text()) if path.exists() else {}
@@ -181,6 +194,7 @@ def keep(truths: Mapping[str, Truth], path: Path = PATH) -> None:
     """Writes truths by fingerprint, whole or not at all."""
     rows = ",\n".join(f'"{key}": {json.dumps(truth.to_json())}' for key, truth in sorted(truths.items()))
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh.write_text(f'{{"version": {VERSION}, "truths": {{\n{rows}\n}}}}\n')
     fresh.replace(path)
 
