@@ -31,6 +31,8 @@ DISCARDED: Final = 0.15
 AFFORDED: Final = {"fifo": 1_000_000, "sharing": 250_000, "batching": 100_000}
 AFFORDED_LINE: Final = 4_000_000
 """Requests of a replication at most; the latter for one server, first come first served."""
+RELAXED: Final = 20.0
+"""And so many relaxation times."""
 LIMITS: Final = 100
 """A replication lasts so many TTFT limits at least."""
 CLIFF: Final = 1.006
@@ -197,6 +199,9 @@ class Runs:
         if not missed:  # a cliff: nobody misses here, and everybody there
             return Root(math.exp(centre) / self._slowness, wide / math.sqrt(12), self.simulated, math.inf)
         width = min(0.03, wide)
+        # A queue near its capacity forgets slowly: after 1 / (1 - load)² services or so.
+        free = max(1 - math.exp(centre) / self.most(), 0.01)
+        requests = min(max(requests, round(RELAXED / free**2)), most)
         while True:
             fit = self._fit(centre, width, requests)
             centre, width = fit.centre, min(max(0.25 / max(fit.slope, 1e-3), 0.001), 0.1)
@@ -239,7 +244,7 @@ class Runs:
         top = math.log(self.most())
         for _ in range(4):
             # Beyond the stable rates a run's misses say how long it was.
-            width = min(width, 0.02) if centre > top - 0.05 else width
+            width = min(width, max((top - centre) / 1.5, 0.001))
             centre = min(centre, top - width)
             x = centre + width * np.array([-1.0, 0.0, 1.0])
             table = [self.values(math.exp(at), requests) for at in x.tolist()]
@@ -255,7 +260,7 @@ class Runs:
         error = math.sqrt(float(np.var(without)) * (REPLICATIONS - 1))
         binding = table[1][:, int(table[1].mean(axis=0).argmax())]
         alike = float(binding.sum() ** 2 / max((binding**2).sum(), 1e-99))
-        return Fit(root, error, slope, max(alike, 1.0))
+        return Fit(min(root, top), error, slope, max(alike, 1.0))
 
     def _curve(self, x: FloatArray, table: list[FloatArray], requests: int) -> tuple[float, float]:
         """(root of the parabola through the three that is near, slope of the chord)."""
