@@ -70,8 +70,8 @@ def _listed(file: Path) -> dict[str, Any]:
         manifest = read_object(file, None)
     except KvbenchError as error:
         return row | {"problem": error.message}
-    told = {key: manifest.get(key) for key in ("kind", "scenario", "status", "started_at", "kvbench")}
-    return row | told | {"labels": ";".join(map(str, manifest.get("labels") or []))}
+    known = {key: manifest.get(key) for key in ("kind", "scenario", "status", "started_at", "kvbench")}
+    return row | known | {"labels": ";".join(map(str, manifest.get("labels") or []))}
 
 
 def columns(table: str = "") -> pd.DataFrame:

@@ -169,10 +169,10 @@ def _bytes_of(path: Path) -> bytes:
 
     Raises OSError.
     """
-    told = path.stat()
-    if not stat.S_ISREG(told.st_mode):
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no ordinary file")
-    if told.st_size > MOST_BYTES:
+    if found.st_size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 30} GiB")
     return path.read_bytes()
 

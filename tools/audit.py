@@ -24,7 +24,7 @@ MOST_SHOWN: Final = 3
 
 
 def run(words: Sequence[str], deadline_s: float) -> tuple[int, str]:
-    """Exit status and all output of a command; status 124 past the deadline."""
+    """Exit status and all output of a command; status 124 after the deadline."""
     try:
         done = subprocess.run(
             words,
@@ -46,12 +46,12 @@ def run(words: Sequence[str], deadline_s: float) -> tuple[int, str]:
 def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
     """Asks pip-audit about every line of ``pinned``, prints what it says, and returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="kvbench-audit-") as folder:
-        told = Path(folder) / "audit.json"
+        found = Path(folder) / "audit.json"
         options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
-        words = [*program, "--requirement", str(pinned), *options, "--output", str(told)]
+        words = [*program, "--requirement", str(pinned), *options, "--output", str(found)]
         status, output = run(words, AUDIT_DEADLINE_S)
         try:
-            data = json.loads(told.read_text())
+            data = json.loads(found.read_text())
         except (OSError, ValueError):
             return not_run(f"pip-audit ended with status {status}: {_last_line(output)}")
     return say(data)

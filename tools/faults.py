@@ -62,7 +62,7 @@ class Recorder:
                 self.records[report.nodeid] = value
 
     def rows(self, table: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A row a fault, in the table's order; of several tests the one that took longest to be told."""
+        """A row a fault, in the table's order; of several tests the one that took longest to be reported."""
         rows = []
         for key, fault in table.items():
             tests = sorted(test for test, of in self.keys.items() if of == key)

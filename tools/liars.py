@@ -71,14 +71,14 @@ def _lie(lie: str, *sets: str, rate: float = 30.0, connector: str = "tcp", **opt
 
 
 def _missed(case: Case) -> Case:
-    """One that is no refusal: the rate is not held. A busy machine may refuse it for another reason."""
+    """One that is no refusal: the rate is missed. A busy machine may refuse it for another reason."""
     return Case(
         case.lie, case.gate, ("missed", "invalid"), case.connector, case.options, case.rate, case.sets
     )
 
 
-def _told(case: Case) -> Case:
-    """One that is told beside the number, which stands."""
+def _beside(case: Case) -> Case:
+    """One that is reported beside the number, which stands."""
     return replace(case, verdicts=("met", "missed", "invalid"))
 
 
@@ -118,9 +118,9 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("restart"),
     _lie("shedding"),
     _lie("cut_prompt"),
-    _told(_lie("merged_tokens", "workload.output_len=16")),
+    _beside(_lie("merged_tokens", "workload.output_len=16")),
     _lie("answer_at_once", "workload.output_len=16"),
-    _told(_lie("canned_answers", "workload.output_len=16", "search.min_requests=60")),
+    _beside(_lie("canned_answers", "workload.output_len=16", "search.min_requests=60")),
     # What no part of kvbench has to lie about: the load itself, and the machine.
     Case("late_client", "client_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.processes.loadgen"),
     Case("late_router", "router_limited", sets=("slo.ttft_ms=200",), nuisance="kvbench.processes.router"),
@@ -141,11 +141,11 @@ TAKEN: Final = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case. ``told``: gate → level of all findings."""
+    """What came of a case. ``findings``: gate → level of all findings."""
 
     case: Case
     verdict: str
-    told: dict[str, str]
+    findings: dict[str, str]
     reason: str
     labels: tuple[str, ...]
     seconds: float
@@ -153,7 +153,7 @@ class Outcome:
     @property
     def caught(self) -> bool:
         levels = ("invalid",) if self.case.verdicts == ("invalid",) else ("warning", "note")
-        return self.told.get(self.case.gate) in levels and self.verdict in self.case.verdicts
+        return self.findings.get(self.case.gate) in levels and self.verdict in self.case.verdicts
 
 
 def unable(case: Case) -> str:
@@ -169,12 +169,13 @@ def run_case(case: Case, folder: Path) -> Outcome:
         return _run_with_reference(case, folder, began)
     with running(case.connector, case.options, _sets(case), folder) as trial, nuisance(case.nuisance):
         record = trial(case.rate)
-    told: dict[str, str] = {finding.gate: finding.level for finding in record.findings}
-    return Outcome(case, record.verdict, told, record.reason, tuple(record.labels), time.monotonic() - began)
+    found: dict[str, str] = {finding.gate: finding.level for finding in record.findings}
+    seconds = time.monotonic() - began
+    return Outcome(case, record.verdict, found, record.reason, tuple(record.labels), seconds)
 
 
 def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
-    """The way of ``kvbench bench``: an aggregated server tells the true outputs first."""
+    """The way of ``kvbench bench``: an aggregated server gives the true outputs first."""
     cli = CliOptions(
         "quickstart", (*_sets(case), _connectors(case.connector, case.options)), fixed_rate=case.rate
     )
@@ -291,7 +292,7 @@ def main(argv: Sequence[str]) -> int:
                 continue
             outcome = run_case(case, folder)
             bad += not outcome.caught
-            others = ", ".join(gate for gate in outcome.told if gate != case.gate)
+            others = ", ".join(gate for gate in outcome.findings if gate != case.gate)
             word = case.gate if outcome.caught else f"NOT CAUGHT by {case.gate}: {outcome.reason}"
             print(
                 f"{case.lie:20} {outcome.verdict:9} {outcome.seconds:7.1f}  {word}"
@@ -317,12 +318,12 @@ def false_alarms(record: TrialRecord) -> list[str]:
 def _honest_part(trials: int, folder: Path) -> int:
     names = ["aggregated", *(name for name in PAIRS if transfer.check(name) is None)]
     done = late = wrong = 0
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for index, name in enumerate(names):
         share = trials // len(names) + (index < trials % len(names))
         for record in honest(name, share, folder) if share else ():
             done += 1
-            told.update(f"{f.gate} ({f.level})" for f in record.findings if f.level != "note")
+            counts.update(f"{f.gate} ({f.level})" for f in record.findings if f.level != "note")
             alarms = false_alarms(record)
             wrong += bool(alarms)
             late += record.verdict == "invalid" and not alarms
@@ -331,7 +332,7 @@ def _honest_part(trials: int, folder: Path) -> int:
     print(
         f"{done} honest trials over {', '.join(names)}: {wrong} refused wrongly, {late} since other "
         "processes took the CPU; findings: "
-        + (", ".join(f"{count} × {gate}" for gate, count in sorted(told.items())) or "none")
+        + (", ".join(f"{count} × {gate}" for gate, count in sorted(counts.items())) or "none")
     )
     return wrong
 

@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ran:
-    """One generator's run: what it told, and what it took."""
+    """One generator's run: what it reported, and what it took."""
 
     client: dict[str, Any]
     ready_cpu_s: float

@@ -29,7 +29,7 @@ from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
+from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
@@ -98,7 +98,9 @@ def judged_trials(answer: Mapping[str, Any]) -> int:
     return sum(point["verdict"] != "invalid" for point in answer["curve"])
 
 
-def overload(queue: Queue, server: Yardstick, launcher: LocalLauncher, folder: Path, seed: int) -> Decision:
+def overload(
+    queue: Queue, server: RunningExactServer, launcher: LocalLauncher, folder: Path, seed: int
+) -> Decision:
     """What the live rule says of 1.3 times the highest rate. Raises RuntimeError if it says nothing."""
     rate = OVERLOAD * queue.max_rate
     slo = Slo(ttft_ms=queue.ttft_s * 1e3, tpot_ms=10 * GAP_S * 1e3, attainment=ATTAINMENT)
@@ -148,8 +150,8 @@ def main() -> None:
                 rate = answer["max_request_rate"] or 0.0
                 ratios.append(rate / queue.max_rate)
                 cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
-                told = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
-                table.add_row(f"{seed}", *told, f"{cuts[-1]:.1f}")
+                cells = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
+                table.add_row(f"{seed}", *cells, f"{cuts[-1]:.1f}")
                 print(f"seed {seed}: found / true {ratios[-1]:.3f}", file=sys.stderr, flush=True)
     console.print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
     console.print(f"true rate {queue.max_rate:.4g} req/s; load average {os.getloadavg()[0]:.1f}")

@@ -55,7 +55,7 @@ class RayLab:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Environment variables of whoever joins. Ray listens on all addresses whichever it is told, and runs
+        """Environment variables of whoever joins. Ray listens on all addresses whatever it is given, and runs
         whatever comes; so it wants a token.
         """
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token, "RAY_USAGE_STATS_ENABLED": "0"}

@@ -2,7 +2,7 @@
 
 Standard library only, run by any Python 3.10 or newer: ``python3 tools/setup.py [--force]``. Doing it
 twice is quick: a stamp in .venv says what was set up, keyed by what decides it. The Python packages
-are a must; Mooncake and NIXL are not: what cannot be had is said, with the command that mends it, and
+are a must; Mooncake and NIXL are not: what cannot be had is said, with the command that fixes it, and
 the set-up ends well.
 
 Environment: ``KVBENCH_NO_APT_INSTALL=1`` keeps it from installing system packages even as root;
@@ -34,7 +34,7 @@ BUILD_PACKAGES = ("setuptools",)
 COMPILED = tuple(ROOT / "kvbench" / "processes" / name for name in ("loadgen/sockets", "http1"))
 
 Connectors = dict[str, dict[str, str]]
-"""Connector name → status, detail and fix, as kvbench.planning.doctor.doctor tells them."""
+"""Connector name → status, detail and fix, as kvbench.planning.doctor.doctor reports them."""
 
 
 def stamp_key() -> str:
@@ -196,7 +196,7 @@ def main() -> None:
     stamp = {} if force or not PYTHON.exists() else read_stamp()
     if stamp.get("key") != stamp_key():
         set_up()
-    elif stamp.get("skipped"):  # it may have been mended since
+    elif stamp.get("skipped"):  # it may have been fixed since
         found = connectors()
         report(found, {})
         write_stamp(found)

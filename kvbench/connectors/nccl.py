@@ -64,7 +64,7 @@ class Nccl(PlainConnector):
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
         # Both sides must see the same request id. vLLM 0.13 leaves it as it is, later ones add a random
-        # part unless they are told not to, and D then waits for ever.
+        # part unless that is disabled, and D then waits for ever.
         return {"VLLM_HOST_IP": host, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:

@@ -51,7 +51,7 @@ ROUTER_TIMES: Final = (
     "decode_sent_s",
     "decode_first_byte_s",
 )
-"""What the router tells of a request: in its answer's headers (``timing_header``), and in a RequestRecord."""
+"""The router's times of a request: in its answer's headers (``timing_header``), and in a RequestRecord."""
 TIMING_REQUEST_HEADER: Final = "x-kvbench-timing"
 
 
@@ -88,13 +88,13 @@ class RequestRecord:
     decode_sent_s: float | None = None
     decode_first_byte_s: float | None = None
     sent_kernel_s: float | None = None
-    """When the kernel handed the request's last byte to the network device; None if it did not tell."""
+    """When the kernel handed the request's last byte to the network device; None if it did not report it."""
     stamps: Literal["", "kernel", "read"] = ""
     """Where the times of what was received come from: the kernel's receive stamps, or the client's reads."""
     prompt_tokens: int | None = None
-    """The prompt's length as the server's usage tells it; None if it does not."""
+    """The prompt's length as the server's usage reports it; None if it does not."""
     text_crc: int | None = None
-    """CRC-32 of the answer's text, by which equal answers are told; None if there was none."""
+    """CRC-32 of the answer's text, by which equal answers are recognised; None if there was none."""
 
     @property
     def ok(self) -> bool:

@@ -248,8 +248,8 @@ class Slo:
 
     def text(self) -> str:
         """For people, without the criterion that only asks for answers."""
-        told = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
-        return "; ".join(told) or "no SLO"
+        texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
+        return "; ".join(texts) or "no SLO"
 
 
 def misses_allowed(n: int, share: float) -> int:

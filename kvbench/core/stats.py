@@ -176,8 +176,8 @@ class StepSeries:
         # The integral of the step function at each of its moments, then anywhere by interpolation.
         area = np.concatenate([[0.0], np.cumsum(self.values[:-1] * np.diff(self.times_s))])
         at_edges = np.interp(edges, self.times_s, area)
-        past = np.clip(edges - self.times_s[-1], 0.0, None) * self.values[-1]
-        return np.asarray(np.diff(at_edges + past) / np.diff(edges), np.float64)
+        beyond = np.clip(edges - self.times_s[-1], 0.0, None) * self.values[-1]
+        return np.asarray(np.diff(at_edges + beyond) / np.diff(edges), np.float64)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class RunningDeployment:
 
     def check_alive(self) -> None:
         """Raises HostLostError if a host is, ProcessDiedError if a process has ended, LaunchError if a log
-        tells a fatal cause.
+        shows a fatal cause.
         """
         self._launcher.check()
         self._watch.check(self.processes)
@@ -164,9 +164,9 @@ class RunningDeployment:
         return known if known or (reported and None not in reported) else None
 
     def _reported_under_way(self, url: str) -> float | None:
-        """Requests that an instance says it has; None if it does not tell. Nothing else of the page is read.
+        """Requests that an instance says it has; None if it does not say. Nothing else of the page is read.
 
-        One that is too busy to tell, or hangs, is taken to have one; ``check_alive`` knows more of it.
+        One that is too busy to report, or hangs, is taken to have one; ``check_alive`` knows more of it.
         """
         try:
             response = self._client.get(url, timeout=ASK_TIMEOUT_S)
@@ -212,7 +212,7 @@ class RunningDeployment:
         return hidden(response.text[:300], self.api_key_env)
 
     def _wait_ready(self, deadline: float) -> None:
-        # What has neither URL nor port serves another process, whose own answer tells of both.
+        # What has neither URL nor port serves another process, whose own answer covers both.
         waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
         last_answer = ""
         while waiting:

@@ -29,7 +29,7 @@ class LogSource:
 
     process: str = ""
     logs_like: str = ""
-    """As the engine's options tell, or "router"."""
+    """As the engine's options say, or "router"."""
     kv_connector: str = ""
     """The connector's class name, as "NixlConnector"; empty also where nothing is transferred."""
     role: str = ""

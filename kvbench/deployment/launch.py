@@ -63,7 +63,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
         console.print(f"note: {note}", markup=False)
     with RunningDeployment(scenario, planned, launcher) as deployment:
         try:
-            _tell(deployment, launcher, console)
+            _print_endpoints(deployment, launcher, console)
             while True:
                 deployment.check_alive()
                 time.sleep(WATCH_S)
@@ -79,7 +79,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     return EXIT_OK
 
 
-def _tell(deployment: RunningDeployment, launcher: Launcher, console: Console) -> None:
+def _print_endpoints(deployment: RunningDeployment, launcher: Launcher, console: Console) -> None:
     console.print(f"ready after {deployment.ready_s:.2f} s: {deployment.plan.label}", markup=False)
     console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
     for name, url in deployment.endpoints.metrics_urls.items():

@@ -87,7 +87,7 @@ def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def boot_id() -> str:
-    """What tells this machine's present life from all others."""
+    """What distinguishes this boot of the machine from all others."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -55,7 +55,7 @@ class ProcessWatch:
         self._logs.follow(path, source)
 
     def check(self, processes: Sequence[Process]) -> None:
-        """Raises ProcessDiedError if one has ended, LaunchError if a log tells a fatal cause,
+        """Raises ProcessDiedError if one has ended, LaunchError if a log shows a fatal cause,
         ProcessHungError if one does nothing any more.
         """
         for process in processes:

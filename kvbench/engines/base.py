@@ -137,7 +137,7 @@ class FirstScenario:
 class Engine(ABC):
     """Turns an instance into a process, and says where to ask it what.
 
-    In what it differs from other engines beside that, its options tell (``EngineOptions``).
+    In what it differs from other engines beside that, its options say (``EngineOptions``).
     """
 
     name: ClassVar[str]

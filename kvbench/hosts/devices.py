@@ -64,7 +64,7 @@ def output_of(command: list[str], deadline_s: float) -> str | None:
 
 
 def nics(root: Path) -> list[dict[str, Any]]:
-    """Network interfaces; ``speed_mbit`` is null where the driver does not tell or the link is down."""
+    """Network interfaces; ``speed_mbit`` is null where the driver does not report it or the link is down."""
     found = []
     for folder in children(root / "sys/class/net"):
         if not (folder / "operstate").exists():  # such as the file bonding_masters
@@ -106,12 +106,12 @@ def pcie_link(folder: Path) -> dict[str, Any] | None:
     )
     if place is None:
         return None
-    told: dict[str, Any] = {}
+    link: dict[str, Any] = {}
     for way in ("current", "max"):
         speed = re.match(r"[\d.]+", read(place / f"{way}_link_speed") or "")
-        told[f"{way}_gt_per_s"] = float(speed[0]) if speed else None
-        told[f"{way}_width"] = read_int(place / f"{way}_link_width") or None
-    return told
+        link[f"{way}_gt_per_s"] = float(speed[0]) if speed else None
+        link[f"{way}_width"] = read_int(place / f"{way}_link_width") or None
+    return link
 
 
 def rdma(root: Path = Path("/")) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ class NicReading:
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
-    """Line rate one way; null where the driver does not tell or the link is down."""
+    """Line rate one way; null where the driver does not report it or the link is down."""
     loopback: bool = False
 
 

@@ -70,7 +70,7 @@ def describe(
 
 
 def attempt(part: Callable[[], T]) -> T | None:
-    """What ``part`` tells, or None. A description must never cost the run that it describes."""
+    """What ``part`` returns, or None. A description must never cost the run that it describes."""
     try:
         return part()
     except Exception:

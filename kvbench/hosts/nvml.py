@@ -1,7 +1,7 @@
-"""How long NVIDIA's GPUs have been slowed down for power or heat, as the driver's own library tells.
+"""How long NVIDIA's GPUs have been slowed down for power or heat, as the driver's own library reports it.
 
 NVML keeps for each GPU the time for which a policy has lowered its clocks (nvmlDeviceGetViolationStatus), so
-two readings tell of everything between them. The library is loaded by its file name and asked a few plain
+two readings cover everything between them. The library is loaded by its file name and asked a few plain
 questions; it starts no CUDA context.
 """
 

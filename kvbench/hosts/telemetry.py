@@ -105,7 +105,7 @@ def difference(before: Metrics | None, after: Metrics | None, name: str, **label
 
 @dataclass(frozen=True)
 class HostReading:
-    """The machine at one moment. Counters since its start; what it does not tell is None or empty."""
+    """The machine at one moment. Counters since its start; what it does not report is None or empty."""
 
     load_average: float
     steal_s: float

@@ -19,6 +19,7 @@ from kvbench.importers.base import (
     Imported,
     Origin,
     ServingRow,
+    json_value,
     listed,
     mapping,
     number,
@@ -121,7 +122,7 @@ def _requests(file: Path, reading: Imported) -> list[RequestRecord]:
     seen = []
     for line, text in enumerate(read_lines(file), start=1):
         try:
-            row = mapping(json.loads(text)) if text.strip() else {}
+            row = mapping(json_value(text)) if text.strip() else {}
         except json.JSONDecodeError as error:
             problem = f"is not whole JSON ({error.msg}); left out"
             reading.leave_out(line, problem, file.name)
@@ -205,7 +206,7 @@ def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
 
 
 def _asked(row: ServingRow, config: Any) -> None:
-    """What was asked for, as the exporter's own ``input_config`` tells: its layout changed with the
+    """What was asked for, as the exporter's own ``input_config`` reports: its layout changed with the
     versions."""
     if not isinstance(config, Mapping):
         return

@@ -22,7 +22,7 @@ from kvbench.errors import InputError
 MAX_BYTES: Final = 512 * 2**20
 """A larger file is refused: no summary of a benchmark is that long."""
 PEEK_BYTES: Final = 8 * 2**20
-"""How much of a file is looked at to tell its format."""
+"""How much of a file is looked at to recognise its format."""
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
@@ -218,17 +218,25 @@ def _decoded(data: bytes) -> str:
     return data.decode("utf-8-sig", "replace")
 
 
+def json_value(text: str) -> Any:
+    """A JSON text's value. Raises JSONDecodeError, also for what JSON allows and Python cannot hold."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise json.JSONDecodeError(f"it cannot be read: {error}", text, 0) from error
+
+
 def parse_json(path: Path) -> Any:
     """A JSON file's value. Raises InputError with the line where it stops being JSON."""
     try:
-        return json.loads(read_text(path))
+        return json_value(read_text(path))
     except json.JSONDecodeError as error:
         raise InputError(
             f"{path.name}:{error.lineno}: is not whole JSON ({error.msg})",
             hint="the file may have been cut off while it was written",
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        raise InputError(f"{path.name}:1: is no JSON that can be read ({error})") from error
 
 
 def number(value: Any) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.errors import InputError
-from kvbench.importers.base import Imported, Origin, peek, read_lines, read_text
+from kvbench.importers.base import Imported, Origin, json_value, peek, read_lines, read_text
 from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 
 FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
@@ -25,7 +25,7 @@ def read(path: Path) -> Imported:
     """Every result in the file. Raises InputError if not even the first one is whole."""
     reading = Imported(definitions=dict(DEFINITIONS))
     try:
-        value = json.loads(read_text(path))
+        value = json_value(read_text(path))
     except json.JSONDecodeError as error:
         found = _lines(path, reading)
         if not found:
@@ -45,7 +45,7 @@ def _lines(path: Path, reading: Imported) -> int:
         if not text.strip():
             continue
         try:
-            _take(json.loads(text), Origin(path.name, line, line, TOOL), reading)
+            _take(json_value(text), Origin(path.name, line, line, TOOL), reading)
         except json.JSONDecodeError as error:
             reading.leave_out(line, f"is not whole JSON ({error.msg}); left out", path.name)
     return len(reading.rows)

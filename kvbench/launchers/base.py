@@ -125,7 +125,7 @@ class Far(Protocol):
         """CPU cores that a process may use there."""
 
     def cpu_s(self, pid: int) -> float | None:
-        """CPU seconds that a process has taken there; None where that is not told: here, or when it ended."""
+        """CPU seconds that a process has taken there; None where it is unknown: here, or when it ended."""
 
     def path_of(self, path: Path) -> str:
         """Where a process there finds or leaves the file that is ``path`` here."""

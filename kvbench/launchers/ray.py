@@ -215,7 +215,7 @@ class RayNodesOf:
 def _require_answer(address: str) -> None:
     """Raises LaunchError if nothing listens there: Ray itself would try for two minutes.
 
-    Where ``auto`` looks is Ray's own business; it is asked by ray.init, unless one of the usual places tells.
+    Where ``auto`` looks is Ray's own business; it is asked by ray.init, unless a usual place names one.
     """
     current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     if address == "auto":

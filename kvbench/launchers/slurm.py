@@ -127,7 +127,7 @@ class SlurmJob:
         return _Step(node, step, self._run_tag, lambda: self._state_words(component))
 
     def address(self, node: str) -> str:
-        """The node's address as Slurm knows it, as an IP address where it can be told."""
+        """The node's address as Slurm knows it, as an IP address where it can be resolved."""
         pairs = parse_pairs(_called(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
         name = pairs.get("NodeAddr") or node
         with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ class SlurmJob:
 
 
 class _Step(PipeChannel):
-    """A channel over srun, which tells what became of the job if it ends."""
+    """A channel over srun, which reports what became of the job if it ends."""
 
     def __init__(self, node: str, command: Sequence[str], run_tag: str, state: Callable[[], str]) -> None:
         self._state = state

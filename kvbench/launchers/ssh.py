@@ -240,7 +240,7 @@ class SshConnections:
 
 
 def connect_options(wanted: Ssh) -> dict[str, Any]:
-    """What asyncssh is told; what the scenario leaves open is left to ~/.ssh/config and its defaults."""
+    """What asyncssh is given; what the scenario leaves open is left to ~/.ssh/config and its defaults."""
     options: dict[str, Any] = {
         "connect_timeout": wanted.connect_timeout_s,
         "login_timeout": wanted.connect_timeout_s,

@@ -14,7 +14,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from kvbench.core.transfers import cases as matrices
-from kvbench.core.transfers.cases import Axes, Matrix, Mover
+from kvbench.core.transfers.cases import Axes, BackendCapabilities, Matrix
 from kvbench.core.transfers.kv_shape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
 from kvbench.core.transfers.records import Case, Memory, TransferOp, TransferRecord
 from kvbench.core.units import duration_text, parse_counts, parse_sizes, size_text
@@ -88,7 +88,9 @@ def _earlier(path: Path | None) -> RunFolder | None:
 
 
 def ask(
-    options: MicrobenchOptions, known: Callable[[], Sequence[Mover]], places: MicrobenchPlaces | BetweenHosts
+    options: MicrobenchOptions,
+    known: Callable[[], Sequence[BackendCapabilities]],
+    places: MicrobenchPlaces | BetweenHosts,
 ) -> MicrobenchPlan:
     """The matrix of the options; mistakes in them are said before ``known`` looks for libraries.
 

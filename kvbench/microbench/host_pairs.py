@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.transfers.cases import Mover
+from kvbench.core.transfers.cases import BackendCapabilities
 from kvbench.core.transfers.records import Case
 from kvbench.core.units import parse_counts
 from kvbench.errors import InputError, KvbenchError
@@ -26,7 +26,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.transfer.parts.usable import movers_on
 
 CHECK_S: Final = 120.0
-"""A host imports every transfer library to tell what it lacks, from a cold disk."""
+"""A host imports every transfer library to report what it lacks, from a cold disk."""
 LISTED: Final = 6
 
 
@@ -103,7 +103,7 @@ class BetweenHosts:
         assert self._fleet is not None
         return self._fleet
 
-    def movers(self) -> list[Mover]:
+    def movers(self) -> list[BackendCapabilities]:
         """Every backend, with what the hosts lack for it."""
         names = [name for name in self.hosts if name not in self._gone]
         with ThreadPoolExecutor(len(names)) as pool:

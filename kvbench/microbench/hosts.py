@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.transfers.cases import LEAST_CALLS, MOST_SECONDS, Mover
+from kvbench.core.transfers.cases import LEAST_CALLS, MOST_SECONDS, BackendCapabilities
 from kvbench.core.transfers.records import Case
 from kvbench.core.units import parse_counts
 from kvbench.errors import InputError
@@ -116,7 +116,7 @@ class MicrobenchPlaces:
     def __exit__(self, *error: object) -> None:
         """What is made for the cases ends with ``by_place``."""
 
-    def movers(self) -> list[Mover]:
+    def movers(self) -> list[BackendCapabilities]:
         """Every backend, with what this machine lacks for it."""
         return movers()
 

@@ -95,7 +95,7 @@ class WorkerHandle:
             raise self.gone() from None
 
     def _hear_out(self) -> None:
-        """Take in what it sent before it ended: that tells more than the end. Raises WorkerError, as read."""
+        """Take in what it sent before it ended: that says more than the end. Raises WorkerError, as read."""
         deadline = time.monotonic() + LAST_WORDS_S
         while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read()

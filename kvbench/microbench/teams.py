@@ -66,7 +66,7 @@ class Team:
 
 
 def side_number(role: str, number: int) -> int:
-    """What tells the buffers of one team apart."""
+    """What keeps the buffers of one team apart."""
     return 2 * number + (role == "target")
 
 

@@ -91,7 +91,7 @@ def _needs(scenario: Scenario, planned: DeploymentPlan) -> dict[str, GpuNeed]:
 def _dealt(
     scenario: Scenario, planned: DeploymentPlan, needs: Mapping[str, GpuNeed], pool: GpuPool | None
 ) -> DeploymentPlan:
-    """On each host by itself. Of GPUs that are not known, one who is alone there needs to be told none."""
+    """On each host by itself. Of GPUs that are not known, one who is alone there needs to be given none."""
     deployment = scenario.deployment
     if pool is not None and not pool.devices:
         return planned  # hidden from us on purpose

@@ -165,7 +165,7 @@ def _known_shape(model: str) -> ModelShape:
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """The KV shape from a model folder's config.json; None if there is none, or it does not tell."""
+    """The KV shape from a model folder's config.json; None if there is none, or it does not say."""
     path = Path(model).expanduser() / "config.json"
     try:
         config = json.loads(path.read_bytes())

@@ -61,9 +61,9 @@ def options_from(words: Sequence[str]) -> K8sOptions:
     try:
         return K8sOptions.model_validate(given)
     except ValidationError as error:
-        told = [f"--with {each['loc'][0]}: {each['msg']}" for each in error.errors()]
+        problems = [f"--with {each['loc'][0]}: {each['msg']}" for each in error.errors()]
         known = ", ".join(K8sOptions.model_fields)
-        raise InputError("\n".join(told), hint=f"known are: {known}") from None
+        raise InputError("\n".join(problems), hint=f"known are: {known}") from None
 
 
 def pod_manifests(

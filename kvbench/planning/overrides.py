@@ -66,10 +66,10 @@ def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     known = registry()
     draft = draft.put(overrides)
     scenario = draft.checked(known)
-    # What only a checked scenario tells: its entries of the chosen connectors, and its trace's lengths.
+    # What only a checked scenario has: its entries of the chosen connectors, and its trace's lengths.
     chosen = {} if bare else _chosen(scenario, cli.connectors)
-    if told := merged(_traced(scenario), chosen):
-        scenario = draft.put(told).checked(known)
+    if more := merged(_traced(scenario), chosen):
+        scenario = draft.put(more).checked(known)
     if scenario.workload.trace:
         require_fitting(scenario, load_trace(scenario.workload.trace))
     return scenario, source

@@ -26,7 +26,7 @@ def plan_of(scenario: Scenario) -> Plan:
     known = {name: connectors.get(name) for name in connectors.names()}
     profiles = {}
     for choice in scenario.connectors:
-        with suppress(InputError):  # the engine lacks it: told when it is to be launched
+        with suppress(InputError):  # the engine lacks it: reported when it is to be launched
             profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
@@ -63,7 +63,7 @@ def render(cli: CliOptions, words: Sequence[str]) -> None:
 
 
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
-    """A deployment's processes; none if the engine has no such connector, which the launch tells."""
+    """A deployment's processes; none if the engine has no such connector, which the launch reports."""
     with suppress(InputError):
         return [spec.to_json() for spec in process_specs(scenario, deployment)]
     return []

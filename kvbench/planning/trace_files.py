@@ -47,8 +47,8 @@ def _text_of(trace: Trace) -> str:
 
 def trace_lengths(trace: Trace) -> tuple[int, int, int]:
     """Mean prompt and output length, by which a trace's cell is called, and its longest request (tokens)."""
-    told = figures(load_trace(trace))
-    return max(1, round(told.mean_input_len)), max(1, round(told.mean_output_len)), told.longest
+    found = figures(load_trace(trace))
+    return max(1, round(found.mean_input_len)), max(1, round(found.mean_output_len)), found.longest
 
 
 def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> None:
@@ -66,9 +66,9 @@ def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> No
         )
 
 
-def trace_summary(trace: Trace, told: TraceFigures) -> dict[str, Any]:
+def trace_summary(trace: Trace, load: TraceFigures) -> dict[str, Any]:
     """What a run folder keeps of a trace: which file it was, and what it asks for."""
-    return {"path": trace.path, "sha256": trace_digest(trace), "time_scale": trace.time_scale, **asdict(told)}
+    return {"path": trace.path, "sha256": trace_digest(trace), "time_scale": trace.time_scale, **asdict(load)}
 
 
 def trace_digest(trace: Trace) -> str:

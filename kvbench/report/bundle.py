@@ -1,4 +1,4 @@
-"""``kvbench bundle``: a run folder packed for sharing, without what tells on whose machines it was measured.
+"""``kvbench bundle``: a run folder packed for sharing, without what shows on whose machines it was measured.
 
 Text, JSON and Parquet are scrubbed (``core.scrub``). What is derived (report, tables, pictures) is not
 packed as it is, since a picture has the host's name in its dots: it is made anew from the scrubbed files.
@@ -119,8 +119,8 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
 
 def _hosts(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterable[str]:
     """Names that the run gives its machines, and this machine's own."""
-    told = [environment.get("hostname"), environment.get("host"), *(manifest.get("hosts") or ())]
-    return [str(name) for name in (*told, socket.gethostname()) if name]
+    names = [environment.get("hostname"), environment.get("host"), *(manifest.get("hosts") or ())]
+    return [str(name) for name in (*names, socket.gethostname()) if name]
 
 
 def _users() -> Iterable[str]:

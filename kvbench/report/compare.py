@@ -14,10 +14,10 @@ from rich.console import Console
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.errors import InputError
+from kvbench.report.compared import load_tables
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_as_text, compared_runs
-from kvbench.report.tables.compared import load_tables
 from kvbench.report.tables.table import FORMATS, WRITERS, Table, as_json
 from kvbench.report.terminal import print_sections
 from kvbench.report.value import Block, Note, ReportSection
@@ -118,14 +118,14 @@ def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
     """Prints the conclusions under the headings of their kinds, then the rows."""
     heads = [Block(words=line, style="dim") for line in _captions(compared)]
     heads += [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in compared.differing]
-    told = []
+    conclusions = []
     for kind, words in KIND_WORDS.items():
         mine = [each for each in compared.statements if each.kind == kind]
         notes = [Note(each.text, each.advice, _STYLES.get(each.level, "")) for each in mine]
-        told += [Block(words, notes=notes)] if notes else []
+        conclusions += [Block(words, notes=notes)] if notes else []
     shown = [Block(f"\n{table.title}", table=_brief(table)) for table in tables(compared, asked)]
     none = Block(words="\nno load was measured whose figures could be compared")
-    print_sections([ReportSection("compared", "", [*heads, *told, *(shown or [none])])], console)
+    print_sections([ReportSection("compared", "", [*heads, *conclusions, *(shown or [none])])], console)
 
 
 def _brief(table: Table) -> Table:

@@ -142,8 +142,8 @@ def _rates(run: RunFolder) -> Iterable[Sample]:
             yield from _sample(metric, labels, values.get(key))
         for latency, metric in _LATENCIES.items():
             for statistic in _STATISTICS:
-                told = {**labels, "statistic": statistic}
-                yield from _sample(metric, told, values.get(f"{latency}_ms_{statistic}"))
+                sample_labels = {**labels, "statistic": statistic}
+                yield from _sample(metric, sample_labels, values.get(f"{latency}_ms_{statistic}"))
 
 
 def _loads(run: RunFolder) -> Iterable[Sample]:
@@ -168,7 +168,7 @@ def _transfers(run: RunFolder) -> Iterable[Sample]:
         case = record.case
         labels = {"run": run.run_id, "case": case.key, "backend": case.backend, "protocol": case.protocol}
         labels |= {"op": case.op, "block_bytes": str(case.block_bytes), "batch_size": str(case.batch_size)}
-        # Read-in rows may tell one case twice; a series has to be one of its own.
+        # Read-in rows may have one case twice; a series has to be one of its own.
         yield from _sample(_TRANSFER, labels | {"row": str(place)}, record.gb_per_s)
 
 
@@ -274,8 +274,8 @@ def spreadsheet(run: RunFolder) -> str:
     writer = csv.writer(text, lineterminator="\r\n")
     writer.writerow(["metric", "unit", "value", *keys])
     for sample in found:
-        told = [spreadsheet_cell(sample.labels.get(key)) for key in keys]
-        writer.writerow([sample.metric.name, sample.metric.unit, repr(sample.value), *told])
+        label_cells = [spreadsheet_cell(sample.labels.get(key)) for key in keys]
+        writer.writerow([sample.metric.name, sample.metric.unit, repr(sample.value), *label_cells])
     return "\ufeff" + text.getvalue()
 
 

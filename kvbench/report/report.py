@@ -73,7 +73,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
     tables, figures = run.path / "tables", run.path / "figures"
     drawn = [kind for kind in formats if kind in ("png", "svg")]
     if len(pairs_of(run.transfer_records())) > 1:
-        drawn = []  # pictures are of one pair of hosts; of several the matrix tells
+        drawn = []  # pictures are of one pair of hosts; of several the matrix shows
     with said_clearly(run.path):
         written = write_plots(run, figures, drawn) if drawn else []
         tables.mkdir(exist_ok=True)

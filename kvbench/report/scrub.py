@@ -1,4 +1,4 @@
-"""Taking out of texts what tells whose they are: host names, addresses, keys, user names, paths.
+"""Taking out of texts what shows whose they are: host names, addresses, keys, user names, paths.
 
 Each value becomes a word such as ``HOST1``, the same one wherever it stands, so that what is left can still
 be read. The words have no sign that HTML, JSON or YAML would mistake.

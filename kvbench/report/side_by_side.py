@@ -12,10 +12,10 @@ from kvbench.core.findings.findings import Statement
 from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.transfers.stats import Change
 from kvbench.errors import InputError, KvbenchError
+from kvbench.report.compared import change_table
 from kvbench.report.findings.ahead import RatePair, rate_pairs
 from kvbench.report.findings.load_rows import conclusions, default_axis, load_rows, searched_rows
 from kvbench.report.findings.transfers import changes_text
-from kvbench.report.tables.compared import change_table
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import WRITERS, Column, as_json, of_values
 from kvbench.report.tables.transfers import flat_row
@@ -45,7 +45,7 @@ def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
 class Compared:
     """Runs of requests: conclusions, rows, and in what runs that were forced together differ.
 
-    ``names`` tell the runs apart, empty for a single one; ``by``: the axis that is compared.
+    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared.
     """
 
     runs: Sequence[RunFolder]
@@ -111,11 +111,11 @@ class Changes:
 
 def earlier_of(run: RunFolder) -> RunFolder | None:
     """The run that a microbenchmark was to be compared with, where it is still there."""
-    told = run.plan.get("compared_with")
-    if not isinstance(told, str) or not Path(told).is_dir():
+    earlier = run.plan.get("compared_with")
+    if not isinstance(earlier, str) or not Path(earlier).is_dir():
         return None
     try:
-        return load_run(Path(told))
+        return load_run(Path(earlier))
     except KvbenchError:
         return None
 

@@ -55,7 +55,7 @@ def _ruled(table: Table) -> RuledTable:
     """A line below the header and between groups; only the brief columns."""
     # One blank less between the columns of a table with groups: so a hundred columns hold one figure more.
     padding = (0, 1, 0, 0) if table.groups else (0, 1)
-    made = RuledTable(
+    ruled = RuledTable(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=padding
     )
     places = [place for place, column in enumerate(table.columns) if column.brief]
@@ -63,15 +63,15 @@ def _ruled(table: Table) -> RuledTable:
         column = table.columns[place]
         align = column.align or ("right" if place else "left")
         width = column.width or None
-        made.add_column(
+        ruled.add_column(
             Text(column.title), justify=align, no_wrap=not table.wrap, max_width=width
         )  # fmt: skip
     for number, (_, rows, _marks) in enumerate(table.parts()):
         if number:
-            made.add_section()
+            ruled.add_section()
         for cells in rows:
-            made.add_row(*(Text(cells[place]) for place in places))
-    return made
+            ruled.add_row(*(Text(cells[place]) for place in places))
+    return ruled
 
 
 def _aligned(console: Console, table: Table) -> None:

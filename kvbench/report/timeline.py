@@ -103,11 +103,11 @@ def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
     """The client first, then whatever wrote spans, in the order in which a request meets them."""
     records = run.request_records(trial.trial_id)[:TRACED_REQUESTS]
     client = TimelineProcess(CLIENT, {each.request_id: list(client_spans(each)) for each in records})
-    told = trial.engine.get("client") or {}
-    start = told.get("started_monotonic_s")
+    reported = trial.engine.get("client") or {}
+    start = reported.get("started_monotonic_s")
     if start is None:
         return [client]
-    ours = Clock(str(run.environment.get("hostname")), float(start), float(told["started_unix_s"]))
+    ours = Clock(str(run.environment.get("hostname")), float(start), float(reported["started_unix_s"]))
     found = [client]
     folder = run.path / "logs" / trial.cell.connector
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -226,11 +226,11 @@ def flows(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def counters(run: RunFolder, trial: TrialRecord, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """What the engines' /metrics said meanwhile, as counter tracks (``C``), sampled twice a second."""
-    told = trial.engine.get("client") or {}
+    client = trial.engine.get("client") or {}
     try:
         rows = run.telemetry(trial.trial_id).to_dict("records")
         began = datetime.fromisoformat(trial.started_at.replace("Z", "+00:00")).timestamp()
-        shift = began - float(told["started_unix_s"])
+        shift = began - float(client["started_unix_s"])
     except (StoreError, ValueError, KeyError):
         return
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a run folder already holds, as a sweep that goes on needs it: finished cells, trials, true outputs."""
+"""What a run folder already has, as a sweep that goes on needs it: finished cells, trials, true outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierSessions:
     """The trials of each cell and method in the order they were run; empty for a run that begins."""
 
     trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
@@ -53,15 +53,15 @@ class Past:
         )
 
 
-def past_of(run: RunFolder, own_method: Method, *, forced: bool = False) -> Past:
-    """What a folder holds. ``own_method``: the method whose result comes last of a cell's, if it is done."""
+def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False) -> EarlierSessions:
+    """What a folder has. ``own_method``: the method whose result comes last of a cell's, if it is done."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
         trials.setdefault((record.cell, record.method), []).append(record)
     results: dict[Cell, list[CellResult]] = {}
     for result in [*run.cells, *run.other_cells]:
         results.setdefault(result.cell, []).append(result)
-    return Past(
+    return EarlierSessions(
         trials=trials,
         results={
             cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
@@ -74,7 +74,7 @@ def past_of(run: RunFolder, own_method: Method, *, forced: bool = False) -> Past
 
 
 def _had_failures(run: RunFolder) -> bool:
-    """Whether any line of cells.jsonl tells of a failure, even if a later line replaces it."""
+    """Whether any line of cells.jsonl reports a failure, even if a later line replaces it."""
     with suppress(OSError):
         return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None
     return False

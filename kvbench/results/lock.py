@@ -1,4 +1,4 @@
-"""Who writes a run folder: the lock, and the sessions that its manifest tells of."""
+"""Who writes a run folder: the lock, and the sessions that its manifest lists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def locked(path: Path) -> int:
 
 
 def _writer(path: Path) -> str:
-    """Who writes a folder, as far as its manifest tells."""
+    """Who writes a folder, as far as its manifest says."""
     sessions = read_object(path / MANIFEST, []).get("sessions") or [{}]
     last = sessions[-1]
     if not last.get("pid"):

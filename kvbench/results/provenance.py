@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbench.core import slo as slos
-from kvbench.core.gates.lies import LIES, told_lie
+from kvbench.core.gates.lies import LIES, lie_of
 from kvbench.core.scenario.yaml_lines import plain, read_yaml
 from kvbench.errors import InputError
 from kvbench.results.run import RunFolder
@@ -126,7 +126,7 @@ def mark_of(run: RunFolder) -> Mark | None:
     """How the run is marked; None if real engines were measured."""
     labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
     mark = next((mark for mark in _MARKS if mark.word in labels), None)
-    lie = told_lie(sorted(labels))
+    lie = lie_of(sorted(labels))
     if mark is None or not lie:
         return mark
     what = LIES[lie].what if lie in LIES else lie

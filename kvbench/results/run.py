@@ -66,7 +66,7 @@ class CellResult:
     main: bool = True
     """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
     limit: dict[str, Any] | None = None
-    """Which limit binds above the answer, as ``core.binding`` tells it; None where that is not known."""
+    """Which limit binds above the answer, as ``core.metrics.limit`` names it; None where not known."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _text(path: Path) -> str:
 
 
 def writer_is_alive(folder: Path) -> bool:
-    """Whether some process still has the folder open for writing; True when that cannot be told."""
+    """Whether some process still has the folder open for writing; True when that is not known."""
     try:
         handle = os.open(folder / TRIALS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -58,8 +58,8 @@ def _facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _fact(machine: Mapping[str, Any], part: str, key: str) -> Any:
-    told = machine.get(part)
-    return (told or {}).get(key) if key else told
+    facts = machine.get(part)
+    return (facts or {}).get(key) if key else facts
 
 
 def _devices(machine: Mapping[str, Any], part: str, keys: tuple[str, ...]) -> list[str]:

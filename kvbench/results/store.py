@@ -50,7 +50,7 @@ from kvbench.files import (
     write_bytes,
     write_json,
 )
-from kvbench.results.finished_cells import Past, output_row
+from kvbench.results.finished_cells import EarlierSessions, output_row
 from kvbench.results.lock import ended_session, iso, locked, new_session
 from kvbench.results.parquet import write_parquet, write_rows
 from kvbench.results.run import (
@@ -101,7 +101,7 @@ class RunStore:
     def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None = None) -> None:
         """``lock``: ``trials.jsonl``, open and locked by the caller."""
         self.path = path
-        self.past = Past()
+        self.earlier = EarlierSessions()
         self._manifest = manifest
         self._transfers = TransferTable(path)
         with said_clearly(path):
@@ -225,7 +225,7 @@ class RunStore:
         return dict(read_object(self.path / "plan.json", []).get("processes") or {})
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Replaces environment.json, when the other hosts of a run have told of themselves."""
+        """Replaces environment.json, when the other hosts of a run have reported theirs."""
         with said_clearly(self.path):
             write_json(self.path / "environment.json", environment)
 

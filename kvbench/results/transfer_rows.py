@@ -114,6 +114,6 @@ def _type_of(name: str) -> pa.DataType:
         return pa.int64()
     if name in ("verified", "scattered", "merged"):
         return pa.bool_()
-    # 32 bits tell a call's time to one part in ten million, and halve the file.
+    # 32 bits hold a call's time to one part in ten million, and halve the file.
     lists = {"call_s": pa.float32(), "log": pa.string(), "nics_asked": pa.string()}
     return pa.list_(lists[name]) if name in lists else pa.string()

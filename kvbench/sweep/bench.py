@@ -22,7 +22,7 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 
 @dataclass(frozen=True)
 class Alone:
-    """What single requests on the idle site tell. ``outputs``: None where they are not to be compared, and
+    """What single requests on the idle site show. ``outputs``: None where they are not to be compared, and
     ``unchecked`` says why, if anybody expected it.
     """
 
@@ -40,7 +40,7 @@ class Site(Protocol):
 
     @property
     def has_direct(self) -> bool:
-        """Whether its servers can be reached past its router."""
+        """Whether its servers can be reached without its router."""
 
     def prepare(self) -> None:
         """What the next trial needs may be started; ``close`` ends it."""
@@ -62,7 +62,7 @@ class Bench(Protocol):
 
     @property
     def alike(self) -> bool:
-        """Whether a rate found on one deployment tells where another's may lie."""
+        """Whether a rate found on one deployment says where another's may lie."""
 
     def open(self) -> AbstractContextManager[Scenario]:
         """Around all deployments: reaches what they share. Gives the scenario as it is known from then on.
@@ -74,7 +74,7 @@ class Bench(Protocol):
         """Whether a deployment is to be brought up only for the outputs that others are compared with."""
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
-        """Why a deployment cannot be brought up here; None if it can, or if its start will tell."""
+        """Why a deployment cannot be brought up here; None if it can, or if its start will show it."""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
         """A deployment from start to stop. ``round_``: names a further time of the same one.

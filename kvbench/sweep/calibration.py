@@ -173,15 +173,15 @@ def _overheads(trials: Sequence[TrialRecord]) -> Overheads:
 
 
 def _parts(trial: TrialRecord) -> dict[str, Any]:
-    told = trial.engine.get("ttft_breakdown_ms") or {}
+    ttft = trial.engine.get("ttft_breakdown_ms") or {}
     hand_off = trial.engine.get("hand_off_parts_ms") or {}
     ends = [hand_off.get("prefill_front_end"), hand_off.get("decode_front_end")]
     known = [end for end in ends if end is not None]
     # With concurrent dispatch D's queue lies within the hand-off.
-    queue = told.get("decode_queue") if told.get("decode_queue") is not None else told.get("hand_off")
-    step = told.get("first_decode_step")
+    queue = ttft.get("decode_queue") if ttft.get("decode_queue") is not None else ttft.get("hand_off")
+    step = ttft.get("first_decode_step")
     return {
-        "router": told.get("router"),
+        "router": ttft.get("router"),
         "front_end": sum(known) / len(known) if known else None,
         "turn": hand_off.get("router_turn"),
         "arrival": None if queue is None or step is None else queue - step / 2,

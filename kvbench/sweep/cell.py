@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and past it in turns."""
+    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and direct in turns."""
 
     rate: float
     both_modes: bool = False
@@ -173,8 +173,8 @@ class CellRunner:
 
     def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
         records: list[TrialRecord] = []
-        past = self._knowledge.past
-        stored = past.tried(attempt.cell, attempt.method)
+        earlier = self._knowledge.earlier
+        stored = earlier.tried(attempt.cell, attempt.method)
         if stored:
             self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are taken from the folder")
         latency_s = attempt.latency_s
@@ -196,7 +196,7 @@ class CellRunner:
                 again = bool(stored)
                 if again:
                     record = stored.pop(0)
-                    past.check(record, plan.trial_id, plan.rate, plan.purpose)
+                    earlier.check(record, plan.trial_id, plan.rate, plan.purpose)
                 else:
                     record = self._site.run(plan)
                 strategy.tell(record)
@@ -234,8 +234,8 @@ class CellRunner:
         if not answers:
             return [CellResult(cell, "done", method=method, main=main)]
         results = []
-        for place, (tier, told) in enumerate(answers.items()):
-            answer = dict(told)
+        for place, (tier, found) in enumerate(answers.items()):
+            answer = dict(found)
             rate = answer["max_request_rate"]
             if main and place == 0 and rate is not None:
                 self._knowledge.rates[cell] = rate

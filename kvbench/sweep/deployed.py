@@ -60,7 +60,7 @@ class DeployedSite:
         self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
         outputs = self._greedy(cell.input_len, cell.output_len)
         self._deployment.reset_caches()
-        known = self._store.past.outputs.get((cell.connector, cell.input_len))
+        known = self._store.earlier.outputs.get((cell.connector, cell.input_len))
         if known is not None:  # the search began with that latency, and is told the same trials again
             outputs = Outputs(outputs.texts, known.latency_s)
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
@@ -115,7 +115,7 @@ class DeployedBench:
         self._places.open()
         self._scenario = self._places.scenario
         hosts = self._places.environments()
-        if self._store.past.hosts:
+        if self._store.earlier.hosts:
             self._compare_hosts(hosts)
             return
         here = environment.describe()
@@ -125,9 +125,9 @@ class DeployedBench:
 
     def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
         """Raises StoreError if hosts are not what they were when the run began, unless that was forced."""
-        past = self._store.past
-        differs = host_differences(past.hosts, hosts)
-        if differs and not past.forced:
+        earlier = self._store.earlier
+        differs = host_differences(earlier.hosts, hosts)
+        if differs and not earlier.forced:
             raise StoreError(
                 f"{self._store.path} was begun on other hosts:\n  " + "\n  ".join(differs),
                 hint="go on where it began, or go on all the same with --force, which marks the run",

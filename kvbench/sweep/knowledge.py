@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbench.core.records import Cell, Outputs
 from kvbench.core.search.search import Hint
-from kvbench.results.finished_cells import Past
+from kvbench.results.finished_cells import EarlierSessions
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Knowledge:
 
     reference: dict[int, Outputs]
     rates: dict[Cell, float]
-    past: Past = field(default_factory=Past)
-    """What the run folder held when this process took it over."""
+    earlier: EarlierSessions = field(default_factory=EarlierSessions)
+    """What the run folder had when this process took it over."""
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """A rate to start from: the same length on a connector of the same kind, or other lengths."""

@@ -31,7 +31,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
 from kvbench.planning.trace_files import load_trace, trace_digest
-from kvbench.results.finished_cells import past_of
+from kvbench.results.finished_cells import earlier_sessions
 from kvbench.results.run import RunFolder, load_run, writer_is_alive
 from kvbench.results.same_conditions import ELSEWHERE, differences
 from kvbench.results.store import RunStore
@@ -61,7 +61,7 @@ class Resumed:
     @property
     def left(self) -> int:
         """How many cells are not finished."""
-        return sum(not self.store.past.finished(cell) for cell in self.plan.cells)
+        return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
 
     def sweep(self, watcher: Watcher) -> Sweep:
         """The sweep that goes on."""
@@ -148,7 +148,7 @@ def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, force
     own: Method = scenario.search.method
     if fixed is not None:
         own = "trace" if scenario.workload.trace else "sustained"
-    store.past = past_of(load_run(store.path), own, forced=forced)
+    store.earlier = earlier_sessions(load_run(store.path), own, forced=forced)
 
 
 def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
@@ -233,8 +233,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require_trace(run: RunFolder, scenario: Scenario) -> None:
-    told = (run.manifest.get("trace") or {}).get("sha256")
-    if scenario.workload.trace and told and told != trace_digest(scenario.workload.trace):
+    recorded = (run.manifest.get("trace") or {}).get("sha256")
+    if scenario.workload.trace and recorded and recorded != trace_digest(scenario.workload.trace):
         raise StoreError(
             f"{scenario.workload.trace.path} is not the trace that the run was begun with",
             hint="put the old file back, or begin anew",

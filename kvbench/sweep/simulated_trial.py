@@ -27,7 +27,7 @@ from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone
 from kvbench.sweep.calibration import Surroundings, surroundings
-from kvbench.sweep.trial.evidence import legs
+from kvbench.sweep.trial.evidence import router_times
 from kvbench.sweep.trial.judging import (
     begun_record,
     ended_record,
@@ -215,7 +215,7 @@ class SimulatedSite:
         kv_s = outcome.transfer_s / outcome.transfers if outcome.transfers else None
         prefill = outcome.phases.get("prefill") or outcome.phases.get("aggregated")
         decode: Phases | None = outcome.phases.get("decode")
-        routed = legs(outcome.records, None, None) if moves else None
+        routed = router_times(outcome.records, None, None) if moves else None
         first = outcome.figures.get("prefill") or outcome.figures["aggregated"]
         last = outcome.figures.get("decode")
         return {

@@ -154,11 +154,11 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
             f"## {length:,} in, {mine[0].output_len:,} out",
             markdown_table(HEADER, map(cells_of, mine)),
         ]
-        told = [
+        limits = [
             f"- {each.connector} {each.split}: {each.limit_evidence}" for each in mine if each.limit_evidence
         ]
-        if told:
-            parts.append("\n".join(["What limits each:", "", *told]))
+        if limits:
+            parts.append("\n".join(["What limits each:", "", *limits]))
     return "\n\n".join(parts) + "\n"
 
 

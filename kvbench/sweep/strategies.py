@@ -126,10 +126,10 @@ def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
 
 def tier_verdict(record: TrialRecord, tier: str) -> VerdictKind:
     """A trial's verdict for one tier. "" is the trial's own."""
-    told = (record.summary.get("tiers") or {}).get(tier) if tier else None
-    if told is None:
+    of_tier = (record.summary.get("tiers") or {}).get(tier) if tier else None
+    if of_tier is None:
         return record.verdict
-    verdict: VerdictKind = told["verdict"]
+    verdict: VerdictKind = of_tier["verdict"]
     return verdict
 
 
@@ -141,6 +141,6 @@ def measured_of(record: TrialRecord, tier: str) -> TrialFigures | None:
         steady = bool(record.summary.get("completion_steady")) and record.verdict != "invalid"
         measured = TrialFigures(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
         return measured if rate else TrialFigures(duration_s=record.duration_s)
-    told = (record.summary.get("tiers") or {}).get(tier) if tier else record.summary
-    live = (told or {}).get("live")
+    summary = (record.summary.get("tiers") or {}).get(tier) if tier else record.summary
+    live = (summary or {}).get("live")
     return TrialFigures.from_json(live["measured"]) if live else None

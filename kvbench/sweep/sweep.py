@@ -73,7 +73,7 @@ def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[
         with store, Display(console, cells) as display:
             results = sweep_of(display).run()
     except BaseException:
-        # What ended the run is what is to be told, not that its report cannot be written either.
+        # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console)
         if words:
@@ -154,8 +154,8 @@ class Sweep:
         self._watcher = watcher
         self._bench = bench
         self._work_of = work_of
-        self._past = store.past
-        self._knowledge = Knowledge({}, {}, store.past)
+        self._earlier = store.earlier
+        self._knowledge = Knowledge({}, {}, store.earlier)
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
@@ -185,17 +185,17 @@ class Sweep:
         """
         left = []
         for cell in self._plan.cells_of(planned.label):
-            if not self._past.finished(cell):
+            if not self._earlier.finished(cell):
                 left.append(cell)
                 continue
-            results = self._past.results[cell]
+            results = self._earlier.results[cell]
             self._results += results
             for result in results:
                 rate = (result.answer or {}).get("max_request_rate")
                 if result.main and result.status == "done" and rate is not None:
                     self._knowledge.rates[cell] = rate
         if planned.label == self._plan.reference:
-            for (label, input_len), outputs in self._past.outputs.items():
+            for (label, input_len), outputs in self._earlier.outputs.items():
                 if label == planned.label:
                     self._knowledge.reference[input_len] = outputs
         return left
@@ -206,7 +206,7 @@ class Sweep:
             return False
         others = [cell for cell in self._plan.cells if cell.connector != planned.label]
         return any(
-            cell.input_len not in self._knowledge.reference and not self._past.finished(cell)
+            cell.input_len not in self._knowledge.reference and not self._earlier.finished(cell)
             for cell in others
         )
 
@@ -223,7 +223,7 @@ class Sweep:
         return True
 
     def _measure(self, planned: DeploymentPlan) -> None:
-        left = [cell for cell in self._plan.cells_of(planned.label) if not self._past.finished(cell)]
+        left = [cell for cell in self._plan.cells_of(planned.label) if not self._earlier.finished(cell)]
         while True:
             try:
                 return self._measure_cells(planned, left)
@@ -248,7 +248,7 @@ class Sweep:
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
                 self._learn_reference(site)
-            known = self._knowledge if self._bench.alike else Knowledge({}, {}, self._past)
+            known = self._knowledge if self._bench.alike else Knowledge({}, {}, self._earlier)
             work = self._work_of(site, known)
             while left:
                 self._finish(*work.run(left[0], is_reference=planned.label == self._plan.reference))
@@ -301,7 +301,7 @@ class Sweep:
             (cell, rates[cell.input_len, cell.output_len])
             for cell in cells
             if cell in self._knowledge.rates and (cell.input_len, cell.output_len) in rates
-            if not self._past.tried(cell, "equal_rate")
+            if not self._earlier.tried(cell, "equal_rate")
         ]
 
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:

@@ -166,7 +166,7 @@ class Endpoint(ABC):
     def transport(self) -> str:
         """The transport that really runs (``tcp``, ``rdma``, ``cma`` …), not the one asked for.
 
-        Where the library does not tell, the one asked for, marked ``(configured)``.
+        Where the library does not report it, the one asked for, marked ``(configured)``.
         """
 
     def library(self) -> dict[str, str]:

@@ -98,7 +98,7 @@ class MooncakeEndpoint(Endpoint):
         nics = nics_of(options)
         self._merge = bool(options.get("merge", True))
         if _rdma(options):
-            # What is forced is told by a variable's presence, so the other one must be absent.
+            # What is forced is decided by a variable's presence, so the other one must be absent.
             os.environ.pop("MC_FORCE_TCP", None)
             devices = ",".join(nic.name for nic in nics) or str(options.get("device_name", ""))
             self._lanes = [EngineLane(host, "rdma", devices)]

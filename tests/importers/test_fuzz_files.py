@@ -27,7 +27,7 @@ from kvbench import importers
 from kvbench.core.scenario.scenario import Trace
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.importers.parts import importing
-from kvbench.importers.parts.importing import Wish
+from kvbench.importers.parts.importing import ImportOptions
 from kvbench.planning.scenario_files import bundled_folder, load_scenario, registry
 from kvbench.planning.trace_files import load_trace
 from kvbench.report.bundle import BundleOptions, bundle
@@ -157,7 +157,7 @@ def test_any_file_is_imported_or_refused_in_words(
             continue
         if name is None:
             with nothing_outside(place):
-                folder = importing.write([source], Wish([path], name="../../escaped"), place)
+                folder = importing.write([source], ImportOptions([path], name="../../escaped"), place)
             assert folder.parent == place
             load_run(folder)
             shutil.rmtree(folder)

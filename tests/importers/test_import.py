@@ -67,7 +67,7 @@ def figures_of(row: ImportedRow) -> set[tuple[str, Any]]:
 
 
 def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFolder:
-    wish = importing.Wish(files, connector=connector)
+    wish = importing.ImportOptions(files, connector=connector)
     assert importing.command(wish, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
     (folder,) = (tmp_path / "results").iterdir()
     return load_run(folder)
@@ -559,3 +559,14 @@ def test_bytes_that_are_no_text_are_not_printed(tmp_path: Path, content: bytes) 
         importing.read(path)
     assert "this is no text" in caught.value.message
     assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"request_throughput": %s, "total_input_tokens": 1}' % ("1" * 5000)]
+)
+def test_json_that_python_cannot_hold_is_refused_in_words(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    for read_file in (importers.get("vllm_json").read, base.parse_json):
+        with pytest.raises(InputError, match="not whole JSON"):
+            read_file(path)

@@ -67,7 +67,7 @@ def at(summary: Any, place: tuple[str, ...]) -> Any:
 
 def imported(tmp_path: Path, name: str) -> RunFolder:
     console = Console(file=io.StringIO(), width=200)
-    assert importing.command(importing.Wish([SEEDS / name]), tmp_path, console) == 0
+    assert importing.command(importing.ImportOptions([SEEDS / name]), tmp_path, console) == 0
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     run = load_run(folder)
     assert not run.warnings

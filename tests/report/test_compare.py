@@ -41,7 +41,7 @@ def pr10884(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 def read_in(name: str, folder: Path) -> RunFolder:
     importing.command(
-        importing.Wish([RECORDED / f"{name}.txt"], name=name), folder, Console(file=io.StringIO())
+        importing.ImportOptions([RECORDED / f"{name}.txt"], name=name), folder, Console(file=io.StringIO())
     )
     (path,) = folder.iterdir()
     return load_run(path)

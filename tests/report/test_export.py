@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("notes")
-    importing.command(importing.Wish([RECORDED / "notes.txt"]), folder, Console(file=io.StringIO()))
+    importing.command(importing.ImportOptions([RECORDED / "notes.txt"]), folder, Console(file=io.StringIO()))
     return load_run(next(folder.iterdir()))
 
 
@@ -126,7 +126,7 @@ def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:
 
 def test_each_row_of_a_microbenchmark_is_a_series_of_its_own(tmp_path: Path) -> None:
     file = Path(__file__).parents[1] / "recorded" / "written" / "ib_write_bw.txt"
-    importing.command(importing.Wish([file, file]), tmp_path, Console(file=io.StringIO()))
+    importing.command(importing.ImportOptions([file, file]), tmp_path, Console(file=io.StringIO()))
     lines = exported(load_run(next(tmp_path.iterdir())), "prometheus").splitlines()
     moved = [line for line in lines if line.startswith("kvbench_transfer_bytes_per_second{")]
     assert len({line.rsplit(" ", 1)[0] for line in moved}) == len(moved) > 1

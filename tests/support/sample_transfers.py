@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.transfers.cases import Axes, Matrix, Mover, build
+from kvbench.core.transfers.cases import Axes, BackendCapabilities, Matrix, build
 from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.results.store import RunInfo, RunStore
 
@@ -16,14 +16,14 @@ ENVIRONMENT: dict[str, Any] = {
     "cpu": {"model": "Example CPU 9000 @ 2.0 GHz", "cores": 2, "usable_cores": 2},
 }
 MOVERS = (
-    Mover("null", ("none",), nics=False),
-    Mover("memcpy", ("memory",), nics=False, loopback_only=True),
-    Mover("shm", ("memory",), nics=False, loopback_only=True),
-    Mover("tcp"),
-    Mover("mooncake", ("tcp", "rdma"), lacking={"rdma": "no RDMA device"}),
-    Mover("nixl", ("tcp", "rdma", "cma"), lacking={"rdma": "no RDMA device"}),
-    Mover("mooncake_store", ("tcp", "rdma"), lacking={"rdma": "no RDMA device"}),
-    Mover("nccl", ("nccl",), memories=("cuda",), problem="no GPU"),
+    BackendCapabilities("null", ("none",), nics=False),
+    BackendCapabilities("memcpy", ("memory",), nics=False, loopback_only=True),
+    BackendCapabilities("shm", ("memory",), nics=False, loopback_only=True),
+    BackendCapabilities("tcp"),
+    BackendCapabilities("mooncake", ("tcp", "rdma"), lacking={"rdma": "no RDMA device"}),
+    BackendCapabilities("nixl", ("tcp", "rdma", "cma"), lacking={"rdma": "no RDMA device"}),
+    BackendCapabilities("mooncake_store", ("tcp", "rdma"), lacking={"rdma": "no RDMA device"}),
+    BackendCapabilities("nccl", ("nccl",), memories=("cuda",), problem="no GPU"),
 )
 # start-up s, s per descriptor, GB/s without NICs
 SPEED: dict[str, tuple[float, float, float]] = {

@@ -23,7 +23,7 @@ from kvbench.report.findings.notes import notes
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import summary_table
 from kvbench.report.watch import run as watching
-from kvbench.results.finished_cells import past_of
+from kvbench.results.finished_cells import earlier_sessions
 from kvbench.results.run import load_run
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
@@ -230,15 +230,15 @@ def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
     record = load_run(folder).all_trials[0]
     asked = (record.trial_id, record.request_rate * 2, record.purpose)
     with pytest.raises(StoreError, match="is not what the search asks for"):
-        past_of(load_run(folder), "fixed").check(record, *asked)
+        earlier_sessions(load_run(folder), "fixed").check(record, *asked)
     cell = load_run(folder).plan["cells"][1]
     lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
     with RunStore.reopen(folder) as store:
         store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
         store.put_cell({"cell": lost, "status": "done"})
-    past_of(load_run(folder), "fixed").check(record, *asked)
+    earlier_sessions(load_run(folder), "fixed").check(record, *asked)
     with pytest.raises(StoreError, match="is not what the search asks for"):
-        past_of(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
+        earlier_sessions(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
 
 
 def test_a_reasons_lines_of_a_log_stay_lines_of_their_own(broken: Path, tmp_path: Path) -> None:

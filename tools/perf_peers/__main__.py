@@ -16,12 +16,12 @@ from kvbench.errors import KvbenchError
 from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.selftest.undisturbed import least_disturbed
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
 from .environments import make_tokenizer, set_up
 from .report import ClientRow, Report, RouterRow, errors_of, percentile, together
-from .routers import ROUTERS, Passage, Router, direct, through
+from .routers import ROUTERS, RoutedLoad, Router, direct, through
 from .work import FIRST_TOKEN_S, GAP_S, ROOT, START_UP, Cost, Outcome, PeerError, Work, run_command, work_for
 
 START_DEADLINE_S = 180.0
@@ -160,7 +160,7 @@ class Passes:
         """The median error without a router, in ms."""
         with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = calmest(
+            passage = least_disturbed(
                 lambda name: direct(work, folder / name, _deadline_s(work)), "direct", say
             ).found
             base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
@@ -173,7 +173,7 @@ class Passes:
     ) -> None:
         with _listed(f"router {router.name}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = calmest(
+            passage = least_disturbed(
                 lambda name: through(router, work, folder / name, _deadline_s(work)), router.name, say
             ).found
             row = router_row(router.name, work, passage, base_ms, load)
@@ -215,9 +215,9 @@ def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[
 def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientRow:
     load = os.getloadavg()[0]
     label = f"{client.name}-{work.streams}"
-    outcome, cost, server = calmest(lambda name: _run(client, work, folder / name), label, say).found
+    outcome, cost, server = least_disturbed(lambda name: _run(client, work, folder / name), label, say).found
     load_cpu_s = cost.cpu_s - start.cpu_s
-    told = load_cpu_s > START_NOISE * start.cpu_s
+    beyond_noise = load_cpu_s > START_NOISE * start.cpu_s
     return ClientRow(
         client=client.name,
         streams=work.streams,
@@ -228,7 +228,7 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientR
         errors=errors_of(outcome),
         gaps_are=outcome.gaps_are,
         hidden_p99_ms=percentile(outcome.hidden_ms, 99),
-        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s) if told else None,
+        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s) if beyond_noise else None,
         cpu_s=round(cost.cpu_s, 2),
         start_up_cpu_s=round(start.cpu_s, 2),
         wall_s=round(cost.wall_s, 1),
@@ -238,9 +238,9 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientR
     )
 
 
-def router_row(name: str, work: Work, passage: Passage, base_ms: float, load: float) -> RouterRow:
-    outcome, errors = passage.outcome, errors_of(passage.outcome)
-    cpu_s, memory_mb = passage.cpu_s, passage.memory_mb
+def router_row(name: str, work: Work, routed: RoutedLoad, base_ms: float, load: float) -> RouterRow:
+    outcome, errors = routed.outcome, errors_of(routed.outcome)
+    cpu_s, memory_mb = routed.cpu_s, routed.memory_mb
     return RouterRow(
         router=name,
         streams=work.streams,
@@ -253,8 +253,8 @@ def router_row(name: str, work: Work, passage: Passage, base_ms: float, load: fl
         chunks_per_core_s=None if cpu_s is None else _per_core_s(outcome, work, cpu_s),
         cpu_s=None if cpu_s is None else round(cpu_s, 2),
         memory_mb=None if memory_mb is None else round(memory_mb, 1),
-        prefill_late_p99_ms=passage.late_p99_ms[0],
-        decode_late_p99_ms=passage.late_p99_ms[1],
+        prefill_late_p99_ms=routed.late_p99_ms[0],
+        decode_late_p99_ms=routed.late_p99_ms[1],
         load_average=round(load, 2),
     )
 

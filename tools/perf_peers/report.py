@@ -90,7 +90,7 @@ class RouterRow:
 
     @property
     def overloaded(self) -> bool:
-        """It lost requests, or made the median one wait: to measure that again tells nothing more."""
+        """It lost requests, or made the median one wait: to measure that again shows nothing more."""
         return self.failed > 0 or (self.added_p50_ms or 0.0) > OVERLOADED_MS
 
 

@@ -44,7 +44,7 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Passage:
+class RoutedLoad:
     """What a load through a router showed. ``cpu_s``: of the router with its children, during the load.
 
     ``late_p99_ms``: how late P and D were with their answers.
@@ -83,7 +83,7 @@ ROUTERS = (
 )
 
 
-def through(router: Router, work: Work, folder: Path, deadline_s: float) -> Passage:
+def through(router: Router, work: Work, folder: Path, deadline_s: float) -> RoutedLoad:
     """Sends the work through a router. Raises PeerError, or LaunchError if an exact server does not start."""
     launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
     port = free_port()
@@ -99,16 +99,16 @@ def through(router: Router, work: Work, folder: Path, deadline_s: float) -> Pass
         after, memory_mb = _used(process.pid)
         outcome = kvbench_outcome(work, folder / "load")
         late = [server.log("?summary=1")["lateness"]["first"]["p99_ms"] for server in (prefill, decode)]
-        return Passage(outcome, after - before, memory_mb, (late[0], late[1]))
+        return RoutedLoad(outcome, after - before, memory_mb, (late[0], late[1]))
 
 
-def direct(work: Work, folder: Path, deadline_s: float) -> Passage:
+def direct(work: Work, folder: Path, deadline_s: float) -> RoutedLoad:
     """The same load with no router in between: what the load generator and the server add themselves."""
     launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
     with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}) as server:
         _load(work, server.url, folder / "load", deadline_s)
         late = server.log("?summary=1")["lateness"]["first"]["p99_ms"]
-        return Passage(kvbench_outcome(work, folder / "load"), None, None, (None, late))
+        return RoutedLoad(kvbench_outcome(work, folder / "load"), None, None, (None, late))
 
 
 def _load(work: Work, url: str, folder: Path, deadline_s: float) -> Cost:

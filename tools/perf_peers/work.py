@@ -57,7 +57,7 @@ START_UP = Work(1, 10.0, 2)
 class Outcome:
     """What a client reported, in ms. ``gaps_are``: gaps between tokens, or each request's mean of them.
 
-    ``hidden_ms``: by how much it sent later than it meant to, where it tells that and leaves it out of TTFT.
+    ``hidden_ms``: by how much it sent later than it meant to, where it reports it and leaves it out of TTFT.
     """
 
     ttft_ms: list[float]
@@ -113,7 +113,7 @@ def run_command(
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None, float]:
-    """The exit status, None past the deadline, and CPU seconds."""
+    """The exit status, None after the deadline, and CPU seconds."""
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:

@@ -27,8 +27,8 @@ from kvbench.errors import ProcessDiedError
 from kvbench.hosts import web
 from kvbench.hosts.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import Yardstick, errors_of, exact_server
-from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.selftest.exact_server import RunningExactServer, errors_of, exact_server
+from kvbench.sweep.selftest.undisturbed import least_disturbed
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 from . import __doc__ as description
@@ -49,7 +49,7 @@ CHUNKS_LIMIT = 80_000
 
 @dataclass(frozen=True)
 class Repeat:
-    """One pass past the router, one through it, one through a plain proxy; NaN where there is none.
+    """One pass around the router, one through it, one through a plain proxy; NaN where there is none.
 
     TTFT errors in ms, with what the client is off by.
     """
@@ -129,18 +129,20 @@ def main() -> None:
 
 
 def repeat(work: Work, number: int) -> Repeat:
-    """The load past the router, through it and through a plain proxy, beginning with each in turn."""
+    """The load around the router, through it and through a plain proxy, beginning with each in turn."""
     load = os.getloadavg()[0]
     figures: dict[str, float] = {}
-    ways = [("direct", past), ("router", through), ("plain", plainly)]
+    ways = [("direct", around), ("router", through), ("plain", plainly)]
     for name, way in ways[number % 3 :] + ways[: number % 3]:
-        found, errors_ms = calmest(partial(way, work), f"{name}-{number}", partial(print, flush=True)).found
+        found, errors_ms = least_disturbed(
+            partial(way, work), f"{name}-{number}", partial(print, flush=True)
+        ).found
         p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
         figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
     return Repeat(**figures, load=load)
 
 
-def past(work: Work, name: str) -> tuple[dict[str, float], Any]:
+def around(work: Work, name: str) -> tuple[dict[str, float], Any]:
     """No figures, and the TTFT errors in ms of what goes to the server itself."""
     with exact_server(work.launcher, SERVER, f"exact-{name}") as server:
         return {}, send(work, server, server.url, name)[0]
@@ -223,7 +225,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def send(work: Work, server: Yardstick, url: str, name: str) -> tuple[Any, float]:
+def send(work: Work, server: RunningExactServer, url: str, name: str) -> tuple[Any, float]:
     """TTFT errors in ms of the requests sent after the ramp, and how long the pass took."""
     rate = work.streams / DURATION_S
     spec = {

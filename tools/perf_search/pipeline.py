@@ -45,7 +45,7 @@ class System:
     coefficient of variation of a log-normal prefill time. ``failing``: share of requests that fail at any
     rate. ``truth`` says how the true rate is known: "md1" by formula, "runs" by long runs as the highest
     root (a lower rate may miss where there is a dip), "above" or "below" where the search must report that
-    there is none within its limits. ``hard``: in 60 latencies too few requests pass to tell it to 5 %;
+    there is none within its limits. ``hard``: in 60 latencies too few requests pass to find it to 5 %;
     marked, and counted like the others.
     """
 

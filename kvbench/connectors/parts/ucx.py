@@ -42,7 +42,7 @@ class UcxOptions(ConnectorOptions):
         return {"backends": ["UCX"], **threads}
 
     def env(self) -> dict[str, str]:
-        """UCX's environment; what it is not told it chooses: transports, and devices among all.
+        """UCX's environment; what is not given there it chooses: transports, and devices among all.
 
         UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory.
         """

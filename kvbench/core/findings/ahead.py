@@ -1,9 +1,9 @@
-"""Who is ahead in rows of figures, where, and by how much, or why that cannot be told from them.
+"""Who is ahead in rows of figures, where, and by how much, or why that cannot be concluded from them.
 
 Two ways lead to an interval for the ratio of two figures. Where a setting was run several times, Welch's
-interval of the mean logarithms: it tells of repeated runs. Where single requests are known of one run each,
+interval of the mean logarithms: it is of repeated runs. Where single requests are known of one run each,
 the standard errors of the two figures: that interval is of these two runs, and says nothing of how a
-repeated run would differ. Without either nothing can be told. All figures of a pair hold together with 95
+repeated run would differ. Without either nothing is concluded. All figures of a pair hold together with 95
 %: the level is split over them (Bonferroni).
 """
 
@@ -52,7 +52,7 @@ class Ratio:
     high: float | None = None
 
     @property
-    def told(self) -> bool:
+    def significant(self) -> bool:
         """Whether the interval is on one side of 1."""
         return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
 
@@ -73,7 +73,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two levels of one axis in one place: what can be told of them, and why not more.
+    """Two levels of one axis in one place: what can be concluded of them, and why not more.
 
     ``scope``: "runs" where setting were repeated, "requests" where the intervals are of one run each, ""
     without any.
@@ -91,28 +91,28 @@ class Pair:
     """Whether its rows are of unequal numbers of engines or GPUs: then it has no ratios."""
 
     @property
-    def told(self) -> tuple[Ratio, ...]:
-        """The figures in which one side is ahead; none while something stands against telling it."""
-        return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.told)
+    def significant(self) -> tuple[Ratio, ...]:
+        """The figures in which one side is ahead; none while something stands against saying it."""
+        return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.significant)
 
     def text(self) -> str:
         """One sentence."""
-        return f"{self.place}: {self._ahead()}" if self.told else self.untold_at([self.place], [self])
+        return f"{self.place}: {self._ahead()}" if self.significant else self.undecided([self.place], [self])
 
     def _ahead(self) -> str:
         sides = []
         for first, (name, behind) in ((True, (self.one, self.other)), (False, (self.other, self.one))):
-            mine = [ratio.text() for ratio in self.told if ratio.first_ahead == first]
+            mine = [ratio.text() for ratio in self.significant if ratio.first_ahead == first]
             if mine:
                 sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
         of = "of these two runs, not of repeated ones" if self.scope == "requests" else "of repeated runs"
         return f"{'; '.join(sides)} (intervals {of})"
 
     def reason(self) -> str:
-        """Why nothing is told."""
+        """Why nothing is concluded."""
         return "; ".join(self.why_not) or "every interval allows that they are equal"
 
-    def untold_at(self, places: Sequence[str], alike: Sequence[Pair]) -> str:
+    def undecided(self, places: Sequence[str], alike: Sequence[Pair]) -> str:
         """One sentence for all places where the same holds, with what the rows show nevertheless."""
         seen = [
             f"{words} {_span(shares)}"
@@ -158,9 +158,9 @@ def _constant_within(rows: Sequence[LoadRow], by: str) -> set[str]:
 
 
 def _place(rest: Iterable[tuple[str, Axis]], several: set[str]) -> str:
-    told = dict(rest)
-    words = [f"{told['input_len']:,.0f} in"] if isinstance(told.get("input_len"), (int, float)) else []
-    for axis, value in told.items():
+    axes = dict(rest)
+    words = [f"{axes['input_len']:,.0f} in"] if isinstance(axes.get("input_len"), (int, float)) else []
+    for axis, value in axes.items():
         if axis in several and value is not None and axis != "input_len":
             words.append(f"{value}" if axis in ("connector", "protocol") else f"{axis} {_level(value)}")
     return ", ".join(words) or "everywhere"
@@ -194,8 +194,8 @@ def _at_rates(
     rates = [sorted({row.request_rate or 0.0 for row in rows}) for _, rows in (one, other)]
     common = [rate for rate in rates[0] if rate in rates[1]]
     if not common:
-        told = [" or ".join(figure_text(rate) for rate in mine) for mine in rates]
-        why = f"different rates were offered, {told[0]} and {told[1]} req/s"
+        texts = [" or ".join(figure_text(rate) for rate in mine) for mine in rates]
+        why = f"different rates were offered, {texts[0]} and {texts[1]} req/s"
         ratios = _ratios(one[1], other[1], "") if len(one[1]) == len(other[1]) == 1 else ()
         yield Pair(by, *names, place, ratios, "", (why,), (*one[1], *other[1]))
     for rate in common:

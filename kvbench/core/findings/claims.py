@@ -1,4 +1,4 @@
-"""Conclusions that somebody wrote beside his tables, held against the rows.
+"""Conclusions that somebody wrote beside his tables, checked against the rows.
 
 A claim is data, as an import describes it under ``claims``: what is said (``text``, on which ``line``), of
 which figure (``metric``), and the relation or the values::
@@ -46,7 +46,7 @@ class Claim:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Claim:
-        """From a claim's JSON. Raises ValueError where it says nothing that can be held against rows."""
+        """From a claim's JSON. Raises ValueError where it says nothing that can be checked against rows."""
         try:
             span = data.get("by_percent")
             claim = cls(
@@ -68,7 +68,7 @@ class Claim:
 
 
 def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
-    """Those of the given claims that say something that rows can tell; words alone are left out."""
+    """Those of the given claims that rows can bear out or contradict; words alone are left out."""
     claims = []
     for data in given:
         try:
@@ -78,8 +78,8 @@ def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
     return claims
 
 
-def held_against(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
-    """What of a claim the rows contradict, or a note that they bear it out; None where they do not tell."""
+def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
+    """What of a claim the rows contradict, or a note that they bear it out; None where they show neither."""
     mine = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
     checked = [*_values(claim, mine), *_relations(claim, mine)]
     wrong = [text for good, text in checked if not good]
@@ -101,12 +101,12 @@ def held_against(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
 def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
     for connector, said in claim.values.items():
         for row in rows:
-            told = row.get(claim.figure)
-            if row.cell.connector == connector and told is not None:
-                good = abs(told - said) <= VALUE_TOLERANCE * abs(told)
+            value = row.get(claim.figure)
+            if row.cell.connector == connector and value is not None:
+                good = abs(value - said) <= VALUE_TOLERANCE * abs(value)
                 yield (
                     good,
-                    f"{claim.figure} of {connector} at {row.cell.input_len:,} is {figure_text(told)}, "
+                    f"{claim.figure} of {connector} at {row.cell.input_len:,} is {figure_text(value)}, "
                     f"not {figure_text(said)}",
                 )
 
@@ -114,19 +114,19 @@ def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]
 def _relations(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
     """An order, or equality, at each length where both sides have a row."""
     for length in dict.fromkeys(row.cell.input_len for row in rows):
-        told = {
+        by_connector = {
             row.cell.connector: value
             for row in rows
             if row.cell.input_len == length and (value := row.get(claim.figure))
         }
-        if claim.equal and len(told) > 1:
-            share = max(told.values()) / min(told.values()) - 1
+        if claim.equal and len(by_connector) > 1:
+            share = max(by_connector.values()) / min(by_connector.values()) - 1
             yield share <= EQUAL, f"at {length:,} they differ by {share:.1%}"
-        if not claim.ahead or claim.ahead not in told or claim.behind not in told:
+        if not claim.ahead or claim.ahead not in by_connector or claim.behind not in by_connector:
             continue
-        share = told[claim.ahead] / told[claim.behind] - 1
+        share = by_connector[claim.ahead] / by_connector[claim.behind] - 1
         if claim.figure.endswith("_ms"):  # the lower latency is ahead
-            share = told[claim.behind] / told[claim.ahead] - 1
+            share = by_connector[claim.behind] / by_connector[claim.ahead] - 1
         if claim.by is None:
             yield share > 0, f"at {length:,} {claim.ahead} is not ahead ({share:+.1%})"
         else:

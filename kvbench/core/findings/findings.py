@@ -1,5 +1,5 @@
 """The conclusions of a table, made from its rows by rule: what is suspicious, what of written conclusions
-does not hold, who is ahead and by how much, and what cannot be told.
+does not hold, who is ahead and by how much, and what cannot be concluded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kvbench.core.findings.ahead import Pair, pairs
-from kvbench.core.findings.claims import Claim, held_against
+from kvbench.core.findings.claims import Claim, check_claim
 from kvbench.core.findings.load_row import LoadRow, figure_text
 from kvbench.core.findings.suspicions import RULES, same_twice, suspicions
 
@@ -45,14 +45,14 @@ class Statement:
 
 def conclude(rows: Sequence[LoadRow], claims: Sequence[Claim] = (), by: str = "connector") -> list[Statement]:
     """Everything that the rules say of rows: suspicious first, then claims, who is ahead, what cannot be
-    told.
+    concluded.
     """
-    told = pairs(rows, by)
+    compared = pairs(rows, by)
     return [
         *suspicious(rows),
         *claimed(claims, rows),
-        *(_ahead(pair) for pair in told if pair.told),
-        *_untold(told),
+        *(_ahead(pair) for pair in compared if pair.significant),
+        *_undecided(compared),
     ]
 
 
@@ -80,11 +80,11 @@ def _other_rates(rows: Sequence[LoadRow]) -> Iterable[Statement]:
     mine = [row for row in rows if row.asked_rate and row.request_rate and row.asked_rate != row.request_rate]
     if not mine:
         return
-    told = "; ".join(f"{row.place()}, the script says {figure_text(row.asked_rate)}" for row in mine)
+    places = "; ".join(f"{row.place()}, the script says {figure_text(row.asked_rate)}" for row in mine)
     yield Statement(
         "suspicious",
         "other_rates",
-        f"the scripts beside the results offer other rates than these were measured at: {told}",
+        f"the scripts beside the results offer other rates than these were measured at: {places}",
         "the script is not the one that made the results; keep the command beside each result",
         "warning",
         tuple(row.place() for row in mine),
@@ -119,7 +119,7 @@ def _listed(rows: Sequence[LoadRow]) -> str:
 
 def claimed(claims: Sequence[Claim], rows: Sequence[LoadRow]) -> list[Statement]:
     """Each claim that the rows say anything about; contradicted ones first."""
-    found = [finding for claim in claims if (finding := held_against(claim, rows)) is not None]
+    found = [finding for claim in claims if (finding := check_claim(claim, rows)) is not None]
     found.sort(key=lambda finding: finding.level != "invalid")
     return [
         Statement("claim", "claim", each.message, each.advice, each.level, (), each.evidence)
@@ -132,14 +132,14 @@ def _ahead(pair: Pair) -> Statement:
     return Statement("ahead", f"{pair.by}_ahead", pair.text(), "", "note", rows, _evidence([pair]))
 
 
-def _untold(told: Sequence[Pair]) -> Iterable[Statement]:
+def _undecided(compared: Sequence[Pair]) -> Iterable[Statement]:
     """One statement for all places where the same two cannot be told apart for the same reason."""
     groups: dict[tuple[str, str, str], list[Pair]] = {}
-    for pair in told:
-        if not pair.told:
+    for pair in compared:
+        if not pair.significant:
             groups.setdefault((pair.one, pair.other, pair.reason()), []).append(pair)
     for pairs_ in groups.values():
-        text = pairs_[0].untold_at([pair.place for pair in pairs_], pairs_)
+        text = pairs_[0].undecided([pair.place for pair in pairs_], pairs_)
         rows = tuple(dict.fromkeys(row.origin or row.key for pair in pairs_ for row in pair.rows))
         advice = UNEQUAL_ADVICE if pairs_[0].unequal else _UNTOLD_ADVICE
         yield Statement("untold", f"{pairs_[0].by}_ahead", text, advice, "note", rows, _evidence(pairs_))

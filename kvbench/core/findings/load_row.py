@@ -27,7 +27,7 @@ _SIXTEEN_BIT: Final = ("qwen2.5", "qwen3", "llama-3")
 
 @dataclass(frozen=True)
 class RowConditions:
-    """Under which conditions a row was measured, as far as that is told.
+    """Under which conditions a row was measured, as far as that is reported.
 
     ``slots``: requests that one engine decodes at once (max_num_seqs), times the engines that decode.
     ``limits``: the SLO. ``judged``: kvbench judged single requests by it, so nothing has to be read from
@@ -46,7 +46,7 @@ class RowConditions:
     prefill_flops_16bit: float | None = None
 
     def differing(self, other: RowConditions) -> list[str]:
-        """What of model, hardware and engine is told for both and differs."""
+        """What of model, hardware and engine is reported for both and differs."""
         return [
             f"{name}: {mine} / {theirs}"
             for name in ("model", "hardware", "engine")
@@ -59,7 +59,7 @@ class LoadRow:
     """One row. ``errors``: standard errors of figures, where single requests are known; within this row only.
 
     ``axes``: what the row may be sorted, grouped and compared by (connector, protocol, nics, tp, input_len,
-    rate). ``requests``: how many were offered. ``request_rate``: per second; None where not told.
+    rate). ``requests``: how many were offered. ``request_rate``: per second; None where not reported.
     """
 
     key: str
@@ -101,10 +101,10 @@ class LoadRow:
 
     @property
     def e2el_s(self) -> float | None:
-        """Mean end-to-end latency: as told, or else mean TTFT and TPOT put together."""
-        told, ttft, tpot = (self.get(f"mean_{latency}_ms") for latency in ("e2el", "ttft", "tpot"))
-        if told is not None:
-            return told / 1e3
+        """Mean end-to-end latency: as reported, or else mean TTFT and TPOT put together."""
+        e2el, ttft, tpot = (self.get(f"mean_{latency}_ms") for latency in ("e2el", "ttft", "tpot"))
+        if e2el is not None:
+            return e2el / 1e3
         return None if ttft is None or tpot is None else (ttft + tpot * (self.cell.output_len - 1)) / 1e3
 
     def place(self) -> str:
@@ -128,7 +128,7 @@ def known_model(name: str) -> str:
 
 
 def has_16bit_weights(model: str) -> bool:
-    """Whether a model's name says that it computes in 16 bits; False where that cannot be told."""
+    """Whether a model's name says that it computes in 16 bits; False where it does not say."""
     low = model.lower()
     return any(family in low for family in _SIXTEEN_BIT) and not any(word in low for word in _EIGHT_BIT)
 

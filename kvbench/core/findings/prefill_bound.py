@@ -33,15 +33,15 @@ def impossible_prefill(row: LoadRow) -> Finding | None:
             continue
         one_s = flop / (peak * MARGIN)
         for percent in PERCENTILES:
-            told, k = row.get(f"p{percent}_ttft_ms"), n * percent / 100
+            reported, k = row.get(f"p{percent}_ttft_ms"), n * percent / 100
             least_s = k * one_s - (k + ARRIVAL_ERRORS * math.sqrt(k)) / rate
-            if told is not None and told / 1e3 < least_s:
-                return _impossible(row, flop, peak, how, (percent, told, least_s))
+            if reported is not None and reported / 1e3 < least_s:
+                return _impossible(row, flop, peak, how, (percent, reported, least_s))
     return None
 
 
 def _impossible(row: LoadRow, flop: float, peak: float, how: str, bound: tuple[int, float, float]) -> Finding:
-    percent, told, least_s = bound
+    percent, reported, least_s = bound
     rate = row.request_rate or 0.0
     precision = "" if how == "any precision" else f" in {how}, as the weights are"
     return Finding(
@@ -51,7 +51,7 @@ def _impossible(row: LoadRow, flop: float, peak: float, how: str, bound: tuple[i
         f"tokens are {figure_text(rate * flop / 1e15)} PFLOP/s, {figure_text(rate * flop / peak)} times the "
         f"{figure_text(peak / 1e15)} PFLOP/s peak of {row.setting.hardware or 'the GPUs'}{precision}. "
         f"Served in their order, P{percent} of the TTFT would be {figure_text(least_s * 1e3)} ms at least; "
-        f"{figure_text(told)} ms are told",
+        f"{figure_text(reported)} ms are told",
         "prompts came from a prefix cache: empty it before each load, use fresh prompts",
         {
             "excess": rate * flop / (row.setting.prefill_flops or peak),
@@ -59,7 +59,7 @@ def _impossible(row: LoadRow, flop: float, peak: float, how: str, bound: tuple[i
             "peak": peak,
             "precision": how,
             "percentile": percent,
-            "told_ms": told,
+            "told_ms": reported,
             "least_s": least_s,
         },
     )

@@ -74,17 +74,17 @@ def slot_cap(row: LoadRow) -> Finding | None:
         return None
     seen = decoded_at_once(row)
     slots = row.setting.slots
-    told = f"max_num_seqs = {slots}" if slots else ""
+    slots_text = f"max_num_seqs = {slots}" if slots else ""
     if slots is None:
         if seen is None or p50 is None or p90 is None or p90 < SPLIT * p50 or seen > 0.9 * open_at_once:
             return None
         slots = round(seen)
-        told = f"some {slots} places, as the table itself says"
+        slots_text = f"some {slots} places, as the table itself says"
     if open_at_once <= slots:
         return None
     waited = open_at_once - slots
     text = (
-        f"{figure_text(open_at_once)} requests were open at once with {told}: "
+        f"{figure_text(open_at_once)} requests were open at once with {slots_text}: "
         f"{figure_text(waited)} ({waited / n:.0%}) had to wait until another one ended"
     )
     if seen is not None:
@@ -117,13 +117,13 @@ def mean_only_slo(row: LoadRow) -> Finding | None:
     """What is within the limits on average is so for (nearly) all requests, too."""
     if row.setting.judged:
         return None
-    told = [text for limit in row.setting.limits if (text := _mean_only(row, limit))]
-    if not told:
+    texts = [text for limit in row.setting.limits if (text := _mean_only(row, limit))]
+    if not texts:
         return None
     return Finding(
         "mean_only_slo",
         "warning",
-        f"within the SLO on average only: {'; '.join(told)}",
+        f"within the SLO on average only: {'; '.join(texts)}",
         "judge every request: an SLO names the share of requests that keep it",
         {"limits": [limit.short() for limit in row.setting.limits]},
     )
@@ -201,7 +201,7 @@ def _median_e2el(row: LoadRow) -> float | None:
 
 
 def contradictory(row: LoadRow) -> Finding | None:
-    """Figures of one row agree with each other: rates with counts over time, percentiles in their order."""
+    """Figures of one row agree with each other: rates with counts over time, known in their order."""
     wrong = [*_wrong_rates(row), *_wrong_order(row)]
     if not wrong:
         return None
@@ -225,23 +225,25 @@ def _wrong_rates(row: LoadRow) -> list[str]:
         ("total_token_throughput", both),
     )
     for name, count in counts:
-        told = row.get(name)
-        if not seconds or not told or count is None:
+        reported = row.get(name)
+        if not seconds or not reported or count is None:
             continue
-        made = count / seconds
-        # A told value is rounded to two digits behind the point.
-        if abs(told - made) > TOLERANCE * made + 0.006:
-            wrong.append(f"{name} {figure_text(told)}, but {figure_text(count)} in {figure_text(seconds)} s")
+        computed = count / seconds
+        # A reported value is rounded to two digits behind the point.
+        if abs(reported - computed) > TOLERANCE * computed + 0.006:
+            wrong.append(
+                f"{name} {figure_text(reported)}, but {figure_text(count)} in {figure_text(seconds)} s"
+            )
     return wrong
 
 
 def _wrong_order(row: LoadRow) -> list[str]:
     wrong = []
     for latency in LATENCIES:
-        told = [(p, value) for p in PERCENTILES if (value := row.get(f"p{p}_{latency}_ms")) is not None]
-        values = [value for _, value in told]
+        known = [(p, value) for p in PERCENTILES if (value := row.get(f"p{p}_{latency}_ms")) is not None]
+        values = [value for _, value in known]
         if values != sorted(values):
-            listed = ", ".join(f"P{p} {figure_text(value)}" for p, value in told)
+            listed = ", ".join(f"P{p} {figure_text(value)}" for p, value in known)
             wrong.append(f"{latency.upper()} falls from percentile to percentile: {listed}")
     return wrong
 

@@ -1,4 +1,4 @@
-"""Gates on what answers themselves tell, of any server: to this prompt, token by token, and by a model?
+"""Gates on what answers themselves show, of any server: to this prompt, token by token, and by a model?
 
 They need nothing but the streams, so that they hold for servers of which kvbench knows nothing else.
 """
@@ -38,8 +38,8 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     by more than 1 % of their length.
     limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not tell it.
     """
-    told = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
-    off = Counter((each.input_len, each.prompt_tokens or 0) for each in told)
+    answers = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
+    off = Counter((each.input_len, each.prompt_tokens or 0) for each in answers)
     wrong = {pair: count for pair, count in off.items() if pair[0] != pair[1]}
     if not wrong:
         return None
@@ -51,15 +51,15 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     shorter = read < sent
     return Finding(
         "wrong_prompt_length",
-        "invalid" if far > evidence.limits.wrong_length_share * len(told) else level,  # type: ignore[arg-type]
-        f"the server read other prompts than were sent: {count} of {len(told)} answers tell so in their "
+        "invalid" if far > evidence.limits.wrong_length_share * len(answers) else level,  # type: ignore[arg-type]
+        f"the server read other prompts than were sent: {count} of {len(answers)} answers tell so in their "
         f"usage, mostly {read} prompt tokens where {sent} were sent",
         "it cuts prompts, so this is the latency of shorter ones: raise its context length (max_model_len) "
         "and turn truncation off (truncate_prompt_tokens, --allow-auto-truncate)"
         if shorter
         else "it puts tokens before the prompt, as a BOS or a template, or takes the ids for text: have it "
         "take them as they are, or name the input length that it tells",
-        {"sent": sent, "read": read, "answers": count, "told": len(told), "far": far},
+        {"sent": sent, "read": read, "answers": count, "told": len(answers), "far": far},
     )
 
 
@@ -69,8 +69,8 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
     evidence: tokens by the answers' usage against the events with text. limits: a note; TPOT counts tokens
     by usage and stays right, but ITL is then the time between events.
     """
-    told = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
-    events, tokens = sum(len(each.itl_s) + 1 for each in told), sum(each.output_len for each in told)
+    streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
+    events, tokens = sum(len(each.itl_s) + 1 for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
         return None
     return Finding(
@@ -92,9 +92,9 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     is judged: the one is the whole latency then, the other none.
     limits: silent where the load generator itself read too late to tell.
     """
-    told = [each for each in evidence.records if each.ok and each.output_len >= LEAST_TOKENS]
-    flushed = [each for each in told if _at_once(each)]
-    if not flushed or 2 * len(flushed) < len(told):
+    answers = [each for each in evidence.records if each.ok and each.output_len >= LEAST_TOKENS]
+    flushed = [each for each in answers if _at_once(each)]
+    if not flushed or 2 * len(flushed) < len(answers):
         return None
     if (evidence.client.token_error_p50_ms or 0.0) > PROMPT_LOOK_MS:
         return None  # it may have been the client that let them pile up
@@ -104,11 +104,11 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     return Finding(
         "answer_at_once",
         "invalid" if judged else "warning",
-        f"{len(flushed)} of {len(told)} answers came whole at their end, as {whole.output_len} tokens "
+        f"{len(flushed)} of {len(answers)} answers came whole at their end, as {whole.output_len} tokens "
         f"within {took_ms:.2f} ms: TTFT is then the whole latency, and TPOT means nothing",
         "something on the way collects the stream: turn buffering off in the proxy (nginx: proxy_buffering "
         "off), and see that the server streams; or judge e2el_ms alone",
-        {"at_once": len(flushed), "answers": len(told), "tokens": whole.output_len, "took_ms": took_ms},
+        {"at_once": len(flushed), "answers": len(answers), "tokens": whole.output_len, "took_ms": took_ms},
     )
 
 
@@ -127,8 +127,8 @@ def same_answers(evidence: Evidence) -> Finding | None:
     evidence: the texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are
     equal. limits: a warning, as weights that are made up, too, answer all alike; silent where prompts repeat.
     """
-    told = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
-    crcs = [crc for crc in told if crc is not None]
+    found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
+    crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
         return None
     count = _most(crcs)

@@ -130,7 +130,7 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
         refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
     worst = max(lags, key=lambda key: (shares[key] > limits.engine_lag_share, lags[key], shares[key]))
     role, what = worst
-    mend = (
+    advice = (
         "free CPU on this machine, raise time_scale, or offer a lower rate"
         if what == _STEP
         else "the bytes really took longer than transfer_like or transfer_model says: choose a slower model, "
@@ -141,7 +141,7 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
         "invalid" if refused else "warning",
         f"the emulated {role} engine was behind its own timing model: {lags[worst]:.1f} ms a {what} (P99), "
         f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
-        mend,
+        advice,
         {
             "role": role,
             "what": what,

@@ -20,7 +20,7 @@ class ClientFigures:
     ``send_lag``: planned to real send. ``chunk_lag``: the kernel had the bytes, to when they were read.
     ``stamps``: where receive times come from: "kernel", "read" (when the program got to it) or "mixed".
     ``first_error``, ``token_error``: by how much the times of first tokens, and of all, may be too late. Of
-    chunks that came one after the other and were read together the kernel tells the last one's stamp; the
+    chunks that came one after the other and were read together the kernel reports the last one's stamp; the
     others came after the last look at their socket that found nothing, and that is all that is known.
     ``reads`` brought ``chunks``.
     """
@@ -101,7 +101,7 @@ class NicFigures:
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
-    """Line rate, one way; None where the driver does not tell, as of loopback."""
+    """Line rate, one way; None where the driver does not report it, as of loopback."""
     loopback: bool = False
 
     @property
@@ -117,7 +117,7 @@ class EngineFigures:
     Token counts are of prompts. ``step_lag_s`` is the sum of the emulated engine's delays behind its own
     timing model over ``steps`` steps that kept it busy for ``busy_s``; 99 of 100 steps came no later than
     ``step_lag_p99_s``. ``kv_expired`` counts requests whose KV was given up before it was fetched.
-    ``block_tokens`` is no count: the engines' KV block size, None where they do not tell or differ.
+    ``block_tokens`` is no count: the engines' KV block size, None where they do not report it or differ.
     ``generation_tokens`` are output tokens, ``kv_seconds`` the sum of the transfers' times. ``restarts``:
     instances that started anew. ``running_peak``: sequences that ran at once on one instance, at most;
     of the ``queued_samples`` in which others waited there, ``full_samples`` had just that many running.

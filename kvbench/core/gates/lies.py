@@ -94,6 +94,6 @@ def labels_of(lie: str) -> tuple[str, ...]:
     return (f"{LABEL}{lie}",) if lie else ()
 
 
-def told_lie(labels: Iterable[str]) -> str:
+def lie_of(labels: Iterable[str]) -> str:
     """The lie that a run's labels name; empty for an honest one."""
     return next((label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)), "")

@@ -1,4 +1,4 @@
-"""Gates on the load and on steadiness: does this trial tell of a rate that holds, or of its first seconds?"""
+"""Gates on the load and on steadiness: does this trial show a rate that holds, or its first seconds?"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trace files: arrivals, lengths and, of Mooncake's traces, which blocks of their prompts requests share.
 
-Formats (a file's text → ``TracedRequest`` values, all mistakes told with their lines):
+Formats (a file's text → ``TracedRequest`` values, all mistakes reported with their lines):
 
 - ``mooncake``: a JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
   ``hash_ids``: one id for each 512 tokens of the prompt, the last block may be partial. Equal ids stand for
@@ -58,8 +58,8 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
         mistakes = [f"{path}:1: there is no request in it"]
     if mistakes:
         more = len(mistakes) - MOST_MISTAKES
-        told = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
-        raise InputError("\n".join(told), hint=_hint(kind))
+        lines = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
+        raise InputError("\n".join(lines), hint=_hint(kind))
     found.sort(key=lambda timed: timed[0])
     first, unit_s = found[0][0], _UNIT_S[kind]
     return [replace(request, offset_s=(time - first) * unit_s) for time, request in found]

@@ -1,4 +1,4 @@
-"""How many processes generate the load, and how what they tell becomes one trial's. Pure."""
+"""How many processes generate the load, and how what they report becomes one trial's. Pure."""
 
 from __future__ import annotations
 

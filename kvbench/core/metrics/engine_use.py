@@ -16,7 +16,7 @@ class Use:
     """How much of the engines of one role was in use; times are shares of the trial, counts are per engine.
 
     ``slots_full_share``: all slots taken and somebody waiting. ``kv_full_share``: the first in the queue
-    found too few free KV blocks. None is unknown, as on a real server that does not tell.
+    found too few free KV blocks. None is unknown, as on a real server that does not report it.
     """
 
     engines: int = 1

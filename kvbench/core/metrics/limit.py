@@ -1,7 +1,7 @@
 """Which limit binds: what the requests that missed the SLO were waiting for. Pure.
 
 The question is put to one trial above the answer. Its evidence is the requests' own times (client and
-router), and what the engines tell of their use (busy time, slots, KV pool), of a simulated trial as of a
+router), and what the engines report of their use (busy time, slots, KV pool), of a simulated trial as of a
 measured one. The rule:
 
 1. Are more misses over TPOT than over TTFT? Then it is **tpot**: the decode step (and in an aggregated
@@ -11,7 +11,7 @@ measured one. The rule:
    to D's first byte). What came after prefill was spent in the transfer as far as the transfers' own times
    go, and otherwise waiting for a place on D: the slots, or the KV pool.
 3. The largest part names the limit, with two exceptions. P that idles while its KV pool is full of prompts
-   that nobody has fetched is held up by what comes after it. And where hardly anything is waiting, the
+   that nobody has fetched is blocked by what comes after it. And where hardly anything is waiting, the
    work itself takes too long: prefill or transfer of one request alone.
 
 Where a part is not known (no router times, no gauges) the answer says "undetermined" rather than guess.
@@ -58,7 +58,7 @@ FULL_SHARE: Final = 0.25
 """Slots, or a KV pool, count as full if they were so in this share of the trial: its ramp and drain and the
 time before the queue had built up are part of it."""
 IDLE_SHARE: Final = 0.85
-"""Engines busy for less than this share of a trial with a queue are held up by something else."""
+"""Engines busy for less than this share of a trial with a queue are blocked by something else."""
 FEW: Final = 3
 WAITING_SHARE: Final = 0.3
 """Below this share of the TTFT waiting explains nothing: the work itself is too long."""
@@ -106,8 +106,8 @@ class Binding:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Binding:
-        told = row.get("limit")
-        kind: LimitKind = next((each for each in get_args(LimitKind) if each == told), "undetermined")
+        limit = row.get("limit")
+        kind: LimitKind = next((each for each in get_args(LimitKind) if each == limit), "undetermined")
         return cls(kind, str(row.get("evidence", "")), dict(row.get("shares") or {}))
 
 
@@ -134,8 +134,8 @@ def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[st
     if trial is None:
         met_only = lower is not None and all(each.verdict == "met" for each in trials)
         return Binding("none", "no rate was missed").to_json() if met_only else None
-    told = trial.engine.get("limit")
-    return {**told, "trial_id": trial.trial_id} if isinstance(told, Mapping) else None
+    limit = trial.engine.get("limit")
+    return {**limit, "trial_id": trial.trial_id} if isinstance(limit, Mapping) else None
 
 
 def note_limit(trial: TrialRecord, records: Sequence[RequestRecord], slo: Slo) -> None:
@@ -240,64 +240,64 @@ def _ttft(
 def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) -> Binding:
     whole = f"{at}, {{share:.0%}} of the TTFT of late requests was "
 
-    def told(limit: LimitKind, part: str, words: str) -> Binding:
+    def binds(limit: LimitKind, part: str, words: str) -> Binding:
         return Binding(limit, whole.format(share=shares[part]) + words, shares)
 
     waits = {part: shares[part] for part in ("client", "router", "prefill_wait", "transfer", "decode_wait")}
     part = max(waits, key=lambda name: waits[name])
     if shares["prefill_work"] > waits[part] and sum(waits.values()) < WAITING_SHARE:
-        return told("prefill", "prefill_work", "computing the prompt alone")
+        return binds("prefill", "prefill_work", "computing the prompt alone")
     if part == "client":
-        return told("client", part, "waiting for the load generator to send")
+        return binds("client", part, "waiting for the load generator to send")
     if part == "router":
-        return told("router", part, "spent in the router and on the way to it")
+        return binds("router", part, "spent in the router and on the way to it")
     if part == "transfer":
-        return told("transfer", part, f"the KV transfer ({facts.kv_transfer_ms or 0.0:.3g} ms on average)")
+        return binds("transfer", part, f"the KV transfer ({facts.kv_transfer_ms or 0.0:.3g} ms on average)")
     if part == "decode_wait":
-        return _after_prefill(told, part, facts)
+        return _after_prefill(binds, part, facts)
     if not pair:
-        return _aggregated(told, facts.use["aggregated"] if "aggregated" in facts.use else Use())
+        return _aggregated(binds, facts.use["aggregated"] if "aggregated" in facts.use else Use())
     prefill = facts.use.get("prefill") or Use()
     busy = prefill.busy_share
-    held_up = (prefill.kv_full_share or 0.0) >= FULL_SHARE and busy is not None and busy < IDLE_SHARE
-    if held_up:
+    blocked = (prefill.kv_full_share or 0.0) >= FULL_SHARE and busy is not None and busy < IDLE_SHARE
+    if blocked:
         words = (
             f"waiting for P, which was busy only {busy:.0%} of the time: its KV pool was full of prompts "
             "that decode had not fetched"
         )
         decode = facts.use.get("decode") or Use()
-        return told("decode_slots" if _is_full(decode) else "transfer", part, words)
-    return told("prefill", part, "waiting for prefill" + ("" if busy is None else f" (P busy {busy:.0%})"))
+        return binds("decode_slots" if _is_full(decode) else "transfer", part, words)
+    return binds("prefill", part, "waiting for prefill" + ("" if busy is None else f" (P busy {busy:.0%})"))
 
 
 def _is_full(use: Use) -> bool:
     return max(use.slots_full_share or 0.0, use.kv_full_share or 0.0) >= FULL_SHARE
 
 
-def _after_prefill(told: Any, part: str, facts: TrialFacts) -> Binding:
+def _after_prefill(binds: Any, part: str, facts: TrialFacts) -> Binding:
     decode = facts.use.get("decode")
     if decode is None or (decode.slots_full_share is None and decode.kv_full_share is None):
-        binding: Binding = told(
+        binding: Binding = binds(
             "undetermined",
             part,
             "waiting for decode, which does not tell what for: slots, KV blocks or steps",
         )
     elif _is_full(decode):
-        binding = told("decode_slots", part, f"waiting for a place on decode: {_fullness(decode)}")
+        binding = binds("decode_slots", part, f"waiting for a place on decode: {_fullness(decode)}")
     elif facts.kv_transfer_ms is None:
-        binding = told("transfer", part, "between prefill and decode, and decode had free places")
+        binding = binds("transfer", part, "between prefill and decode, and decode had free places")
     else:
-        binding = told("undetermined", part, "waiting on decode, although it had free places")
+        binding = binds("undetermined", part, "waiting on decode, although it had free places")
     return binding
 
 
-def _aggregated(told: Any, use: Use) -> Binding:
+def _aggregated(binds: Any, use: Use) -> Binding:
     binding: Binding
     if _is_full(use):
-        binding = told("decode_slots", "prefill_wait", f"waiting for a place: {_fullness(use)}")
+        binding = binds("decode_slots", "prefill_wait", f"waiting for a place: {_fullness(use)}")
     else:
         busy = "" if use.busy_share is None else f" (the server was busy {use.busy_share:.0%})"
-        binding = told("prefill", "prefill_wait", f"waiting for prefill{busy}")
+        binding = binds("prefill", "prefill_wait", f"waiting for prefill{busy}")
     return binding
 
 

@@ -52,7 +52,7 @@ class Added:
 
     @property
     def seen(self) -> bool:
-        """Is it told from zero?"""
+        """Is it distinguishable from zero?"""
         return self.lower > 0 or self.upper < 0
 
     def to_json(self) -> dict[str, Any]:

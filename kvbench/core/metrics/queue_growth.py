@@ -56,7 +56,7 @@ ADDED: Final = 0.5
 """Growth adds at least so much to what waited at the beginning. A system without a queue whose latencies vary
 widely fills for a long time after most of its requests are answered, but ever slower."""
 EARLY: Final = 8
-"""The first so-manyth part of a trial tells how long requests wait where hardly anybody waits before them."""
+"""The first so-manyth part of a trial shows how long requests wait where hardly anybody waits before them."""
 FILL: Final = 2.0
 """Waiting has built up after so many times what the first requests waited: those whose latency is longer than
 average are still to come."""
@@ -82,7 +82,7 @@ trials that met the SLO above the true rate GATE finds 4.4 % in four latencies i
 class QueueGrowth:
     """By how many requests a second a queue grows, the standard error of that, and what chance alone shows.
 
-    ``capacity``: first tokens per second, where the growth was told by them; else it is a slope.
+    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope.
     """
 
     per_s: float
@@ -192,7 +192,7 @@ class QueueReadings:
         return np.asarray(due - self.firsts, np.float64)
 
     def may_be_slow_alone(self, since_s: float) -> bool:
-        """Whether later arrivals tell, or could not tell yet, of latencies that merely vary."""
+        """Whether later arrivals show, or could not show yet, latencies that merely vary."""
         begin = int(np.searchsorted(self.offsets_s, since_s))
         settled, ttft = self.settled_s[begin:], self.ttft_s[begin:]
         known = ~np.isnan(settled)

@@ -7,8 +7,8 @@ each part is:
 - ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
   P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.
 - ``prefill_queue``, ``prefill``: P's ``request_queue_time_seconds`` and ``request_prefill_time_seconds``.
-- ``kv_transfer``: the mean time of a transfer as the engine tells it, for ranks in parallel that of one.
-- ``first_decode_step``: no engine tells it; taken as the mean gap between two tokens on D in this trial.
+- ``kv_transfer``: the mean time of a transfer as the engine reports it, for ranks in parallel that of one.
+- ``first_decode_step``: no engine reports it; taken as the mean gap between two tokens on D in this trial.
 - ``decode_queue``: what is left of D's queue and prefill time, which together go from D's front end to its
   first token and so hold the transfer, wherever an engine draws the line between the two.
 - ``hand_off``: all else between P's last compute and D's engine having the request: the front ends of P and
@@ -17,7 +17,7 @@ each part is:
 The parts add up to the TTFT. Three cases leave parts unknown (None), and their time in another one:
 with concurrent dispatch D waits while P computes, so that D's own queue cannot be told from the hand-off:
 ``decode_queue`` is None and within ``hand_off``. Without a router's times ``router`` is None and within
-``hand_off``. Where the engine tells no transfer times ``kv_transfer`` is None and within ``decode_queue``
+``hand_off``. Where the engine reports no transfer times ``kv_transfer`` is None and within ``decode_queue``
 (sequential) or ``hand_off`` (concurrent).
 
 The engines' histograms count requests that failed or were cancelled, too, which TTFT and the router's times
@@ -55,7 +55,7 @@ PART_WORDS: Final = {
 
 
 @dataclass(frozen=True)
-class Legs:
+class RouterTimes:
     """The router's times of a request, in seconds: P's and D's answers as it waited for them.
 
     ``hand_off``: from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if
@@ -85,15 +85,15 @@ def ttft_breakdown(
     ttft_s: float | None,
     prefill: Phases | None,
     decode: Phases | None,
-    legs: Legs | None = None,
+    router: RouterTimes | None = None,
     kv_s: float | None = None,
 ) -> dict[str, float | None]:
     """The parts of the TTFT in milliseconds, by name; None is unknown. ``decode`` is None without P/D."""
     parts: dict[str, float | None] = dict.fromkeys(PARTS)
-    if legs is not None:
+    if router is not None:
         # Asked at once, D has its first token only after P is done.
-        limit_s = legs.decode if legs.hand_off is None else legs.prefill
-        prefill, decode = _within(prefill, limit_s), _within(decode, legs.decode)
+        limit_s = router.decode if router.hand_off is None else router.prefill
+        prefill, decode = _within(prefill, limit_s), _within(decode, router.decode)
     if prefill is not None:
         parts["prefill_queue"], parts["prefill"] = prefill.queue, prefill.prefill
     if ttft_s is None:
@@ -103,12 +103,12 @@ def ttft_breakdown(
         if residence is not None:
             parts["router"] = ttft_s - residence
         return _milliseconds(parts)
-    concurrent = legs is not None and legs.hand_off is None
+    concurrent = router is not None and router.hand_off is None
     inside = ttft_s
-    if legs is not None:
-        inside = legs.decode
-        if legs.hand_off is not None:
-            inside += legs.hand_off + (legs.prefill or 0.0)
+    if router is not None:
+        inside = router.decode
+        if router.hand_off is not None:
+            inside += router.hand_off + (router.prefill or 0.0)
         parts["router"] = ttft_s - inside
     if decode.residence is None:
         parts["kv_transfer"] = kv_s
@@ -128,19 +128,19 @@ def ttft_breakdown(
 
 
 def hand_off_parts(
-    prefill: Phases | None, decode: Phases | None, legs: Legs | None
+    prefill: Phases | None, decode: Phases | None, router: RouterTimes | None
 ) -> dict[str, float | None]:
     """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between
     the two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known.
     """
     parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
-    if legs is None or legs.hand_off is None:
+    if router is None or router.hand_off is None:
         return parts
-    parts["router_turn"] = legs.hand_off
-    if prefill is not None and prefill.residence is not None and legs.prefill is not None:
-        parts["prefill_front_end"] = legs.prefill - prefill.residence
+    parts["router_turn"] = router.hand_off
+    if prefill is not None and prefill.residence is not None and router.prefill is not None:
+        parts["prefill_front_end"] = router.prefill - prefill.residence
     if decode is not None and decode.residence is not None:
-        parts["decode_front_end"] = legs.decode - decode.residence
+        parts["decode_front_end"] = router.decode - decode.residence
     return _milliseconds(parts)
 
 

@@ -48,7 +48,7 @@ def shares_of(
     known: Sequence[tuple[RequestRecord, Parts]],
     kv_s: float,
 ) -> dict[str, float]:
-    """Parts of the late requests' TTFT, waiting told from working; they sum to 1."""
+    """Parts of the late requests' TTFT, waiting apart from working; they sum to 1."""
     floor_p = _floors((r, parts.prefill) for r, parts in known)
     floor_d = _floors((r, parts.after) for r, parts in known if parts.after is not None)
     sums = dict.fromkeys(

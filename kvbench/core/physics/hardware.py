@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 # Dense tensor throughput (no structured sparsity) at the lowest precision that serves language models, in
-# TFLOP/s (INT8: TOP/s), from the vendors' data sheets. Where variants differ and the name does not tell,
+# TFLOP/s (INT8: TOP/s), from the vendors' data sheets. Where variants differ and the name does not say which,
 # the fastest one stands. Longer names are looked for first.
 _PEAK_TFLOPS: Final = MappingProxyType(
     {

@@ -83,13 +83,13 @@ def size_in(
 
 
 def engine_name(plan: Mapping[str, Any]) -> str:
-    """The engine's name in plan.json; the default one where it tells none."""
+    """The engine's name in plan.json; the default one where it names none."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     return str(deployment.get("engine", "emulated"))
 
 
 def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
-    """The instances of one deployment by plan.json, prefill first; none where it does not tell."""
+    """The instances of one deployment by plan.json, prefill first; none where it does not say."""
     planned = plan.get("deployments")
     for each in planned if isinstance(planned, (list, tuple)) else ():
         members = each.get("instances") if isinstance(each, Mapping) else None
@@ -142,7 +142,7 @@ def _named_devices(processes: Mapping[str, Any], names: list[str]) -> int | None
 
 
 def _ranks(deployment: Mapping[str, Any], options: Mapping[str, Any], role: str) -> int:
-    """GPUs of one engine; 0 where what is written tells no number."""
+    """GPUs of one engine; 0 where what is written gives no number."""
     given = {
         str(key).replace("_", "-"): value
         for source in ("engine_args", f"{role}_args")

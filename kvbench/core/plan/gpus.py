@@ -20,10 +20,10 @@ class GpuNeed:
 
 @dataclass(frozen=True)
 class GpuPool:
-    """The GPUs of a host, by number or UUID. ``told``: who says that there are these and no more."""
+    """The GPUs of a host, by number or UUID. ``source``: who says that there are these and no more."""
 
     devices: tuple[str, ...]
-    told: str = "this host has"
+    source: str = "this host has"
 
 
 def dealt(
@@ -67,7 +67,7 @@ def _too_few(
     rest = "" if free == len(pool.devices) else f", and {free} of them left beside those that are named"
     roles = " + ".join(f"{count} {role}" for role, count in counts.items())
     return InputError(
-        f"{label} needs {wanted} GPU{'s' * (wanted > 1)}: {roles} × TP {ranks}{more}; {pool.told} "
+        f"{label} needs {wanted} GPU{'s' * (wanted > 1)}: {roles} × TP {ranks}{more}; {pool.source} "
         f"{len(pool.devices)}{rest}",
         hint="lower tensor_parallel_size, prefill or decode; to let instances share GPUs, name them in "
         "engine_options (prefill_devices, decode_devices)",

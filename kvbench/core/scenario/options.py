@@ -1,4 +1,4 @@
-"""What a scenario's options tell the rest of kvbench: the contract of engines and connectors, by attributes.
+"""What a scenario's options say to all of kvbench: the contract of engines and connectors, by attributes.
 
 ``core`` and the launchers know neither engines nor connectors, so what differs between these is asked of
 their options, never by comparing names. An engine overrides what is not as by default. The attributes are
@@ -48,7 +48,7 @@ class EngineOptions(BaseModel):
 
     starts_processes: ClassVar[bool] = True
     """kvbench starts and stops its processes. Else a server is there, of which one URL is known, and neither
-    its instances nor what they were told."""
+    its instances nor how they were configured."""
     uses_gpus: ClassVar[bool] = True
     """Its ranks take GPUs where a host has some."""
     models_compute: ClassVar[bool] = False
@@ -88,11 +88,11 @@ class EngineOptions(BaseModel):
 
     @property
     def asks_version(self) -> bool:
-        """Whether its version, which chooses the connectors' profiles, is for its host to tell."""
+        """Whether its version, which chooses the connectors' profiles, is for its host to report."""
         return False
 
     def with_version(self, version: str) -> EngineOptions:
-        """The same with the version that a host has told."""
+        """The same with the version that a host has reported."""
         return self
 
     def without_devices(self) -> EngineOptions:

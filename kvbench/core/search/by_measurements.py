@@ -1,4 +1,4 @@
-"""Searches a rate by what trials measured: a yes or no is the least that a trial tells.
+"""Searches a rate by what trials measured: a yes or no is the least that a trial gives.
 
 With the shares of late requests, a posterior of the rate is kept (``kvbench.core.search.posterior``); each
 trial goes to its median, so that all of them measure where it matters:
@@ -14,7 +14,7 @@ trial goes to its median, so that all of them measure where it matters:
    ``max_trials`` comes first, the answer goes down to the highest rate met within the precision below the
    median; without one it is *undecided*.
 
-An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it cannot be told
+An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it is open
 whether the SLO holds is close to the one looked for. Contradictions need no rule: the posterior moves and
 widens, and there are more trials.
 """

@@ -1,4 +1,4 @@
-"""Searches a rate by verdicts alone, where trials tell no figures.
+"""Searches a rate by verdicts alone, where trials give no figures.
 
 1. **Expand** from the start rate: up while trials are met, down while they are missed. From a cold start up
    by × 2, down by ÷ 2, ÷ 4, ÷ 4 (an SLO that nothing can meet shows within a few trials). From a trusted

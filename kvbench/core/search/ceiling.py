@@ -3,7 +3,7 @@
 First some requests that hardly burden a server with places for many, and a pause. Where most of them are
 done soon, a flood follows, which fills hundreds of places. Where not, it is spared a server that takes its
 requests one after the other, and would be at it for minutes, also when the client has dropped them. The flood
-ends as soon as its completions tell a steady rate, or when its rest is many latencies' work.
+ends as soon as its completions show a steady rate, or when its rest is many latencies' work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAUSED_LEAST_S: Final = 1.0
 LOOKED_AT: Final = 0.7
 DONE_SHARE: Final = 0.5
 """When the flood begins, in latencies and at least in seconds; and from which part of that time on it is
-looked (progress is told four times a second) whether this share of the first requests is done."""
+looked (progress is reported four times a second) whether this share of the first requests is done."""
 FLOOD_LATENCIES: Final = 5.0
 FLOOD_LEAST_S: Final = 2.0
 FLOOD_REQUESTS: Final = 1600
@@ -86,7 +86,7 @@ class Flood:
         return now_s >= LOOKED_AT * self.begins_s and done < DONE_SHARE * first
 
     def measured(self, ends_s: Sequence[float] | FloatArray, until_s: float) -> TrialFigures:
-        """What it tells the search, by the completions until then; without a flood, a rate to begin with.
+        """What it measured, by the completions until then; without a flood, a rate to begin with.
 
         No ceiling (``grows``): completions still became more, or no more was left than must be under way.
         """

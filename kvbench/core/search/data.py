@@ -20,7 +20,7 @@ class SearchLimits:
     ``precision``: relative width of the bracket to reach, 0.05 for 5 %. ``max_trials`` counts every trial,
     also refused and repeated ones. ``confidence`` is not used by the search itself: it is what trials'
     early verdicts and intervals are to use, kept here so that one value belongs to one search.
-    ``attainment``: the share asked for, of trials whose ``TrialFigures`` does not tell it.
+    ``attainment``: the share asked for, of trials whose ``TrialFigures`` does not have it.
     """
 
     start_rate: float

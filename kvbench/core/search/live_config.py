@@ -29,7 +29,7 @@ QUICK_REQUESTS: Final = 2000
 QUICK_S: Final = 40.0
 """A trial's time is up after so many of its own latencies, but not before so many requests, and where they
 come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
-a few are under way at once, a dozen latencies tell next to nothing."""
+a few are under way at once, a dozen latencies show next to nothing."""
 
 
 def trial_length_s(rate: float, latency_s: float) -> float:

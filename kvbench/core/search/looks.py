@@ -1,4 +1,4 @@
-"""How one criterion stands after so many requests: kept, broken, or not to be told yet."""
+"""How one criterion stands after so many requests: kept, broken, or undecided yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Verdict = Literal["met", "missed", "undecided"]
 
 MET_REQUESTS: Final = 40
 PENDING: Final = 0.02
-"""With a larger share pending, a margin's quantile cannot be told."""
+"""With a larger share pending, a margin's quantile is not known."""
 MAX_SCORE: Final = 20.0
 LATE: Final = 1e3
 """A margin above it is merely very late: inf (failed, never came) would spoil the sections' arithmetic."""
@@ -66,29 +66,29 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     n = len(values)
     good = float((values >= 0.5).sum())
     share = good / n
-    told = not np.isnan(margins).any()
+    known = not np.isnan(margins).any()
     score, error = math.nan, math.inf
     flags = (values < 0.5).astype(np.float64)
-    if told:
+    if known:
         late = np.minimum(margins, LATE)
         margin, margin_error = sectioned(late, how.sections, target)
         score, error = _score(margin, margin_error)
         # Late ones come in clumps, which show also where none is too late: at the criterion's own quantile.
         above = (late > margin).astype(np.float64)
         flags = above if above.any() else flags
-    clump = design_effect(flags, how.sections) if told or 0 < good < n else UNKNOWN_CLUMP
+    clump = design_effect(flags, how.sections) if known or 0 < good < n else UNKNOWN_CLUMP
     effective = n / max(DEPENDENT * clump if clump > 1.0 else 1.0, how.clump)
     certainty, whole = 1.0 - how.alpha / 2, n + how.pending
     lower = lower_bound(good / whole * effective, effective, certainty)
     upper = upper_bound((good + how.pending) / whole * effective, effective, certainty)
-    reach = _reach(certainty, how.sections, error) if told else math.inf
+    reach = _reach(certainty, how.sections, error) if known else math.inf
     by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
     verdict: Verdict = "undecided"
     if n >= MET_REQUESTS and (lower >= target or (by_margin and share >= target and score > reach)):
         verdict = "met"
     elif upper < target or (by_margin and share < target and score < -reach):
         verdict = "missed"
-    if not told:
+    if not known:
         score, error = _score_of_share(share, target, effective)
     interval = share_interval(share * effective, effective, 0.95)
     text = (

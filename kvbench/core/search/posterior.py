@@ -1,6 +1,6 @@
 """The posterior of a highest rate, from a few noisy trials around it.
 
-Three things that a trial tells, each believed no further than it goes:
+Three things that a trial shows, each believed no further than it goes:
 
 - **Shares.** How many requests broke the SLO, of how many, worth how many independent ones. Near the root the
   logarithm of the share of misses is linear in the rate (the waiting time of a queue has an exponential tail
@@ -9,7 +9,7 @@ Three things that a trial tells, each believed no further than it goes:
   effective number of requests keeps what a quantile loses: late requests come in clumps, so that most short
   trials look better than the truth, and few look far worse.
 - **Scores** (``TrialFigures.score``): 1 / margin − 1 is nearly linear in the rate over a wide range. That of
-  a percentile is too biased for the answer (a short trial's is nearly always too good), but it tells where to
+  a percentile is too biased for the answer (a short trial's is nearly always too good), but it shows where to
   go while all shares are still 0 or 1. That of a mean is used with its own error.
 - **Capacity**: what the system passed on while its queue was never empty. No rate above it is sustained, and
   with a queue the score's line ends there, at −1.
@@ -93,22 +93,22 @@ class RateEstimate:
         return (self.upper / self.lower - 1) / 2
 
 
-def point_of(told: TrialOutcome, attainment: float) -> RatePoint | None:
+def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
     """What one trial says of the rate looked for; None if nothing.
 
-    ``attainment``: the share asked for, where the trial tells none (as verdicts without figures do).
+    ``attainment``: the share asked for, where the trial has none (as verdicts without figures do).
     """
-    measured, rate = told.measured, told.rate
-    if told.verdict == "invalid":
+    measured, rate = outcome.measured, outcome.rate
+    if outcome.verdict == "invalid":
         return None
-    if told.purpose == "ceiling":
+    if outcome.purpose == "ceiling":
         completed = measured.completion_rate if measured is not None else None
         if measured is None or not completed or completed >= SATURATED * rate or measured.grows:
             return None
         return RatePoint(rate, capacity=completed, capacity_error=CEILING_ERROR * completed)
-    bound: Literal["above", "below"] = "below" if told.verdict == "met" else "above"
+    bound: Literal["above", "below"] = "below" if outcome.verdict == "met" else "above"
     if measured is None:
-        return None if told.verdict == "undecided" else RatePoint(rate, bound=bound)
+        return None if outcome.verdict == "undecided" else RatePoint(rate, bound=bound)
     capacity, capacity_error = measured.capacity, measured.capacity_error or 0.0
     if measured.grows or measured.attainment is None or not measured.n:
         return RatePoint(rate, bound=bound, capacity=capacity, capacity_error=capacity_error)
@@ -153,14 +153,14 @@ def fit(points: Sequence[RatePoint], low: float, high: float) -> RateEstimate:
 def _posterior(points: Sequence[RatePoint], roots: FloatArray) -> FloatArray:
     shares = np.zeros((len(roots), len(STEEPNESS)))
     scores = np.zeros((len(roots), len(SLOPES)))
-    told = np.zeros_like(shares)
-    # A calm trial shows small clumps just because it was calm, so all trials share one figure.
+    information = np.zeros_like(shares)
+    # A trial that had no bursts by chance shows small clumps, so all trials share one figure.
     known = sum(point.n for point in points)
     clump = (sum(point.n * point.clump**2 for point in points) / known) ** 0.5 if known else 1.0
     for point in points:
         if point.n:
             shares += _of_share(point, clump, roots)
-            told += _information(point, clump, roots)
+            information += _information(point, clump, roots)
         if point.bound:
             sign = -1.0 if point.bound == "above" else 1.0
             away = sign * np.log(roots / point.rate) / BOUND_ERROR
@@ -171,7 +171,7 @@ def _posterior(points: Sequence[RatePoint], roots: FloatArray) -> FloatArray:
             room = np.log(point.capacity / roots) / max(point.capacity_error / point.capacity, 0.01)
             shares += _doubted(_logistic(room + 1.0), CAPACITY_OUTLIER)[:, None]
     if known:
-        shares += FEW * np.log(told + 1e-3)
+        shares += FEW * np.log(information + 1e-3)
     return np.asarray(_summed(shares) * _summed(scores + _queue(points, roots)), np.float64)
 
 

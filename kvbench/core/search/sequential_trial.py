@@ -16,7 +16,7 @@ that grow geometrically, and the chance of error allowed is shared out evenly am
 
 At the very rate that is looked for the share *is* the one asked for, and no trial of affordable length proves
 either side. So a trial that only has to *confirm* a rate which others have found says yes also if its own
-share, at its end, is at or above the goal; the interval is told beside it. Below the goal it stays undecided.
+share, at its end, is at or above the goal; the interval stands by it. Below the goal it stays undecided.
 
 What it measured is handed to the search with the verdict: shares, and the **score**, which is 0 where the
 criterion is just kept, above 0 below that rate, and nearly linear in the rate: 1 / margin − 1.
@@ -104,7 +104,7 @@ class LiveTrial:
         """Take in what became known up to ``t_s`` (seconds since the trial's start) and decide, or not yet.
 
         ``waiting_first``: requests sent or due that have no first token yet; ``sent``: requests sent so far.
-        A request may be told again when more of it is known (first as a miss, then with its margin).
+        A request may be reported again when more of it is known (first as a miss, then with its margin).
         After the decision the same one is returned. Raises ValueError for an index that was not planned.
         """
         for each in observations:

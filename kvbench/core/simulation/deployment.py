@@ -33,11 +33,11 @@ from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step import EngineRequest, Status
 
 TICK_S: Final = 0.25
-"""How often progress is told: the load generator's default."""
+"""How often progress is reported: the load generator's default."""
 
 
 def simulate(system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None = None) -> Outcome:
-    """Run one trial. ``watch`` is told the progress every TICK_S and stops the trial by returning True.
+    """Run one trial. ``watch`` gets the progress every TICK_S and stops the trial by returning True.
 
     Raises InputError for a request that can never fit into an engine.
     """

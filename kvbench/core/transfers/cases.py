@@ -25,8 +25,8 @@ LAB_SIZES: Final = ((64 * KIB, 32), (MIB, 16))
 """Large against a shaper's burst, and still many calls a second over one slow NIC."""
 LAB_SECONDS: Final = 1.0
 
-YARDSTICKS: Final = ("null", "memcpy", "shm", "tcp")
-"""Measured first: the tool's own cost, and the limits that the others are held against."""
+BASELINES: Final = ("null", "memcpy", "shm", "tcp")
+"""Measured first: the tool's own cost, and the limits that the others are compared with."""
 DEFAULT_SECONDS: Final = 0.5
 FULL_SECONDS: Final = 1.0
 LEAST_CALLS: Final = 20
@@ -50,8 +50,8 @@ _FILL_BYTES_PER_S: Final = 0.5e9
 
 
 @dataclass(frozen=True)
-class Mover:
-    """A transfer backend as the matrix sees it."""
+class BackendCapabilities:
+    """What a transfer backend can do, as far as the matrix asks."""
 
     name: str
     protocols: tuple[str, ...] = ("tcp",)
@@ -148,16 +148,16 @@ class Matrix:
         }
 
 
-def build(axes: Axes, movers: Sequence[Mover], memory_bytes: int | None = None) -> Matrix:
+def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int | None = None) -> Matrix:
     """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together.
 
     Raises InputError for a backend that there is not, and where nothing is left to measure by what was asked.
     """
-    chosen = _chosen(axes, movers)
+    chosen = _chosen(axes, backends)
     cases: dict[str, Case] = {}
     left: dict[tuple[str, str], Left] = {}
-    for mover in chosen:
-        for case, what, reason, absent in _of_mover(axes, mover, memory_bytes):
+    for backend in chosen:
+        for case, what, reason, absent in _of_backend(axes, backend, memory_bytes):
             if not reason:
                 cases.setdefault(case.key, case)
                 continue
@@ -171,63 +171,65 @@ def build(axes: Axes, movers: Sequence[Mover], memory_bytes: int | None = None) 
     return Matrix(tuple(sorted(cases.values(), key=_order(chosen))), tuple(left.values()))
 
 
-def _chosen(axes: Axes, movers: Sequence[Mover]) -> list[Mover]:
-    known = {mover.name: mover for mover in movers}
+def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[BackendCapabilities]:
+    known = {backend.name: backend for backend in backends}
     for name in axes.backends:
         if name not in known:
             raise InputError(
                 f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(sorted(known))}"
             )
-    # What is optional and cannot run here anyway is told, so that nobody looks for it in vain.
-    names = axes.backends or tuple(mover.name for mover in movers if not mover.optional or mover.problem)
-    first = [name for name in YARDSTICKS if name in names]
+    # What is optional and cannot run here anyway is reported, so that nobody looks for it in vain.
+    names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
+    first = [name for name in BASELINES if name in names]
     return [known[name] for name in dict.fromkeys([*first, *names])]
 
 
-def _of_mover(axes: Axes, mover: Mover, memory_bytes: int | None) -> Iterator[tuple[Case, str, str, bool]]:
+def _of_backend(
+    axes: Axes, backend: BackendCapabilities, memory_bytes: int | None
+) -> Iterator[tuple[Case, str, str, bool]]:
     """(case, what it is part of, why not, whether something is absent); no reason for a good one."""
-    for protocol, reason, absent in _protocols(axes, mover):
-        sample = Case(mover.name, protocol, axes.ops[0], *axes.sizes[0])
-        if mover.problem:
-            yield replace(sample, protocol=""), mover.name, mover.problem, True
+    for protocol, reason, absent in _protocols(axes, backend):
+        sample = Case(backend.name, protocol, axes.ops[0], *axes.sizes[0])
+        if backend.problem:
+            yield replace(sample, protocol=""), backend.name, backend.problem, True
             return
         if reason:
-            yield sample, f"{mover.name} over {protocol}", reason, absent
+            yield sample, f"{backend.name} over {protocol}", reason, absent
             continue
-        for case in _cases(axes, mover, protocol):
-            what, reason = _sense(case, mover, axes, memory_bytes)
+        for case in _cases(axes, backend, protocol):
+            what, reason = _sense(case, backend, axes, memory_bytes)
             yield case, what, reason, False
 
 
-def _protocols(axes: Axes, mover: Mover) -> Iterator[tuple[str, str, bool]]:
+def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
     """(protocol, why not, whether something is absent)."""
-    # What passes no NIC is a yardstick and keeps its own way, whichever protocol the others are asked for.
-    asked = tuple(p for p in axes.protocols if p in mover.protocols) if not mover.nics else axes.protocols
+    # What passes no NIC is a baseline and keeps its own way, whichever protocol the others are asked for.
+    asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
     if not asked:
-        names = mover.protocols if axes.all_protocols else (mover.usual(),)
-        # Told even where it is not asked for: whoever reads the table shall know what this machine hides.
-        names += ("rdma",) if "rdma" in mover.lacking and "rdma" not in names else ()
+        names = backend.protocols if axes.all_protocols else (backend.usual(),)
+        # Reported even where it is not asked for: whoever reads the table shall know what this machine hides.
+        names += ("rdma",) if "rdma" in backend.lacking and "rdma" not in names else ()
     else:
         names = asked
     for name in names:
-        if name not in mover.protocols:
-            yield name, f"{mover.name} has no such protocol, only {', '.join(mover.protocols)}", False
+        if name not in backend.protocols:
+            yield name, f"{backend.name} has no such protocol, only {', '.join(backend.protocols)}", False
         else:
-            yield name, mover.lacking.get(name, ""), name in mover.lacking
+            yield name, backend.lacking.get(name, ""), name in backend.lacking
 
 
-def _cases(axes: Axes, mover: Mover, protocol: str) -> Iterator[Case]:
-    nics = axes.nics if mover.nics else (0,)
+def _cases(axes: Axes, backend: BackendCapabilities, protocol: str) -> Iterator[Case]:
+    nics = axes.nics if backend.nics else (0,)
     regions = axes.regions
     sizes: Sequence[tuple[int, int]] = axes.sizes
-    if mover.name in axes.whole_blocks:
+    if backend.name in axes.whole_blocks:
         sizes, regions = [(block * regions, batch) for block, batch in sizes], 1
     sides = product(axes.initiators, axes.targets)
     for count, op, (block, batch), threads, (initiators, targets) in product(
         nics, axes.ops, sizes, axes.threads, sides
     ):
         yield Case(
-            mover.name,
+            backend.name,
             protocol,
             op,
             block,
@@ -238,24 +240,24 @@ def _cases(axes: Axes, mover: Mover, protocol: str) -> Iterator[Case]:
             targets=targets,
             memory=axes.memory,
             scattered=axes.scattered,
-            merged=axes.merging.get(mover.name, False),
+            merged=axes.merging.get(backend.name, False),
             regions=regions,
             shape=axes.shape,
         )
 
 
-def _sense(case: Case, mover: Mover, axes: Axes, memory_bytes: int | None) -> tuple[str, str]:
+def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: int | None) -> tuple[str, str]:
     """(what, why) of a combination that makes no sense; ("", "") for one that does."""
-    if case.op not in mover.ops:
-        return f"{case.backend} {case.op}", f"{case.backend} knows only {', '.join(mover.ops)}"
-    if case.nics > 1 and case.protocol in mover.one_nic:
+    if case.op not in backend.ops:
+        return f"{case.backend} {case.op}", f"{case.backend} knows only {', '.join(backend.ops)}"
+    if case.nics > 1 and case.protocol in backend.one_nic:
         return f"{case.backend} over {case.protocol} with several NICs", "it uses one address, so one NIC"
-    if case.memory not in mover.memories:
+    if case.memory not in backend.memories:
         return (
             f"{case.backend} in {case.memory} memory",
-            f"only {' and '.join(mover.memories)} memory is known",
+            f"only {' and '.join(backend.memories)} memory is known",
         )
-    if mover.loopback_only and axes.remote:
+    if backend.loopback_only and axes.remote:
         return case.backend, "it works within one host, and the two sides stand on two"
     if case.initiators > 1 and case.targets > 1:
         return (
@@ -275,8 +277,8 @@ def memory_needed(case: Case) -> int:
     return here + case.targets * blocks.target_layout(case).nbytes
 
 
-def _order(chosen: Sequence[Mover]) -> Any:
-    places = {mover.name: place for place, mover in enumerate(chosen)}
+def _order(chosen: Sequence[BackendCapabilities]) -> Any:
+    places = {backend.name: place for place, backend in enumerate(chosen)}
 
     def key(case: Case) -> tuple[Any, ...]:
         # Workers are kept from one case to the next one of their group.

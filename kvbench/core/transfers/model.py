@@ -4,7 +4,7 @@
 
 for each backend, protocol, op and number of NICs, from the median call times of the cases with one transfer
 under way at a time. All three are at least 0 (non-negative least squares), and a deviation counts by its
-share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The deviations are told with the
+share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The deviations stand with the
 model: with three figures for few points they are small by nature, and ``points`` says how few.
 """
 
@@ -217,7 +217,7 @@ def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "")
 
 
 def models_of_json(data: Any) -> list[TransferModel]:
-    """What ``models_json`` told. Raises InputError for anything else, and for a newer schema."""
+    """What ``models_json`` wrote. Raises InputError for anything else, and for a newer schema."""
     if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
         raise InputError("these are no transfer models", hint="kvbench microbench writes them")
     if data.get("schema") != MODEL_SCHEMA:

@@ -28,7 +28,7 @@ LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Times of single calls, in seconds. None where too few calls were made to tell."""
+    """Times of single calls, in seconds. None where too few calls were made."""
 
     calls: int = 0
     mean: float | None = None

@@ -12,7 +12,7 @@ from kvbench.core.transfers.records import TransferRecord, TransferWarning
 MIN_CALLS: Final = 20
 MIN_WINDOW_S: Final = 0.2
 MANY_CALLS: Final = 1000
-"""So many calls tell enough even in a short window."""
+"""So many calls are enough even in a short window."""
 BUSY_SHARE: Final = 0.9
 BUSY_CALL_S: Final = 2e-3
 """Shorter calls are waited for by asking without rest, so their CPU time says nothing about the library."""

@@ -1,4 +1,4 @@
-"""Command lines of engines: arguments from a mapping, and the version that a command tells."""
+"""Command lines of engines: arguments from a mapping, and the version that a command reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.core.plan.engine_versions import version_in
 from kvbench.errors import KvbenchError, LaunchError, MissingLibraryError
 
 VERSION_TIMEOUT_S: Final = 120.0
-"""vLLM imports PyTorch to tell its version: seconds on a quiet machine, a minute on a busy one."""
+"""vLLM imports PyTorch to report its version: seconds on a quiet machine, a minute on a busy one."""
 
 
 def argv_of(arguments: Mapping[str, Any]) -> list[str]:
@@ -62,9 +62,9 @@ def whole(arguments: Mapping[str, Any], *names: str) -> int:
 
 
 def asked_version(command: tuple[str, ...], env: Mapping[str, str]) -> str:
-    """The version that ``command --version`` tells, asked once in a process's life.
+    """The version that ``command --version`` reports, asked once in a process's life.
 
-    Raises MissingLibraryError if there is no such command, LaunchError if it tells none in time.
+    Raises MissingLibraryError if there is no such command, LaunchError if it reports none in time.
     """
     answer = _ask_version(command, tuple(sorted(env.items())))
     if isinstance(answer, KvbenchError):

@@ -1,4 +1,4 @@
-"""The options of vLLM servers in a scenario, and what they tell of one."""
+"""The options of vLLM servers in a scenario, and what they say of one."""
 
 from __future__ import annotations
 

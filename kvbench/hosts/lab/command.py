@@ -54,26 +54,26 @@ def down(name: str, console: Console, *, everything: bool = False) -> None:
 
 
 def fault(lab: Lab, fault: labstate.Fault, console: Console, *, heal: bool = False) -> None:
-    """Plant a fault or take it away, and say what its counter tells."""
+    """Plant a fault or take it away, and say what its counter shows."""
     if heal:
         if fault.amount:
             raise InputError("--heal takes no --amount")
-        told = labfaults.heal(lab, fault.kind, fault.nic)
+        done = labfaults.heal(lab, fault.kind, fault.nic)
     else:
-        told = labfaults.place(lab, fault.kind, fault.nic, fault.amount)
-    console.print(told.words())
+        done = labfaults.place(lab, fault.kind, fault.nic, fault.amount)
+    console.print(done.words())
 
 
 def status(console: Console, *, as_json: bool = False) -> None:
     """Every lab that is here: its NICs, what has passed, its faults, who uses it, and what was left over."""
-    told = [_told(state) for state in labstate.all_states()]
+    labs = [_row_of(state) for state in labstate.all_states()]
     lost = labstate.unrecorded()
     if as_json:
-        sys.stdout.write(json.dumps({"labs": told, "unrecorded": lost}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"labs": labs, "unrecorded": lost}, indent=2) + "\n")
         return
-    if not told and not lost:
+    if not labs and not lost:
         console.print("no lab stands here; make one: kvbench lab up --nics 8 --rate 1gbit")
-    for lab in told:
+    for lab in labs:
         console.print(f"lab {lab['name']}: {lab['shape']}, {lab['congestion'] or '?'}, {escape(lab['use'])}")
         for line in (*lab["notes"], *lab["faults"]):
             console.print(f"  {escape(line)}")
@@ -83,9 +83,9 @@ def status(console: Console, *, as_json: bool = False) -> None:
         console.print(f"lab {name}: its namespaces are here, its file is not; kvbench lab down --name {name}")
 
 
-def _told(state: LabState) -> dict[str, Any]:
+def _row_of(state: LabState) -> dict[str, Any]:
     plan = state.plan
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "name": plan.name,
         "shape": plan.describe(),
         "line_rate_gb_per_s": plan.line_rate_gb_per_s,
@@ -101,9 +101,9 @@ def _told(state: LabState) -> dict[str, Any]:
         "nics": [],
     }
     if state.standing:
-        told["faults"] = [_fault_words(state, fault) for fault in state.faults]
+        row["faults"] = [_fault_words(state, fault) for fault in state.faults]
         counted = {side: interface_counters(state.hosts[side]) for side in SIDES}
-        told["nics"] = [
+        row["nics"] = [
             {
                 "nic": nic,
                 **{side: plan.address(side, nic) for side in SIDES},
@@ -112,7 +112,7 @@ def _told(state: LabState) -> dict[str, Any]:
             }
             for nic in range(plan.nics)
         ]
-    return told
+    return row
 
 
 def _fault_words(state: LabState, fault: labstate.Fault) -> str:

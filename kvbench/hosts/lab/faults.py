@@ -3,7 +3,7 @@
 | kind | what happens on the NIC |
 |---|---|
 | pull | the link goes down at B, as when a cable is pulled; A sees no carrier |
-| partition | packets vanish, both ways, and nobody is told |
+| partition | packets vanish, both ways, and nobody is notified |
 | reset | TCP connections are answered with a reset |
 | slow | it carries less |
 | loss | a share of the packets vanishes, each way |
@@ -170,8 +170,8 @@ def _await_link(lab: Lab, name: str, *, up: bool) -> None:
 
 
 def _link(host: Host, name: str) -> dict[str, Any]:
-    told: list[dict[str, Any]] = json.loads(host.run("ip", "-j", "link", "show", name))
-    return told[0]
+    links: list[dict[str, Any]] = json.loads(host.run("ip", "-j", "link", "show", name))
+    return links[0]
 
 
 def _carrier_lost(lab: Lab, fault: Fault) -> int:
@@ -221,10 +221,10 @@ def _drop_rules(lab: Lab, fault: Fault) -> None:
 
 def _counter(host: Host, fault: Fault) -> int:
     """Packets that met the rule. Raises LabError if there is no such rule."""
-    told = _COUNTER.search(host.run("nft", "list", "table", *_table(fault).split()))
-    if told is None:
+    found = _COUNTER.search(host.run("nft", "list", "table", *_table(fault).split()))
+    if found is None:
         raise LabError(f"the rule of the fault {fault.kind!r} is not there")
-    return int(told[1])
+    return int(found[1])
 
 
 def _count_rules(lab: Lab, fault: Fault) -> int:
@@ -252,8 +252,8 @@ def _shape(lab: Lab, nic: int, rate: str) -> None:
 
 
 def _qdisc(host: Host, name: str) -> dict[str, Any]:
-    told: list[dict[str, Any]] = json.loads(host.run("tc", "-j", "-s", "qdisc", "show", "dev", name))
-    return told[0]
+    qdiscs: list[dict[str, Any]] = json.loads(host.run("tc", "-j", "-s", "qdisc", "show", "dev", name))
+    return qdiscs[0]
 
 
 def _sent_packets(lab: Lab, fault: Fault) -> int:

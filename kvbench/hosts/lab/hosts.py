@@ -294,7 +294,7 @@ def fresh_sysfs_problem(host: Host) -> str:
 
 
 def remedy(root: Path = Path("/")) -> str:
-    """What keeps this user from making namespaces, as the kernel's settings tell."""
+    """What keeps this user from making namespaces, by the kernel's settings."""
     settings = {
         "user/max_user_namespaces": ("0", "sysctl -w user.max_user_namespaces=10000"),
         "kernel/unprivileged_userns_clone": ("0", "sysctl -w kernel.unprivileged_userns_clone=1"),

@@ -149,10 +149,10 @@ class Lab:
 
     def record(self) -> dict[str, Any]:
         """Everything about it that decides what was measured."""
-        told = self.state.to_json()
+        state = self.state.to_json()
         kept = ("plan", "rate_bits_per_s", "burst_bytes", "congestion", "kernel", "notes", "faults")
         rootless = any(host.holder is not None for host in self.state.hosts.values())
-        return {key: told[key] for key in kept} | {"rootless": rootless}
+        return {key: state[key] for key in kept} | {"rootless": rootless}
 
     def host(self, side: str) -> Host:
         """Host ``A`` or ``B``. Raises InputError."""
@@ -275,9 +275,9 @@ def _refuse_half_made(state: LabState) -> None:
 
 def interface_counters(host: Host) -> dict[str, dict[str, int]]:
     """Bytes that each NIC of a host has sent and received since the lab stands."""
-    told: Sequence[dict[str, Any]] = json.loads(host.run("ip", "-j", "-s", "link", "show"))
+    links: Sequence[dict[str, Any]] = json.loads(host.run("ip", "-j", "-s", "link", "show"))
     return {
         nic["ifname"]: {"sent": nic["stats64"]["tx"]["bytes"], "received": nic["stats64"]["rx"]["bytes"]}
-        for nic in told
+        for nic in links
         if nic["ifname"] != "lo"
     }

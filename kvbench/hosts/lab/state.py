@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass
 class LabState:
-    """A lab as its file tells it. Without an owner it stands until it is taken down."""
+    """A lab as its file has it. Without an owner it stands until it is taken down."""
 
     plan: LabPlan
     hosts: dict[str, Host] = field(default_factory=dict)
@@ -107,12 +107,12 @@ def folder() -> Path:
     try:
         for path in (place, labs):
             path.mkdir(mode=0o700, exist_ok=True)
-            told = path.lstat()
-            if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.getuid():
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise LabError(
                     f"{path} is not a folder of this user", hint="remove it, or set XDG_RUNTIME_DIR"
                 )
-            if stat.S_IMODE(told.st_mode) != 0o700:
+            if stat.S_IMODE(found.st_mode) != 0o700:
                 path.chmod(0o700)
     except OSError as error:
         raise LabError(
@@ -141,7 +141,7 @@ def all_states() -> list[LabState]:
 def unrecorded() -> list[str]:
     """Names of labs whose namespaces are there, but no file: it is lost, or in another folder.
 
-    Only root is told, since nobody else could have made or can remove them.
+    Only root gets any, since nobody else could have made or can remove them.
     """
     if not may_use_netns():
         return []

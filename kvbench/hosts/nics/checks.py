@@ -32,7 +32,7 @@ MOONCAKE: Final = (
 )
 NIXL: Final = ("nixl-cu12", "nixl-cu13", "nixl")
 
-# NIXL's wheel brings its own UCX, whose version only the library itself tells.
+# NIXL's wheel brings its own UCX, whose version only the library itself reports.
 _ASK_UCX: Final = """
 import ctypes, importlib.metadata, sys
 for file in importlib.metadata.files(sys.argv[1]) or ():
@@ -264,7 +264,7 @@ def version_checks(versions: Mapping[str, str]) -> list[Check]:
         checks.append(Check("mooncake", "ok", ", ".join(mooncake)))
     nixl = [name for name in NIXL if name in versions]
     if nixl:
-        ucx = next((told for name in nixl if (told := bundled_ucx(name))), None)
+        ucx = next((version for name in nixl if (version := bundled_ucx(name))), None)
         detail = ", ".join(f"{name} {versions[name]}" for name in nixl)
         checks.append(Check("nixl", "ok", detail + (f" with UCX {ucx}" if ucx else "")))
     return checks
@@ -272,5 +272,5 @@ def version_checks(versions: Mapping[str, str]) -> list[Check]:
 
 def bundled_ucx(distribution: str) -> str | None:
     """The version of the UCX that a wheel brings along, asked in a process of its own; null if unknown."""
-    told = output_of([sys.executable, "-c", _ASK_UCX, distribution], VERSION_DEADLINE_S)
-    return (told or "").strip() or None
+    output = output_of([sys.executable, "-c", _ASK_UCX, distribution], VERSION_DEADLINE_S)
+    return (output or "").strip() or None

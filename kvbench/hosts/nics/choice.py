@@ -34,7 +34,7 @@ class Nic:
     address: str
     """IP address, of an RDMA device that of its interface; empty for InfiniBand without one."""
     gbit_per_s: float | None = None
-    """Line rate, one way; null where the driver does not tell."""
+    """Line rate, one way; null where the driver does not report it."""
     port: int = 1
     gid_index: int | None = None
     """Of RoCE v2 with a routable address if there is one; null for an interface."""

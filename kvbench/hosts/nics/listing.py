@@ -50,7 +50,7 @@ def there(prefix: Sequence[str], python: str, kind: nics.Kind) -> nics.Found:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{' '.join(command)} gave no answer within {DEADLINE_S:g} s") from None
     except OSError as error:
@@ -61,7 +61,7 @@ def there(prefix: Sequence[str], python: str, kind: nics.Kind) -> nics.Found:
             f"{' '.join(command)} ended with exit code {done.returncode}: {last}",
             hint="kvbench has to be installed there; name its Python with --peer-python",
         ) from None
-    return nics.Found(tuple(nics.Nic(**nic) for nic in told["usable"]), told["left_out"])
+    return nics.Found(tuple(nics.Nic(**nic) for nic in answer["usable"]), answer["left_out"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ _LOOKED_AT: Final = 4096
 
 
 @dataclass(frozen=True)
-class Wish:
+class ImportOptions:
     """What the command line asks for. ``connector``: the user's word for rows whose file names none."""
 
     files: Sequence[Path]
@@ -66,12 +66,12 @@ class ImportedFile:
     reading: Imported
 
 
-def command(wish: Wish, output: Path, console: Console) -> int:
+def command(options: ImportOptions, output: Path, console: Console) -> int:
     """Reads all files, writes one run folder, and prints the rows.
 
     Raises InputError when nothing can be read.
     """
-    sources = [read(path, wish.format) for path in wish.files]
+    sources = [read(path, options.format) for path in options.files]
     _distinct_names(sources)
     rows = [row for source in sources for row in source.reading.rows]
     if len({isinstance(row, ServingRow) for row in rows}) > 1:
@@ -80,10 +80,10 @@ def command(wish: Wish, output: Path, console: Console) -> int:
             hint="import them one kind after the other",
         )
     for row in rows:
-        if isinstance(row, ServingRow) and not row.connector and wish.connector:
-            row.connector = wish.connector
+        if isinstance(row, ServingRow) and not row.connector and options.connector:
+            row.connector = options.connector
             row.derived["connector"] = "named on kvbench's command line"
-    folder = write(sources, wish, output)
+    folder = write(sources, options, output)
     _print(sources, rows, folder, console)
     return EXIT_OK
 
@@ -109,7 +109,7 @@ def read(path: Path, name: str | None = None) -> ImportedFile:
 
 
 def _unended(path: Path, reading: Imported) -> list[LeftOut]:
-    """A row on a last line that has no end: nothing tells whether its last figure is whole."""
+    """A row on a last line that has no end: nothing shows whether its last figure is whole."""
     if path.is_dir() or path.suffix == ".json" or read_text(path).endswith("\n"):
         return []
     last = len(read_lines(path))
@@ -145,13 +145,13 @@ def _binary(text: str) -> bool:
 # --- the run folder --------------------------------------------------------------------------------
 
 
-def write(sources: Sequence[ImportedFile], wish: Wish, output: Path) -> Path:
+def write(sources: Sequence[ImportedFile], options: ImportOptions, output: Path) -> Path:
     """The run folder of what was read; returns its path."""
     transfers = any(source.reading.transfers for source in sources)
     about = {key: value for source in sources for key, value in source.reading.about.items()}
-    name = wish.name or sources[0].path.stem
+    name = options.name or sources[0].path.stem
     argv = ["kvbench", "import", *(shlex.quote(source.path.name) for source in sources)]
-    argv += ["--format", wish.format] if wish.format else []
+    argv += ["--format", options.format] if options.format else []
     info = RunInfo(kind="microbench" if transfers else IMPORTED, argv=argv, labels=[IMPORTED])
     environment = {"gpus": [{"name": gpu} for gpu in about["gpus"]]} if about.get("gpus") else {}
     store = RunStore.create(output, name, b"", _plan(sources, about, name), environment, info)
@@ -242,7 +242,7 @@ def _renamed(row: ImportedRow, file: str) -> ImportedRow:
     return row
 
 
-# --- telling ---------------------------------------------------------------------------------------
+# --- printing --------------------------------------------------------------------------------------
 
 
 def _print(

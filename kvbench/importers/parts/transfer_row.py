@@ -18,7 +18,7 @@ class ReportedTransfer:
     gb_per_s: float
     calls: int | None = None
     window_s: float | None = None
-    """The length of the measurement, if the tool tells it."""
+    """The length of the measurement, if the tool reports it."""
     library: str = ""
     transport: str = ""
     prepare_s: float | None = None
@@ -29,7 +29,7 @@ class ReportedTransfer:
 def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[str]) -> TransferRow:
     """The row.
 
-    What the tool does not tell stands in the record as its default, and by name in ``missing``.
+    What the tool does not report stands in the record as its default, and by name in ``missing``.
     """
     absent = [
         *missing,

@@ -1,4 +1,4 @@
-"""kvbench's end of one agent: questions, what it tells of its processes, and whether it is still there."""
+"""kvbench's end of one agent: questions, what it reports of its processes, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SILENT_S: Final = LOST_S + 2.0
 
 
 class FollowedProcess(Protocol):
-    """A process that an agent has started, as far as its client tells it what it hears."""
+    """A process that an agent has started, as far as its client passes on what it hears."""
 
     hung: tuple[str, str] | None
     """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
@@ -123,7 +123,7 @@ class AgentClient:
     # -- asking -------------------------------------------------------------------------------------
 
     def ask(self, what: str, deadline_s: float = ANSWER_DEADLINE_S, **more: Any) -> dict[str, Any]:
-        """The agent's answer. Raises its error, HostLostError, or LaunchError past the deadline."""
+        """The agent's answer. Raises its error, HostLostError, or LaunchError after the deadline."""
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
             self._asked[number] = answer
@@ -170,7 +170,7 @@ class AgentClient:
         return ahead_s
 
     def adopt(self, process: FollowedProcess) -> None:
-        """From now on pass on what is told of this process."""
+        """From now on pass on what is reported of this process."""
         self.check()
         with self._lock:
             self._processes[process.key] = process

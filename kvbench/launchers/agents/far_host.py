@@ -34,8 +34,8 @@ class FarPlace:
         return self._agent.cores
 
     def cpu_s(self, pid: int) -> float | None:
-        told = self._agent.ask("cpu_s", pid=pid)["cpu_s"]
-        return None if told is None else float(told)
+        reported = self._agent.ask("cpu_s", pid=pid)["cpu_s"]
+        return None if reported is None else float(reported)
 
     def path_of(self, path: Path) -> str:
         return f"{self._agent.files}/{path.name}"
@@ -74,7 +74,7 @@ class FarWeb(httpx.BaseTransport):
         if agent is None:
             return self._own.handle_request(request)
         timeout_s = float(request.extensions.get("timeout", {}).get("read") or 10.0)
-        told = agent.ask(
+        answer = agent.ask(
             "http",
             deadline_s=timeout_s + 10.0,
             method=request.method,
@@ -83,13 +83,13 @@ class FarWeb(httpx.BaseTransport):
             body=base64.b64encode(request.read()).decode(),
             timeout_s=timeout_s,
         )
-        if "http_error" in told:
-            kind = getattr(httpx, str(told["http_error"]), httpx.TransportError)
-            raise kind(str(told["text"]), request=request)
+        if "http_error" in answer:
+            kind = getattr(httpx, str(answer["http_error"]), httpx.TransportError)
+            raise kind(str(answer["text"]), request=request)
         return httpx.Response(
-            int(told["status"]),
-            headers=dict(told["headers"]),
-            content=base64.b64decode(told["body"]),
+            int(answer["status"]),
+            headers=dict(answer["headers"]),
+            content=base64.b64decode(answer["body"]),
             request=request,
         )
 

@@ -111,7 +111,7 @@ class RemoteProcess:
         self._tell("terminate")
 
     def kill(self) -> None:
-        """End it and its whole group; ``poll`` tells when that has been done."""
+        """End it and its whole group; ``poll`` says when that has been done."""
         self._tell("kill")
 
     def tail(self, lines: int = 12) -> list[str]:
@@ -130,7 +130,7 @@ class RemoteProcess:
         if self._stdout is not None:
             self._stdout.reader.close()
 
-    # -- what its agent tells -----------------------------------------------------------------------
+    # -- what its agent reports --------------------------------------------------------------------
 
     def logged(self, text: str) -> None:
         """More of its log."""

@@ -75,7 +75,7 @@ class Fleet(Mapping[str, AgentClient]):
         return launcher.with_env(env or {})
 
     def environments(self) -> dict[str, Any]:
-        """What each host is, by name; the trouble where that cannot be told."""
+        """What each host is, by name; the trouble where that cannot be asked."""
 
         def describe(name: str) -> Any:
             try:

@@ -92,7 +92,7 @@ class Heartbeat:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind)
             sock.setblocking(False)
-            sock.connect_ex(address)  # what comes of it is told when it may be written to
+            sock.connect_ex(address)  # what comes of it is seen when it may be written to
             selector.register(sock, selectors.EVENT_WRITE, name)
 
     def _go_on(self, key: selectors.SelectorKey, events: int, selector: selectors.BaseSelector) -> None:

@@ -33,7 +33,7 @@ class Liveness:
     """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
 
     What it costs them is one small request in two seconds (``heartbeat.py``). Processes on other hosts are
-    looked at by the agents there, which tell what they see (``processes/agent/liveness.py``).
+    looked at by the agents there, which report what they see (``processes/agent/liveness.py``).
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
@@ -62,7 +62,7 @@ class Liveness:
     def _tell_agents(self, what: str) -> None:
         for processes in self._far.values():
             keys = [each.key for each in processes]
-            with contextlib.suppress(KvbenchError):  # a host that is lost is told by others
+            with contextlib.suppress(KvbenchError):  # a host that is lost is reported by others
                 processes[0].agent.say(what, watch=keys[0], keys=keys)
 
     def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
@@ -78,9 +78,9 @@ class Liveness:
         if now - self._families_at > FAMILY_S:
             self._families_at = now
             self._families = {each.name: family(each.pid) for each in _here(processes)}
-        return self._told() or self._stopped(processes, now) or self._silent(processes, now)
+        return self._reported() or self._stopped(processes, now) or self._silent(processes, now)
 
-    def _told(self) -> tuple[Process, str, str] | None:
+    def _reported(self) -> tuple[Process, str, str] | None:
         for process in (each for processes in self._far.values() for each in processes):
             if process.hung is not None and process.poll() is None:
                 what, fix = process.hung

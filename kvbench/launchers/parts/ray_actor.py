@@ -110,7 +110,7 @@ def agent_actor() -> type:
 
         @ray.method(concurrency_group="send")  # type: ignore[untyped-decorator]
         def send(self, data: bytes) -> None:
-            with contextlib.suppress(OSError, ValueError):  # its end is told by ``receive``
+            with contextlib.suppress(OSError, ValueError):  # its end is reported by ``receive``
                 self.child.stdin.write(data)
                 self.child.stdin.flush()
 

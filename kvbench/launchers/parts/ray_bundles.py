@@ -80,7 +80,7 @@ def _fits(bundle: Bundle, node: Mapping[str, Any]) -> bool:
 
 def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
     """The nodes with their resources, for a message."""
-    told = []
+    words = []
     for node in nodes:
         if node.get("Alive", node.get("alive")):
             amounts = [
@@ -88,8 +88,8 @@ def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
                 for name, amount in sorted(node.get("Resources", {}).items())
                 if not name.startswith(("node:", "object_store_memory", "memory", "accelerator_type:"))
             ]
-            told.append(f"{node.get('NodeName') or node.get('NodeManagerAddress')}: {', '.join(amounts)}")
-    return "; ".join(told) or "no nodes"
+            words.append(f"{node.get('NodeName') or node.get('NodeManagerAddress')}: {', '.join(amounts)}")
+    return "; ".join(words) or "no nodes"
 
 
 def unique_names(nodes: Mapping[str, str]) -> dict[str, str]:

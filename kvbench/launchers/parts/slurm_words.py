@@ -68,7 +68,7 @@ class SlurmGroup:
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as squeue tells of it."""
+    """A job as squeue reports it."""
 
     job_id: str
     state: str
@@ -85,7 +85,7 @@ class Queued:
 
 @dataclass(frozen=True)
 class Component:
-    """A job, or one component of a heterogeneous one, as scontrol tells of it."""
+    """A job, or one component of a heterogeneous one, as scontrol reports it."""
 
     job_id: str
     offset: int | None
@@ -116,7 +116,7 @@ def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[Slur
 
 
 def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes:
-    """The role's own wishes over those for all roles; further options are added to each other."""
+    """The role's own options over those for all roles; further options are added to each other."""
     both = {name: getattr(wanted, name) or getattr(options, name) for name in _VALUES}
     count = wanted.nodes or (options.nodes if wanted == SlurmNodes() else None) or nodes
     return SlurmNodes(

@@ -43,12 +43,12 @@ def free_ports(host: str, counts: Sequence[int]) -> list[int]:
 
     Raises PortInUseError if there are none.
     """
-    with ExitStack() as held:
-        return [_free_range(host, count, held) for count in counts]
+    with ExitStack() as reserved:
+        return [_free_range(host, count, reserved) for count in counts]
 
 
-def _free_range(host: str, count: int, held: ExitStack) -> int:
-    """The first of ``count`` consecutive free ports, held until ``held`` closes. Raises PortInUseError."""
+def _free_range(host: str, count: int, reserved: ExitStack) -> int:
+    """First of ``count`` consecutive free ports, bound until ``reserved`` closes. Raises PortInUseError."""
     for _ in range(_ATTEMPTS):
         with ExitStack() as attempt:
             first = attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
@@ -61,7 +61,7 @@ def _free_range(host: str, count: int, held: ExitStack) -> int:
                     )
             except (OSError, OverflowError):
                 continue
-            held.push(attempt.pop_all())
+            reserved.push(attempt.pop_all())
             return start
     raise PortInUseError(
         f"found no {count} consecutive free ports on {host}", hint="choose with deployment.base_port"

@@ -77,7 +77,7 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
 
 
 def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
-    """Unknown, or not who it was: the file of known hosts tells which."""
+    """Unknown, or not who it was: the file of known hosts decides which."""
     asyncssh = ssh_library()
     path = Path(wanted.known_hosts or "~/.ssh/known_hosts").expanduser()
     host = wanted.host or name

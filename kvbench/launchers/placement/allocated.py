@@ -46,8 +46,8 @@ def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, F
     except BaseException:
         nodes.close()
         raise
-    told = scenario.model_copy(update={"deployment": deployment})
-    return told, Fleet(deployment, run_tag, nodes.channel, nodes.close)
+    placed = scenario.model_copy(update={"deployment": deployment})
+    return placed, Fleet(deployment, run_tag, nodes.channel, nodes.close)
 
 
 def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
@@ -73,26 +73,26 @@ def placed_on(deployment: Deployment, nodes: Nodes) -> Deployment:
         for name in names:
             roles_of.setdefault(name, []).append(role)
     hosts = {
-        name: FarHost(address=nodes.address(name), **_told(options, roles))
+        name: FarHost(address=nodes.address(name), **_host_options(options, roles))
         for name, roles in roles_of.items()
     }
     return deployment.model_copy(update={"hosts": hosts, "roles": Roles.model_validate(dict(nodes.hosts))})
 
 
-def _told(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[str, Any]:
+def _host_options(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[str, Any]:
     """What the scenario says of a node by its roles: the first that says something counts."""
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if isinstance(options, SlurmOptions):
         # Slurm's nodes share their files as a rule; Ray's actors put their own Python first.
-        told["python"] = options.python or sys.executable
+        values["python"] = options.python or sys.executable
         everywhere = {"nics": options.nics, "devices": options.devices}
     else:
-        told |= {"python": options.python} if options.python else {}
-        told["env"] = dict(options.env)
+        values |= {"python": options.python} if options.python else {}
+        values["env"] = dict(options.env)
         everywhere = {}
     if options.workdir:
-        told["workdir"] = options.workdir
+        values["workdir"] = options.workdir
     for name in ("nics", "devices"):
         own = [getattr(wanted, name) for role in roles if (wanted := getattr(options, role, None))]
-        told[name] = next(filter(None, own), everywhere.get(name, ()))
-    return told
+        values[name] = next(filter(None, own), everywhere.get(name, ()))
+    return values

@@ -68,18 +68,18 @@ class Places:
         try:
             self._fleet.require()
         except KvbenchError:
-            return None  # its start will tell
+            return None  # its start will show it
         for each in planned.instances:
             for host in deployment.nodes_of(each.name):
-                told = self._fleet[host].ask(
+                problem = self._fleet[host].ask(
                     "unusable",
                     120.0,
                     engine=deployment.engine,
                     connector=planned.connector,
                     options=deployment.engine_options.model_dump_json(),
                 )
-                if told:
-                    return Problem(f"{host}: {told['reason']}", str(told.get("fix", "")))
+                if problem:
+                    return Problem(f"{host}: {problem['reason']}", str(problem.get("fix", "")))
         return None
 
     def close(self) -> None:
@@ -108,8 +108,8 @@ class Places:
             version = str(fleet[host].ask("engine_version", 150.0, **asked)["version"])
         except KvbenchError:
             return scenario  # what is wrong with it is said by ``unusable``
-        told = deployment.model_copy(update={"engine_options": options.with_version(version)})
-        return scenario.model_copy(update={"deployment": told})
+        known = deployment.model_copy(update={"engine_options": options.with_version(version)})
+        return scenario.model_copy(update={"deployment": known})
 
     def __enter__(self) -> Places:
         return self

@@ -35,8 +35,8 @@ def command(scenario_name: str, overrides: tuple[str, ...], console: Console) ->
     """Print every finding with its fix, and the matrix; 1 if something does not work without one."""
     scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
-    tell = partial(console.print, markup=False)
-    scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", tell)
+    say = partial(console.print, markup=False)
+    scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", say)
     with standing as fleet:
         checks = examine(scenario, plan_of(scenario), fleet)
         pairs = reached(scenario, fleet)
@@ -79,7 +79,7 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
 
 
 def _host(
-    scenario: Scenario, plan: Plan, name: str, agent: AgentClient, told: Mapping[str, Any]
+    scenario: Scenario, plan: Plan, name: str, agent: AgentClient, environment: Mapping[str, Any]
 ) -> Iterator[Check]:
     hello, deployment = agent.hello, scenario.deployment
     host = deployment.hosts[name]
@@ -92,8 +92,8 @@ def _host(
         f"{offset_s:+.3f} s from here",
         "logs will not line up; results do not depend on it" if far_apart else "",
     )
-    nics = {str(each["name"]): each for each in told.get("nics") or ()}
-    devices = {str(each.get("name")) for each in told.get("rdma") or ()}
+    nics = {str(each["name"]): each for each in environment.get("nics") or ()}
+    devices = {str(each.get("name")) for each in environment.get("rdma") or ()}
     for nic in host.nics:
         here = nic in nics or nic in devices
         down = here and nics.get(nic, {}).get("operstate") == "down"
@@ -101,7 +101,7 @@ def _host(
             "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
         )
         yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
-    yield from gid_checks(name, told)
+    yield from gid_checks(name, environment)
     yield from _ports(scenario, plan, name, agent)
     model = deployment.engine_options.served_from
     if model.startswith(("/", "~")):
@@ -117,9 +117,9 @@ def _host(
         yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
 
 
-def gid_checks(name: str, told: Mapping[str, Any]) -> Iterator[Check]:
+def gid_checks(name: str, environment: Mapping[str, Any]) -> Iterator[Check]:
     """The address by which each port of an RDMA device is reached."""
-    for device in told.get("rdma") or ():
+    for device in environment.get("rdma") or ():
         for port in device.get("ports") or ():
             gid = best_gid(port) if port.get("gids") else None
             label = f"{name} {device['name']}:{port['port']}"
@@ -156,10 +156,10 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
 
 def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Libraries that are not the same everywhere."""
-    told = {name: each.get("libraries") or {} for name, each in environments.items()}
+    libraries = {name: each.get("libraries") or {} for name, each in environments.items()}
     differ = []
-    for library in dict.fromkeys(key for each in told.values() for key in each):
-        versions = {name: each.get(library) for name, each in told.items()}
+    for library in dict.fromkeys(key for each in libraries.values() for key in each):
+        versions = {name: each.get(library) for name, each in libraries.items()}
         if len(set(versions.values())) > 1:
             words = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
             differ.append(f"{library} ({words})")
@@ -167,7 +167,7 @@ def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
         yield Check(
             "libraries", "warn", "not the same: " + "; ".join(differ), "install the same on all hosts"
         )
-    elif len(told) > 1:
+    elif len(libraries) > 1:
         yield Check("libraries", "ok", "the same on all hosts")
 
 
@@ -186,8 +186,8 @@ def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict
     addresses = {}
     for name, agent in fleet.items():
         if len(hosts[name].nics) > 1 and not agent.lost:
-            told = agent.ask("nics", kind="tcp", names=list(hosts[name].nics))
-            addresses[name] = {str(nic["name"]): str(nic["address"]) for nic in told["usable"]}
+            answer = agent.ask("nics", kind="tcp", names=list(hosts[name].nics))
+            addresses[name] = {str(nic["name"]): str(nic["address"]) for nic in answer["usable"]}
     found = {}
     for one, other in permutations(addresses, 2):
         for own, there in zip(addresses[one].items(), addresses[other].items(), strict=False):
@@ -210,20 +210,20 @@ def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table("NIC", "to", "round trip", "one TCP flow", box=None, pad_edge=False)
-    for (one, other), told in pairs.items():
+    for (one, other), found in pairs.items():
         cells = ["[red]no[/red]", ""]
-        if "error" not in told:
-            cells = [f"{told['rtt_s'] * 1e3:.2f} ms", f"{told['bytes_per_s'] / 1e9:.2f} GB/s"]
+        if "error" not in found:
+            cells = [f"{found['rtt_s'] * 1e3:.2f} ms", f"{found['bytes_per_s'] / 1e9:.2f} GB/s"]
         table.add_row(escape(one), escape(other), *cells)
     return table
 
 
 def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
     """Pairs that do not reach each other."""
-    for (one, other), told in pairs.items():
-        if "error" in told:
+    for (one, other), found in pairs.items():
+        if "error" in found:
             fix = "is a firewall in between, and is each address that of the data network?"
-            yield Check(f"{one} → {other}", "missing", f"not reached: {told['error']}", fix)
+            yield Check(f"{one} → {other}", "missing", f"not reached: {found['error']}", fix)
 
 
 def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
@@ -235,12 +235,12 @@ def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     for one in names:
         cells = []
         for other in names:
-            told = pairs.get((one, other))
-            if told is None:
+            found = pairs.get((one, other))
+            if found is None:
                 cells.append("–")
-            elif "error" in told:
+            elif "error" in found:
                 cells.append("[red]no[/red]")
             else:
-                cells.append(f"{told['rtt_s'] * 1e3:.2f} ms, {told['bytes_per_s'] / 1e9:.2f} GB/s")
+                cells.append(f"{found['rtt_s'] * 1e3:.2f} ms, {found['bytes_per_s'] / 1e9:.2f} GB/s")
         table.add_row(escape(one), *cells)
     return table

@@ -73,12 +73,12 @@ def model_check(scenario: Scenario) -> Check:
     if folder.is_dir() and not (folder / "config.json").is_file():
         return Check("model", "missing", f"{model} holds no config.json", "give the folder of one model")
     weights = weight_bytes(folder)
-    told = f", {weights / GIB:.2f} GiB of weights" if weights else ", no weights found in it"
-    return Check("model", "ok", f"{model}{told}")
+    size = f", {weights / GIB:.2f} GiB of weights" if weights else ", no weights found in it"
+    return Check("model", "ok", f"{model}{size}")
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a model's weights on disk; 0 if they cannot be told."""
+    """Bytes of a model's weights on disk; 0 if they are not known."""
     if folder.is_file():
         return folder.stat().st_size
     try:
@@ -246,7 +246,7 @@ def vllm_command(scenario: Scenario) -> Path | None:
 
 
 def command_of(name: str, overrides: Sequence[str]) -> Path | None:
-    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` tells."""
+    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` reports."""
     try:
         return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:

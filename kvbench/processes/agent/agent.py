@@ -93,7 +93,7 @@ class Agent:
     # -- the loop -----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        live = [job for job in list(self._jobs.values()) if not job.told_end]
+        live = [job for job in list(self._jobs.values()) if not job.end_reported]
         talking = {} if self._outbox.full else {job.stdout: job for job in live if job.stdout is not None}
         writing = {job.stdin: job for job in live if job.wants_to_write}
         try:
@@ -151,13 +151,13 @@ class Agent:
         try:
             answer = how(frame) or {}
         except KvbenchError as error:
-            told: dict[str, Any] = {"error": error_frame(error)}
+            reply: dict[str, Any] = {"error": error_frame(error)}
         except Exception as error:  # whatever it is, it must not end the agent, and somebody waits for it
-            told = {"error": {"kind": "LaunchError", "message": f"{type(error).__name__}: {error}"}}
+            reply = {"error": {"kind": "LaunchError", "message": f"{type(error).__name__}: {error}"}}
         else:
-            told = {"answer": answer}
+            reply = {"answer": answer}
         if number is not None:
-            self._outbox.put({"id": number, **told})
+            self._outbox.put({"id": number, **reply})
 
     # -- what it is asked ---------------------------------------------------------------------------
 
@@ -201,14 +201,14 @@ class Agent:
         return self._root / "logs" / (Path(folder).name or "run")
 
     def _start(self, asked: Frame) -> dict[str, Any]:
-        told = asked["spec"]
+        given = asked["spec"]
         spec = ProcessSpec(
-            name=str(told["name"]),
-            argv=tuple(told["argv"]),
-            env={**told["env"], **asked.get("secrets", {})},
-            spec=told["spec"],
-            files=told.get("files", {}),
-            ready_url=str(told.get("ready_url", "")),
+            name=str(given["name"]),
+            argv=tuple(given["argv"]),
+            env={**given["env"], **asked.get("secrets", {})},
+            spec=given["spec"],
+            files=given.get("files", {}),
+            ready_url=str(given.get("ready_url", "")),
             one_thread=bool(asked.get("one_thread", True)),
             beside=tuple(map(str, asked.get("beside", ()))),
         )
@@ -231,13 +231,13 @@ class Agent:
     def _sample(self, asked: Frame) -> dict[str, Any]:
         from kvbench.processes.agent.samples import Samples
 
-        pids = {job.process.name: job.process.pid for job in self._jobs.values() if not job.told_end}
+        pids = {job.process.name: job.process.pid for job in self._jobs.values() if not job.end_reported}
         sample = Samples(str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"]))
         self._samples[str(asked["trial_id"])] = sample
         return {}
 
     def _watch(self, asked: Frame) -> None:
-        """From now on it is told if one of these processes does nothing any more."""
+        """From now on it is reported if one of these processes does nothing any more."""
         from kvbench.processes.agent.liveness import LivenessThread
 
         jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
@@ -252,14 +252,16 @@ class Agent:
         """CPU seconds that a process of this agent has taken, with its children."""
         from kvbench.hosts.procfs import cpu_s, family
 
-        pids = [job.process.pid for job in self._jobs.values() if not job.told_end]
+        pids = [job.process.pid for job in self._jobs.values() if not job.end_reported]
         return {"cpu_s": cpu_s(family(int(asked["pid"]))) if int(asked["pid"]) in pids else None}
 
     # -- the end ------------------------------------------------------------------------------------
 
     def _leave_nothing(self) -> None:
         threads = [
-            threading.Thread(target=job.kill, daemon=True) for job in self._jobs.values() if not job.told_end
+            threading.Thread(target=job.kill, daemon=True)
+            for job in self._jobs.values()
+            if not job.end_reported
         ]
         for thread in threads:
             thread.start()

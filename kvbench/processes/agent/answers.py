@@ -98,7 +98,7 @@ def _client() -> Any:
 
 
 def _http(root: Path, asked: Frame) -> dict[str, Any]:
-    """One HTTP request from this host; what the library raises is told by its name."""
+    """One HTTP request from this host; what the library raises is reported by its name."""
     import httpx
 
     try:
@@ -179,7 +179,7 @@ def _lacking(root: Path, asked: Frame) -> dict[str, Any]:
 
 
 def _gpus(root: Path, asked: Frame) -> dict[str, Any]:
-    """Memory of each GPU that is in use, in bytes, by what nvidia-smi tells; empty without GPUs."""
+    """Memory of each GPU that is in use, in bytes, as nvidia-smi reports it; empty without GPUs."""
     from kvbench.hosts.devices import output_of
 
     question = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]

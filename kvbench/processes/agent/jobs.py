@@ -60,7 +60,7 @@ class AgentJob:
         self.key = key
         self.process = process
         self.piped = piped
-        self.told_end = False
+        self.end_reported = False
         self._outbox = outbox
         self._log = LogFeed(process.log_path)
         self._unwritten = bytearray()
@@ -94,7 +94,7 @@ class AgentJob:
 
     @property
     def wants_to_write(self) -> bool:
-        return bool(self._unwritten) and not self.told_end
+        return bool(self._unwritten) and not self.end_reported
 
     def flush(self) -> None:
         """Writes what its stdin takes without waiting."""
@@ -136,28 +136,28 @@ class AgentJob:
 
     def look(self) -> None:
         """If it has ended: sends the rest of its words and its log, then its exit status."""
-        if self.told_end or not self._reaping.acquire(blocking=False):
+        if self.end_reported or not self._reaping.acquire(blocking=False):
             return  # a thread is about to end it
         try:
             if not self.process.has_exited:
                 return
-            self._tell_end(killing=False)
+            self._report_end(killing=False)
         finally:
             self._reaping.release()
 
     def kill(self) -> None:
         """Ends it and its group; takes ``TRACKER_GRACE_S`` at the longest."""
         with self._reaping:
-            if not self.told_end:
-                self._tell_end(killing=True)
+            if not self.end_reported:
+                self._report_end(killing=True)
 
-    def _tell_end(self, *, killing: bool) -> None:
+    def _report_end(self, *, killing: bool) -> None:
         if self.piped:
             self._drain()
         if killing:
             self.process.kill()
         status = self.process.poll()
-        self.told_end = True
+        self.end_reported = True
         if text := self._log.take(LOG_END_BYTES, LOG_END_BYTES):
             self._outbox.put({"event": "log", "key": self.key, "text": text})
         self._outbox.put({"event": "exit", "key": self.key, "status": status})

@@ -1,4 +1,4 @@
-"""Do processes of this host go on? Looked at here, where their state can be seen, and told as an event."""
+"""Do processes of this host go on? Looked at here, where their state is seen, and reported as an event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.processes.agent.outbox import Outbox
 class LivenessThread:
     """Looks after some processes from now on, in a thread of its own, until ``close``.
 
-    The first that does nothing any more is told: ``{"event": "hung", "key", "what", "mend"}``.
+    The first that does nothing any more is reported: ``{"event": "hung", "key", "what", "mend"}``.
     """
 
     def __init__(self, jobs: Sequence[AgentJob], outbox: Outbox) -> None:
@@ -32,7 +32,7 @@ class LivenessThread:
         self._liveness.start()
         try:
             while not self._stop.wait(STATE_S):
-                live = {job.process.name: job for job in self._jobs if not job.told_end}
+                live = {job.process.name: job for job in self._jobs if not job.end_reported}
                 found = self._liveness.problem([job.process for job in live.values()])
                 if found is not None:
                     process, what, fix = found

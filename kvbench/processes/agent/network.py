@@ -35,7 +35,7 @@ def _serve(listener: socket.socket) -> None:
                 taken += len(data)
             peer.sendall(taken.to_bytes(8, "big"))
     except OSError:
-        return  # the caller tells what it met
+        return  # the caller reports what it met
 
 
 def call(own: str, address: str, port: int) -> dict[str, Any]:

@@ -49,6 +49,6 @@ class Outbox:
                 while rest:
                     rest = rest[os.write(self._handle, rest) :]
             except OSError:
-                return  # nobody reads any more; the end of stdin tells the agent
+                return  # nobody reads any more; the end of stdin ends the agent
             with self._lock:
                 self._unsent -= len(line)

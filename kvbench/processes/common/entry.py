@@ -72,7 +72,7 @@ def _fits(value: Any, kind: Any) -> bool:
 def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     """Runs ``body(stop)`` on uvloop. ``stop`` is set by SIGTERM, SIGINT, or the parent's death.
 
-    Returns the exit code: what the body returns, or that of its KvbenchError, told on stderr.
+    Returns the exit code: what the body returns, or that of its KvbenchError, printed on stderr.
     """
     import uvloop
 
@@ -102,10 +102,10 @@ def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
     except KvbenchError as error:
-        return tell(name, error)
+        return print_error(name, error)
 
 
-def tell(name: str, error: KvbenchError) -> int:
+def print_error(name: str, error: KvbenchError) -> int:
     """Prints an error on stderr and returns the exit code that belongs to it."""
     if isinstance(error, PortInUseError):
         print(error.message, file=sys.stderr)

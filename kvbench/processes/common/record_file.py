@@ -1,7 +1,7 @@
 """The load generator's file of records: a line of JSON a request, and all gaps between tokens as one block.
 
 A million gaps are 4 MB (8 MB if one is longer than 214 s) and are read and written as arrays: as JSON they
-would be a second of CPU time between two trials. The first line tells what follows. A file without it is
+would be a second of CPU time between two trials. The first line says what follows. A file without it is
 JSON lines, one whole record each.
 """
 

@@ -80,8 +80,8 @@ class KvCompute:
             last = np.array([live.last_hash()], dtype=np.uint64)
             position = np.array([prompt_len + index])
             self._append_hash(live, int(extend_hashes(last, token, position, self._powers)[0]))
-        made = np.array(live.token_hashes[: end - prompt_len], dtype=np.uint64)
-        return np.concatenate([live.prompt_hashes, made])[start:end]
+        generated = np.array(live.token_hashes[: end - prompt_len], dtype=np.uint64)
+        return np.concatenate([live.prompt_hashes, generated])[start:end]
 
     def _append_hash(self, live: LiveRequest, value: int) -> None:
         live.token_hashes.append(value)

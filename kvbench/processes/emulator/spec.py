@@ -1,4 +1,4 @@
-"""What an emulated engine is told, checked before anything starts."""
+"""What an emulated engine is given, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EngineSpec(_Strict):
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
     kv_pace: KvPace | None = None
-    """Transfers that end sooner are held back until then; None: they take what they take."""
+    """Transfers that end sooner are delayed until then; None: they take what they take."""
     lie: Lie = ""
     """What this engine is to lie about, on purpose (core/gates/lies.py); empty: nothing."""
     run_tag: str = ""

@@ -8,6 +8,6 @@ really written is kept beside when it was due, so that a client's error and the 
 apart.
 
 Pure Python, one thread, an epoll loop of its own: one ``send`` a token, of bytes made beforehand. GET /log
-tells what was done, GET /metrics counts it under vLLM's names. ``trouble`` makes it misbehave, each kind on
+lists what was done, GET /metrics counts it under vLLM's names. ``trouble`` makes it misbehave, each kind on
 a real socket.
 """

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvbench.core.plan.process_modules import EXACT_SERVER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import read_spec, tell
+from kvbench.processes.common.entry import print_error, read_spec
 from kvbench.processes.common.timeslice import shorten_slice
 from kvbench.processes.exact_server.server import ExactServer
 from kvbench.processes.exact_server.spec import ExactSpec
@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         server = ExactServer(spec)
     except KvbenchError as error:
-        return tell(EXACT_SERVER_MODULE, error)
+        return print_error(EXACT_SERVER_MODULE, error)
     except OSError as error:
-        return tell(
+        return print_error(
             EXACT_SERVER_MODULE, InputError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}")
         )
     host = f"[{spec.host}]" if ":" in spec.host else spec.host

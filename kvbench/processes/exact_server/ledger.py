@@ -1,4 +1,4 @@
-"""All that the exact server has done, and the pages that tell it."""
+"""All that the exact server has done, and the pages that show it."""
 
 from __future__ import annotations
 

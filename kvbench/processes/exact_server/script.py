@@ -65,9 +65,9 @@ class Playwright:
         return script if trouble is None else self._troubled(script, trouble)
 
     def _streamed(self, output_len: int, last_text: str, usage: dict[str, int] | None) -> Script:
-        told = b"" if usage is None else wire.event(self._spec.model, [], usage)
+        usage_event = b"" if usage is None else wire.event(self._spec.model, [], usage)
         last_token = self._last_token.replace(LAST_TEXT.encode(), last_text.encode())
-        last = b"".join((last_token, told, wire.DONE, wire.LAST_CHUNK))
+        last = b"".join((last_token, usage_event, wire.DONE, wire.LAST_CHUNK))
         return Script(wire.STREAM_HEAD, output_len - 1, last)
 
     def _troubled(self, script: Script, trouble: Trouble) -> Script:
@@ -106,5 +106,5 @@ class Playwright:
         if kind == "half_event":
             event = self.token.split(b"\r\n", 1)[1][:-2]
             return replace(script, last=wire.chunk(event[: len(event) // 2]) + wire.LAST_CHUNK)
-        told = b"data: " + wire.error_body(500, "trouble was asked for") + b"\n\n"
-        return replace(script, last=wire.chunk(told) + wire.DONE + wire.LAST_CHUNK)
+        error_event = b"data: " + wire.error_body(500, "trouble was asked for") + b"\n\n"
+        return replace(script, last=wire.chunk(error_event) + wire.DONE + wire.LAST_CHUNK)

@@ -9,20 +9,20 @@ from typing import Any, Final
 
 from kvbench.processes.exact_server import wire
 
-MAX_HELD_BYTES: Final = 64 * 1024 * 1024
+MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
 """A client that leaves more than this unread is dropped. A log may be that long."""
 
 
 class ExactClient:
     """One client. One request at a time is served; what it sends beyond that waits in ``buffer``."""
 
-    __slots__ = ("buffer", "fd", "head", "held", "kernel", "sock", "stamp", "stream", "then")
+    __slots__ = ("buffer", "fd", "head", "kernel", "sock", "stamp", "stream", "then", "unsent")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.buffer = bytearray()
-        self.held = bytearray()
+        self.unsent = bytearray()
         self.head: wire.Head | None = None
         self.stream: ServedStream | None = None
         self.stamp = 0.0
@@ -31,8 +31,8 @@ class ExactClient:
 
     def keep(self, data: bytes) -> int:
         """In place of ``send`` while the client does not read."""
-        self.held += data
-        if len(self.held) > MAX_HELD_BYTES:
+        self.unsent += data
+        if len(self.unsent) > MAX_UNSENT_BYTES:
             raise ConnectionError("the client does not read")
         return len(data)
 

@@ -144,13 +144,13 @@ class ExactServer:
         self._end(stream, stream.scripted)
         if connection.then == "keep":
             self._serve_next(connection)
-        elif not connection.held or connection.then == "reset":
+        elif not connection.unsent or connection.then == "reset":
             self._close(connection, "")
 
     def _write(self, connection: ExactClient, data: bytes) -> bool:
         """Sends or keeps; False if the client is gone."""
         try:
-            sent = connection.keep(data) if connection.held else connection.sock.send(data)
+            sent = connection.keep(data) if connection.unsent else connection.sock.send(data)
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -165,21 +165,21 @@ class ExactServer:
             self._keep_rest(stream.connection, rest)
 
     def _keep_rest(self, connection: ExactClient, rest: bytes) -> None:
-        connection.held += rest
+        connection.unsent += rest
         self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
         if connection.stream is not None:
             connection.stream.send = connection.keep
 
     def _flush(self, connection: ExactClient) -> None:
         try:
-            sent = connection.sock.send(connection.held)
+            sent = connection.sock.send(connection.unsent)
         except BlockingIOError:
             return
         except OSError:
             self._close(connection, "client closed")
             return
-        del connection.held[:sent]
-        if connection.held:
+        del connection.unsent[:sent]
+        if connection.unsent:
             return
         self._epoll.modify(connection.fd, select.EPOLLIN)
         if connection.stream is not None:
@@ -299,7 +299,7 @@ class ExactServer:
                 body = wire.error_body(error.status, str(error))
                 if (
                     self._write(connection, wire.plain(error.status, body, close=True))
-                    and not connection.held
+                    and not connection.unsent
                 ):
                     self._close(connection, "")
                 return
@@ -316,7 +316,7 @@ class ExactServer:
         if head.close:
             connection.then = "close"
         data = wire.plain(status, data, kind=kind, close=head.close)
-        if self._write(connection, data) and head.close and not connection.held:
+        if self._write(connection, data) and head.close and not connection.unsent:
             self._close(connection, "")
 
     def _admit(self, connection: ExactClient, head: wire.Head, wanted: wire.WantedAnswer) -> None:

@@ -1,4 +1,4 @@
-"""What the exact server is told, checked before anything starts."""
+"""What the exact server is given, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Trouble:
 
     ``early_close``, ``half_event``, ``reset`` and ``error_event`` come in place of token ``after_tokens``
     (from 0): the connection is closed; half an event ends the answer; the connection is reset; the stream
-    tells an error and ends. ``wrong_usage`` tells ``usage_off`` tokens more than were sent.
+    reports an error and ends. ``wrong_usage`` reports ``usage_off`` tokens more than were sent.
     ``error_body_200``, ``redirect`` and ``status`` (number ``status``) answer at the time of the first
     token. ``never_answer`` does nothing, ``late`` comes ``late_s`` later, and ``refuse`` stops listening
     after ``connections``. ``empty_first`` sends the head and an event without text as soon as it is asked,
-    ``wrong_prompt`` tells ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
+    ``wrong_prompt`` reports ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
     into each event, ``at_once`` sends all when the last token is due, and ``canned`` answers every prompt
     alike.
     """
@@ -77,7 +77,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class ExactSpec:
-    """One exact server. Times in seconds; port 0 takes any free one, told in the ready event."""
+    """One exact server. Times in seconds; port 0 takes any free one, named in the ready event."""
 
     port: int = 0
     host: str = "127.0.0.1"
@@ -91,7 +91,7 @@ class ExactSpec:
     service_s: float = 0.0
     """With queue md1: how long the server is busy with one request, whose first token comes at the end."""
     text: str = " a"
-    """Each token's text but the last one's, which tells the prompt: other prompts, other answers."""
+    """Each token's text but the last one's, which depends on the prompt: other prompts, other answers."""
     spin_s: float = 0.0
     """The last so many seconds before a deadline are spent awake: exacter, and costs a core."""
     trouble: dict[str, Any] = field(default_factory=dict)

@@ -46,8 +46,8 @@ struct pair {
 typedef struct {
     PyObject_HEAD
     int epoll;
-    int told;  /* an eventfd: something is in the queue */
-    int ended; /* an eventfd: the thread is to end */
+    int wakeup; /* an eventfd: something is in the queue */
+    int ended;  /* an eventfd: the thread is to end */
     int running;
     pthread_t thread;
     pthread_mutex_t lock; /* of all below, and held from the look-up of a stream to its sending */
@@ -139,7 +139,7 @@ give_back(Splicer *self, struct pair *pair, const char *rest, Py_ssize_t read_by
     pair->unsent_bytes = unsent_bytes;
     pair->next = NULL;
     if (self->first == NULL)
-        eventfd_write(self->told, 1);
+        eventfd_write(self->wakeup, 1);
     *self->last = pair;
     self->last = &pair->next;
 }
@@ -288,18 +288,18 @@ static PyObject *
 splicer_collect(Splicer *self, PyObject *unused)
 {
     eventfd_t ignored;
-    if (eventfd_read(self->told, &ignored) < 0 && errno != EAGAIN)
+    if (eventfd_read(self->wakeup, &ignored) < 0 && errno != EAGAIN)
         return PyErr_SetFromErrno(PyExc_OSError);
     struct pair *pair;
-    /* One at a time: what is told of one stream may remove another. */
+    /* One at a time: what is given back of one stream may remove another. */
     while ((pair = pop(self)) != NULL) {
         const char *unsent = pair->rest == NULL ? NULL : pair->rest + pair->read_bytes;
-        PyObject *told = PyObject_CallFunction(pair->give_back, "nnny#y#", pair->left, pair->reads, pair->bytes,
-                                               pair->rest == NULL ? "" : pair->rest, pair->read_bytes,
-                                               unsent == NULL ? "" : unsent, pair->unsent_bytes);
-        if (told == NULL)
+        PyObject *result = PyObject_CallFunction(pair->give_back, "nnny#y#", pair->left, pair->reads, pair->bytes,
+                                                 pair->rest == NULL ? "" : pair->rest, pair->read_bytes,
+                                                 unsent == NULL ? "" : unsent, pair->unsent_bytes);
+        if (result == NULL)
             PyErr_WriteUnraisable(pair->give_back);
-        Py_XDECREF(told);
+        Py_XDECREF(result);
         drop(pair);
     }
     Py_RETURN_NONE;
@@ -435,7 +435,7 @@ close_all(Splicer *self)
             drop(pair);
     while ((pair = pop(self)) != NULL)
         drop(pair);
-    close_descriptor(&self->told);
+    close_descriptor(&self->wakeup);
     close_descriptor(&self->ended);
 }
 
@@ -449,7 +449,7 @@ splicer_close(Splicer *self, PyObject *unused)
 static PyObject *
 splicer_fileno(Splicer *self, PyObject *unused)
 {
-    return PyLong_FromLong(self->told);
+    return PyLong_FromLong(self->wakeup);
 }
 
 /* 0, or an error's number. */
@@ -459,10 +459,10 @@ open_all(Splicer *self)
     self->epoll = epoll_create1(EPOLL_CLOEXEC);
     if (self->epoll < 0)
         return errno;
-    self->told = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    self->wakeup = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     self->ended = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN, .data.fd = self->ended};
-    if (self->told < 0 || self->ended < 0 || epoll_ctl(self->epoll, EPOLL_CTL_ADD, self->ended, &event) < 0)
+    if (self->wakeup < 0 || self->ended < 0 || epoll_ctl(self->epoll, EPOLL_CTL_ADD, self->ended, &event) < 0)
         return errno;
     return start(self);
 }
@@ -473,7 +473,7 @@ splicer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
     Splicer *self = (Splicer *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->epoll = self->told = self->ended = -1;
+    self->epoll = self->wakeup = self->ended = -1;
     self->last = &self->first;
     pthread_mutex_init(&self->lock, NULL);
     int error = open_all(self);

@@ -1,7 +1,7 @@
 """The client side: one connection, which stamps what arrives.
 
 A request is prepared bytes (``encoding.py``); its answer is handed to a ``ReplySink`` as events.
-Nothing is retried here: what went wrong is told once, in ``on_failure``.
+Nothing is retried here: what went wrong is reported once, in ``on_failure``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReplySink(Protocol):
 class Owner(Protocol):
     """Who takes a connection back."""
 
-    def made(self, connection: ClientConnection) -> None: ...
+    def opened(self, connection: ClientConnection) -> None: ...
 
     def release(self, connection: ClientConnection) -> None: ...
 
@@ -62,7 +62,7 @@ class ClientConnection(asyncio.Protocol):
         self._sink: ReplySink | None = None
         self._body: list[bytes] = []
         self._headers: dict[str, str] = {}
-        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._head_complete = self._head_reported = self._complete = self._until_close = False
         self._keep_alive = self._chunked = False
         self._head_tail = b""
         self._head_bytes = 0
@@ -86,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self._sink = sink
         self._parser = None
         self._headers = {}
-        self._head_complete = self._head_told = self._complete = self._until_close = False
+        self._head_complete = self._head_reported = self._complete = self._until_close = False
         self._head_tail = b""
         self._head_bytes = 0
         self._write_now(self._transport, data)
@@ -167,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
             if transport.get_extra_info("sslcontext") is None:
                 self._descriptor = sock.fileno()
         if self._pool is not None:
-            self._pool.made(self)
+            self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         watch = self._watch
@@ -205,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
         assert sink is not None
         status, self._headers, end = usual
         self._chunked = "transfer-encoding" in self._headers
-        self._head_complete = self._head_told = self._keep_alive = True
+        self._head_complete = self._head_reported = self._keep_alive = True
         sink.on_head(status, self._headers, stamp)
         if sink is not self._sink:
             return
@@ -269,14 +269,14 @@ class ClientConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             malformed = f"the answer is no HTTP/1.1: {error}"
         if self._head_complete:
-            self._tell(sink, stamp)
+            self._deliver(sink, stamp)
         if malformed and sink is self._sink:
             self._fail(malformed, malformed=True)
 
-    def _tell(self, sink: ReplySink, stamp: float) -> None:
+    def _deliver(self, sink: ReplySink, stamp: float) -> None:
         """Hands over what one read brought. A sink may abort the connection in any of its events."""
-        if not self._head_told:
-            self._head_told = True
+        if not self._head_reported:
+            self._head_reported = True
             sink.on_head(self._parser.get_status_code(), self._headers, stamp)
         body = self._body
         if body and sink is self._sink:
@@ -315,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
             self._pool.lost(self)
         if sink is None:
             return
-        if exc is None and self._until_close and self._head_told:
+        if exc is None and self._until_close and self._head_reported:
             self._sink = None
             sink.on_end()
         else:

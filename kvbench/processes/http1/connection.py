@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
             sent = os.write(descriptor, data)
         except BlockingIOError:
             sent = 0
-        except OSError:  # it is closed or lost, which the transport notices (or has told) by itself
+        except OSError:  # it is closed or lost, which the transport notices (or has reported) by itself
             self.abort()
             return
         if sent < len(data):

@@ -54,7 +54,7 @@ class ChunkWatch:
         """Bytes until the next size line, with the CRLF that ends the chunk; None within such a line."""
         return None if self._begun else self._left
 
-    def went_past(self, left: int, reads: int, passed_bytes: int) -> None:
+    def bypassed(self, left: int, reads: int, passed_bytes: int) -> None:
         """The stream went another way for a while (splicing.py): where it is now, and what was passed on."""
         self._left = left
         self.reads += reads

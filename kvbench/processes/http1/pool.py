@@ -39,7 +39,7 @@ class Pool:
         max_idle_s: float = MAX_IDLE_S,
         splicing: Splicing | None = None,
     ) -> None:
-        """``splicing``: what may take streams that are passed on past Python; its maker closes it, later."""
+        """``splicing``: what may take streams around Python; its maker closes it, later."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"{base_url!r} is no http:// or https:// URL")
@@ -122,11 +122,11 @@ class Pool:
     async def warm(self, count: int) -> None:
         """Opens connections until ``count`` are idle. Raises the first failure, after all have been tried."""
         missing = max(0, count - len(self._idle))
-        made = await asyncio.gather(*(self.connect() for _ in range(missing)), return_exceptions=True)
-        for outcome in made:
+        opened = await asyncio.gather(*(self.connect() for _ in range(missing)), return_exceptions=True)
+        for outcome in opened:
             if isinstance(outcome, ClientConnection):
                 self.release(outcome)
-        for outcome in made:
+        for outcome in opened:
             if isinstance(outcome, BaseException):
                 raise outcome
 
@@ -135,7 +135,7 @@ class Pool:
         if connection.usable:
             self._idle.append(connection)
 
-    def made(self, connection: ClientConnection) -> None:
+    def opened(self, connection: ClientConnection) -> None:
         """The connection is open: it may be lost before ``connect`` hears of it."""
         self._all.add(connection)
 
@@ -146,7 +146,7 @@ class Pool:
             self._idle.remove(connection)
 
     def splicing(self) -> Splicing | None:
-        """What may take the streams of these connections past Python."""
+        """What may take the streams of these connections around Python."""
         return self._splicing
 
     async def close(self) -> None:
@@ -204,7 +204,7 @@ class Gathering:
 
 
 def broken(cause: str, malformed: bool) -> ConnectionError:
-    """What a sink is told in ``on_failure``, as an error."""
+    """What a sink gets in ``on_failure``, as an error."""
     return MalformedAnswerError(cause) if malformed else ConnectionError(cause)
 
 

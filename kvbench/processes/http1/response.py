@@ -140,7 +140,7 @@ class Response:
 
     def abort(self) -> None:
         """Drops the connection in the middle: the client sees that the answer is not whole."""
-        # Where the end of the connection is the end of the answer, only a reset tells the difference.
+        # Where the end of the connection is the end of the answer, only a reset shows the difference.
         self._connection.abort(reset=self.started and not self._chunked)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:

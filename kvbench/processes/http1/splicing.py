@@ -1,8 +1,8 @@
-"""A stream's way past Python, from socket to socket, where it was compiled (``_splice.c``).
+"""A stream's way around Python, from socket to socket, where it was compiled (``_splice.c``).
 
 A thread that needs no Python does it: it waits for the streams by itself, so that a request does not wait
 behind chunks. A stream goes that way while all is as usual, and is its connection's own again as soon as
-anything is not: its end, an odd read, a client that does not keep up. The event loop is told by a descriptor.
+anything is not: its end, an odd read, a client that does not keep up. The event loop hears by a descriptor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Splicing:
                 self._watched.unregister(fd)
 
     def close(self) -> None:
-        """Its streams, which must be given up, are told nothing. It may be opened again."""
+        """Its streams, which must be given up, hear nothing. It may be opened again."""
         splicer, self._splicer = self._splicer, None
         if splicer is not None:
             asyncio.get_running_loop().remove_reader(splicer.fileno())
@@ -81,7 +81,7 @@ class SpliceSource(Protocol):
 
 
 class Lane:
-    """One stream that may go past Python. ``target`` gives the descriptor to write to, -1 for not now."""
+    """One stream that may go around Python. ``target`` gives the descriptor to write to, -1 for not now."""
 
     __slots__ = (
         "_fd",
@@ -118,7 +118,7 @@ class Lane:
         self._turns = TURNS_BACK
 
     def enter(self) -> None:
-        """Lets what comes next go past Python, if that can be."""
+        """Lets what comes next go around Python, if that can be."""
         left = self._watch.left
         if self._inside or left is None or not self._turns or not self._source.all_sent:
             return
@@ -139,13 +139,13 @@ class Lane:
         self._inside = False
         passed = self._splicer.remove(self._fd)
         if passed is not None:
-            self._watch.went_past(*passed)
+            self._watch.bypassed(*passed)
         self._source.resume_reading()
 
     def _back(self, left: int, reads: int, passed_bytes: int, read: bytes, unsent: bytes) -> None:
         """Something is not as usual: what was read but not judged, or what could not be sent."""
         self._inside = False
-        self._watch.went_past(left, reads, passed_bytes)
+        self._watch.bypassed(left, reads, passed_bytes)
         self._source.resume_reading()
         if unsent:
             self._write(unsent)

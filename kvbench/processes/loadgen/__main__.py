@@ -13,11 +13,10 @@ from pathlib import Path
 
 from kvbench.core.plan.process_modules import LOADGEN_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import parse_spec, read_spec
-from kvbench.processes.common.entry import tell as tell_error
+from kvbench.processes.common.entry import parse_spec, print_error, read_spec
 from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
-from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, tell
+from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.plan import PlannedRequest, planned_requests, prepare
 from kvbench.processes.loadgen.run import Begin, LoadRun
@@ -43,14 +42,14 @@ def generate(spec: LoadSpec) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()
-    tell({"event": "ready"})
+    print_event({"event": "ready"})
     if spec.wait_for_go:
         orders.wait_for_go()
     end = run.run(orders, orders.start_at)
     for line in run.last_lines():
-        tell(line)
+        print_event(line)
     write_records(Path(spec.records_path), run.records)
-    tell(end)
+    print_event(end)
     return 0
 
 
@@ -99,7 +98,7 @@ def descriptors_for(streams: int) -> int:
     return streams
 
 
-def told_spec() -> LoadSpec | None:
+def spec_from_stdin() -> LoadSpec | None:
     """The spec from stdin's first line; None if stdin ends before. Nothing follows it before "ready"."""
     data = b""
     while not data.endswith(b"\n"):
@@ -120,13 +119,13 @@ def main(argv: Sequence[str]) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        spec = told_spec() if list(argv) == ["-"] else read_spec(LoadSpec, argv)
+        spec = spec_from_stdin() if list(argv) == ["-"] else read_spec(LoadSpec, argv)
         if spec is None:
             return 0
         spec.check()
         return generate(spec)
     except KvbenchError as error:
-        return tell_error(LOADGEN_MODULE, error)
+        return print_error(LOADGEN_MODULE, error)
 
 
 if __name__ == "__main__":

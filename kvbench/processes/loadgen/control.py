@@ -33,11 +33,11 @@ class Reporter:
         # A pipe that polls writable takes at least PIPE_BUF bytes at once, more than any such line.
         if not any(flags & select.POLLOUT for _, flags in self._poller.poll(0)):
             return False
-        tell(event)
+        print_event(event)
         return True
 
 
-def tell(event: dict[str, Any]) -> None:
+def print_event(event: dict[str, Any]) -> None:
     """Prints a line, waiting for the reader if need be. A reader that is gone is not waited for."""
     data = json.dumps(event, separators=(",", ":")).encode() + b"\n"
     try:

@@ -1,4 +1,4 @@
-"""P or D of direct mode, and the engine id that P's bootstrap address tells."""
+"""P or D of direct mode, and the engine id that P's bootstrap address names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DirectBackend:
 
 
 def asked_engine_id(backend: DirectBackend, timeout_s: float) -> str:
-    """The engine id that a prefill server's bootstrap address tells. Raises ServerError past the deadline."""
+    """The engine id that a prefill server's bootstrap address names. Raises ServerError on timeout."""
     where = ServerAddress(backend.spec.bootstrap_url)
     deadline = time.monotonic() + timeout_s
     while True:

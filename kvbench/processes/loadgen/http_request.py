@@ -37,7 +37,7 @@ class RequestRun(Protocol):
 
 
 class HttpRequestOwner(Protocol):
-    """Whose request it is: told once, of the answer or the failure."""
+    """Whose request it is: hears once of the answer or the failure."""
 
     @property
     def run(self) -> RequestRun: ...

@@ -138,7 +138,7 @@ class InFlightRequest:
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 
     def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:
-        """The router's times, if it told them and its clock is ours: within this request's first token."""
+        """The router's times, if it reported them on our clock: within this request's first token."""
         times = {}
         for name, header in _TIMING_HEADERS.items():
             value = headers.get(header)
@@ -186,8 +186,8 @@ class InFlightRequest:
             return "wrong_length", f"{tokens} tokens instead of {wanted}"
         if not answer.stream.token_stamps and not self._one_without_text():
             empty = answer.stream.empty_events
-            told = f": all of its {empty} token events are without text" if empty else ""
-            return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{told}"
+            why = f": all of its {empty} token events are without text" if empty else ""
+            return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{why}"
         return "", ""
 
 

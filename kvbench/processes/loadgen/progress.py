@@ -1,4 +1,4 @@
-"""What the progress lines count, and the outcomes that they tell one by one."""
+"""What the progress lines count, and the outcomes that they report one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counts:
         self._next_line = 0.0
         self._done = self._met = self._missed = 0
         self._late_first: set[InFlightRequest] = set()
-        self._untold: deque[list[Any]] = deque()
+        self._unreported: deque[list[Any]] = deque()
 
     def first_token(self, request: InFlightRequest, at_s: float) -> None:
         """A request in flight has its first token."""
@@ -39,7 +39,7 @@ class Counts:
         self._late_first.discard(request)
         self._done += 1
         times = (_rounded(record.ttft_s), _rounded(record.tpot_s), _rounded(record.e2el_s))
-        self._untold.append([request.index, *times, record.error])
+        self._unreported.append([request.index, *times, record.error])
         if record.error == "cancelled":
             return
         if record.ok and (record.ttft_s or 0.0) <= self._ttft_s and (record.tpot_s or 0.0) <= self._tpot_s:
@@ -56,7 +56,7 @@ class Counts:
             count += 1
         return count
 
-    def tell(self, state: Callable[[], dict[str, Any]], now: float) -> None:
+    def report_due(self, state: Callable[[], dict[str, Any]], now: float) -> None:
         """Prints lines if one is due; outcomes that do not go out now go out later."""
         if now < self._next_line:
             return
@@ -66,24 +66,24 @@ class Counts:
             if not self._report(line):
                 return
             for _ in line["settled"]:
-                self._untold.popleft()
-            if not self._untold:
+                self._unreported.popleft()
+            if not self._unreported:
                 return
 
     def last_lines(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """The lines that tell all that has not been told."""
+        """The lines that report all that has not been reported."""
         lines = []
         while True:
             line = self._line(state)
             for _ in line["settled"]:
-                self._untold.popleft()
+                self._unreported.popleft()
             lines.append(line)
-            if not self._untold:
+            if not self._unreported:
                 return lines
 
     def _line(self, state: dict[str, Any]) -> dict[str, Any]:
         """A request that is past the TTFT limit without a first token has missed."""
-        count = min(SETTLED_A_LINE, len(self._untold))
+        count = min(SETTLED_A_LINE, len(self._unreported))
         return {
             "event": "progress",
             "t_s": state["t_s"],
@@ -94,7 +94,7 @@ class Counts:
             "in_flight": state["in_flight"],
             "waiting_first": state["waiting_first"],
             "lag_ms": state["lag_ms"],
-            "settled": [self._untold[place] for place in range(count)],
+            "settled": [self._unreported[place] for place in range(count)],
         }
 
 

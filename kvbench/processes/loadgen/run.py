@@ -26,7 +26,7 @@ EARLY_S: Final = 8e-5
 as long to wake up."""
 PAUSE_S: Final = 0.0005
 """On a busy client, chunks are left lying for so long and then read together: waking up for each few of them
-costs more than reading them. When they came is told by the kernel's stamps."""
+costs more than reading them. When they came is known by the kernel's stamps."""
 SHORTEST_S: Final = 5e-5
 """A shorter sleep takes longer than it is."""
 BUSY_READS: Final = 200
@@ -217,7 +217,7 @@ class LoadRun:
         self._look_closely()
         if self._beats % LOOK_BEATS == 0:
             self._take_in_early()
-        self._counts.tell(lambda: self._state(now), now)
+        self._counts.report_due(lambda: self._state(now), now)
 
     def _expire(self, now: float) -> None:
         expired = now - self._spec.timeout_s
@@ -270,10 +270,10 @@ class LoadRun:
         if excess > 0:
             average = (excess + PENDING_BYTES) / len(reading)
             for http_request in reading:
-                held = http_request.log.held
-                if held >= average:
+                size = http_request.log.held
+                if size >= average:
                     self.take_soon(http_request)
-                    excess -= held
+                    excess -= size
                     if excess <= 0:
                         break
 
@@ -301,7 +301,7 @@ class LoadRun:
         self._counts.first_token(request, first_ns / 1e9)
         return True
 
-    # what the requests tell
+    # what the requests report
 
     def finished(self, request: InFlightRequest) -> None:
         """The request has ended: its record is made."""

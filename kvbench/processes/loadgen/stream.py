@@ -18,7 +18,7 @@ _DECODE: Final = json.JSONDecoder().decode
 """As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
 _DELTAS: Final = ("content", "reasoning_content", "reasoning")
 MAX_TOKENS: Final = 2**31 - 1
-"""A usage that tells more is none."""
+"""A usage that reports more is none."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -48,7 +48,7 @@ class StreamReader:
     text: str = ""
     """Of the last token event that was decoded."""
     text_crc: int = 0
-    """CRC-32 of the answer's whole text (UTF-8), which tells equal answers without keeping them."""
+    """CRC-32 of the answer's whole text (UTF-8), which finds equal answers without keeping them."""
     done: bool = False
     half: bool = False
     """The stream ended in the middle of an event; known after ``finish``."""
@@ -85,8 +85,8 @@ class StreamReader:
             data = self._begun() + data
         if b"\r" in data:
             # A carriage return at the very end may be half of a CRLF.
-            held = b"\r" if data.endswith(b"\r") else b""
-            data = data[: len(data) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+            tail = b"\r" if data.endswith(b"\r") else b""
+            data = data[: len(data) - len(tail)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + tail
         lines = data.split(b"\n")
         self._pending = lines.pop()
         if len(self._pending) > MAX_EVENT_BYTES or len(self._data) > MAX_EVENT_LINES:
@@ -158,8 +158,8 @@ class StreamReader:
                 continue
             if count > MAX_TOKENS:
                 digits = str(count)
-                told = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
-                self._fail("bad_stream", f"the usage's {name} is {told}, which no answer can have")
+                number = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
+                self._fail("bad_stream", f"the usage's {name} is {number}, which no answer can have")
             else:
                 setattr(self, name, count)
 
@@ -185,14 +185,14 @@ def text_in(choices: Any) -> str:
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict):
             delta = choice.get("delta")
-            told = [choice.get("text")]
-            told += [delta.get(name) for name in _DELTAS] if isinstance(delta, dict) else []
-            parts += [text for text in told if isinstance(text, str)]
+            pieces = [choice.get("text")]
+            pieces += [delta.get(name) for name in _DELTAS] if isinstance(delta, dict) else []
+            parts += [text for text in pieces if isinstance(text, str)]
     return "".join(parts)
 
 
 def error_in(event: dict[str, Any]) -> str:
-    """The error that a JSON answer tells, in OpenAI's shape or vLLM's older one; empty if there is none."""
+    """The error that a JSON answer reports, in OpenAI's shape or vLLM's older one; empty if there is none."""
     error = event.get("error")
     if error:
         return str(error.get("message") or error) if isinstance(error, dict) else str(error)
@@ -202,7 +202,7 @@ def error_in(event: dict[str, Any]) -> str:
 
 
 def whole_body_error(body: bytes) -> tuple[RequestError, str]:
-    """What an answer with status 200 that is no event stream is: an error told in JSON, or garbage."""
+    """What an answer with status 200 that is no event stream is: an error reported in JSON, or garbage."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvbench.core.plan.process_modules import ROUTER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import STOPPING, read_spec, run, tell
+from kvbench.processes.common.entry import STOPPING, print_error, read_spec, run
 from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.common.timeslice import shorten_slice
 from kvbench.processes.http1 import serve
@@ -72,7 +72,7 @@ def one_process(spec: RouterSpec) -> int:
 
 def several_processes(spec: RouterSpec) -> int:
     """The router in ``spec.processes`` processes on one port, and this one that watches over them."""
-    spec.backends("decode", spec.profile())  # a mistake is told here, once
+    spec.backends("decode", spec.profile())  # a mistake is reported here, once
     metrics = RouterMetrics(spec.processes)
     spans = SpanLog(spec.trace_path) if spec.trace_path else None
     sockets = listening_sockets(spec.host, spec.port, spec.processes)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
             raise InputError("the spec: 'processes' must be 1 or more")
         return one_process(spec) if spec.processes == 1 else several_processes(spec)
     except KvbenchError as error:
-        return tell(NAME, error)
+        return print_error(NAME, error)
 
 
 if __name__ == "__main__":

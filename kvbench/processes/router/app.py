@@ -37,7 +37,7 @@ class Router:
             self._dispatch.not_ready = "the prefill servers' engine ids are not known yet"
 
     async def bootstrap(self) -> None:
-        """Asks each prefill's bootstrap address for its engine id. Raises ServerError past the deadline."""
+        """Asks each prefill's bootstrap address for its engine id. Raises ServerError after the deadline."""
         dispatch, timeout_s = self._dispatch, self._bootstrap_timeout_s
         if dispatch.connector.needs_bootstrap:
             await asyncio.gather(*(_ask_engine_id(backend, timeout_s) for backend in dispatch.prefills))

@@ -1,6 +1,6 @@
 """The requests to P and D behind a client's: P's whole answer, and D's answer spliced through to the client.
 
-They are driven by what their connections tell: in the ordinary course one needs no task and no future.
+They are driven by what their connections report: in the ordinary course one needs no task and no future.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Timing:
         if not self.asked:
             return {}
         times = (self.received, self.prefill_sent, self.prefill_answered, self.decode_sent)
-        told = {}
+        headers = {}
         for header, time_s in zip(_TIMING_HEADERS, (*times, self.decode_first_byte), strict=True):
             if time_s is not None:
-                told[header] = f"{time_s:.6f}"
-        return told
+                headers[header] = f"{time_s:.6f}"
+        return headers
 
 
 class RequestOwner(Protocol):

@@ -25,7 +25,7 @@ class Late(Protocol):
 
 
 class Deadlines:
-    """Tells what is under way for ``limit_s``. One timer does for all: who came first is late first."""
+    """Expires what is under way for ``limit_s``. One timer does for all: who came first is late first."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -42,7 +42,7 @@ class Deadlines:
         self._under_way.pop(one, None)
 
     def close(self) -> None:
-        """Tells nobody any more."""
+        """Expires nothing any more."""
         self._under_way.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -98,7 +98,7 @@ class Dispatch:
 
 
 def passed_on(request: ReceivedRequest) -> dict[str, str]:
-    """The client's headers that P and D are told."""
+    """The client's headers that P and D are sent."""
     headers = request.headers
     return {name: headers[name] for name in _PASSED_ON if name in headers}
 

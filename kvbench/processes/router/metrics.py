@@ -1,7 +1,7 @@
-"""The router's own figures. Its processes count in one table of shared memory, and any tells the sum.
+"""The router's own figures. Its processes count in one table of shared memory, and any reports the sum.
 
 Each process writes its own row only, one aligned number at a time, and each reader adds up all rows: no
-lock, no message, and what a scrape tells is true whichever process the kernel gave it to.
+lock, no message, and what a scrape shows is true whichever process the kernel gave it to.
 
 | metric | meaning |
 |---|---|

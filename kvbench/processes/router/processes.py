@@ -52,9 +52,9 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def _socket(family: int) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return made
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return listener
 
 
 def fork(count: int, work: Callable[[int], int]) -> dict[int, int]:
@@ -120,7 +120,7 @@ async def _end(workers: Mapping[int, int]) -> list[int]:
 
 
 def _exit_code(status: int) -> int:
-    """A process's exit code as a shell tells it; SIGTERM before it could listen to it is a good end."""
+    """A process's exit code as a shell reports it; SIGTERM before it could listen to it is a good end."""
     code = os.waitstatus_to_exitcode(status)
     return 0 if code == -signal.SIGTERM else code if code >= 0 else 128 - code
 

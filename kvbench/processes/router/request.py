@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RoutedRequest:
-    """A request from its arrival to the end of its answer, driven by what its requests to P and D tell.
+    """A request from its arrival to the end of its answer, driven by what its requests to P and D report.
 
     It ends once: with D's answer when both have succeeded, with the first failure of one, when its time is
     up, or when the client leaves. Whatever is under way then is dropped.
@@ -98,9 +98,9 @@ class RoutedRequest:
         assert liar is not None
         assert body is not None
         try:
-            told = await liar.before(self._request, body, self._timing.request_id, p)
+            prefill = await liar.before(self._request, body, self._timing.request_id, p)
             self._lying = None
-            self._send(told)
+            self._send(prefill)
         except Exception as error:
             self._lying = None
             self._failed(error)
@@ -237,7 +237,7 @@ def _answer_failure(response: Response, failure: BackendError) -> None:
     if response.closed or response.ended:
         return
     if response.started:
-        # The status is long with the client: only a broken stream can still tell that it failed.
+        # The status is long with the client: only a broken stream can still show that it failed.
         log.warning("a stream is cut short: %s", failure)
         response.abort()
     else:

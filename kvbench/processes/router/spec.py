@@ -28,7 +28,7 @@ class RouterSpec:
     host: str = "127.0.0.1"
     request_timeout_s: float = 60.0
     bootstrap_timeout_s: float = 30.0
-    """How long the prefill servers may take to tell their engine ids: as long as they take to start."""
+    """How long the prefill servers may take to report their engine ids: as long as they take to start."""
     version: str = ""
     """The engine's version, which chooses the connector's dialect; empty takes the newest."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class RouterBackend:
         """A request with a JSON body, as bytes. Raises InputError for an id that is none."""
         begun = self._begun.get(path)
         if begun is None or headers or not request_id.isprintable():
-            told = {"content-type": "application/json", **headers, "x-request-id": request_id}
-            data = self.pool.request("POST", path, told, body)
+            all_headers = {"content-type": "application/json", **headers, "x-request-id": request_id}
+            data = self.pool.request("POST", path, all_headers, body)
             if len(self._begun) < _KNOWN_PATHS and not headers:
                 self._begun[path] = data[: data.index(b"x-request-id: ")]
             return data

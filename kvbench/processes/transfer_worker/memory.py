@@ -181,7 +181,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True)
 class Content:
-    """Which pattern: ``side`` tells the buffers of one case apart, ``generation`` their refills."""
+    """Which pattern: ``side`` keeps the buffers of one case apart, ``generation`` their refills."""
 
     seed: int
     side: int

@@ -63,7 +63,7 @@ class Peers:
         self._endpoint.forget(peer)
 
     def connect(self, number: int, peer: Mapping[str, Any], deadline_s: float, mark: int) -> None:
-        """Begin; ``connected`` tells the end under the same number. Raises TransferError."""
+        """Begin; ``connected`` reports the end under the same number. Raises TransferError."""
         if peer.get("backend") != self._backend:
             raise TransferError(f"the peer speaks {peer.get('backend')!r}, this side {self._backend!r}")
         layout = Layout(**peer["layout"])

@@ -167,7 +167,7 @@ class TransferProcess:
             self._waiting.pop(number, None)
 
     async def _listen(self) -> None:
-        """Hand answers to whoever waits; at the end of file tell all that the child is gone."""
+        """Hand answers to whoever waits; at the end of file fail all, as the child is gone."""
         try:
             with contextlib.suppress(OSError):  # a killed child ends the stream like a closed one
                 while line := await self._reader.readline():

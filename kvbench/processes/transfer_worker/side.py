@@ -43,7 +43,7 @@ class MeasuredSide:
         self.register_s = time.perf_counter() - began
 
     def ready(self) -> dict[str, Any]:
-        """What the coordinator is told at the start."""
+        """What the coordinator gets at the start."""
         return {
             "agent": self._agent(),
             "library": self.endpoint.library(),

@@ -3,7 +3,7 @@
 It talks JSON lines over stdin and stdout.
 
 The first line in is the spec: ``role`` ("initiator" or "target"), ``backend``, ``options``, ``layout``,
-``memory`` ("host", "cuda"), ``seed``, ``side`` (a number that tells the buffers of one case apart). The first
+``memory`` ("host", "cuda"), ``seed``, ``side`` (a number that keeps the buffers of one case apart). The first
 line out is ``{"ready": {agent, library, transport, open_s, register_s}}`` or ``{"failed": cause, "log":
 […]}``. Then each request ``{"n", "cmd", …}`` has one answer ``{"n", "ok": {…}}`` or ``{"n", "error": cause,
 "log": […]}``:

@@ -14,7 +14,7 @@ from typing import Final
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
-from kvbench.report.findings.transfers import told
+from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row, summary_table
@@ -27,7 +27,7 @@ _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", 
 def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statement]:
     """All findings of one run. ``rows``: its result table, where that is at hand."""
     if run.manifest.get("kind") == "microbench":
-        return told(run.transfer_records())
+        return transfer_statements(run.transfer_records())
     rows = summary_table(run) if rows is None else rows
     own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
     found = [*conclusions([run]), *_bursts(run), *own, *warned(run, rows)]
@@ -74,14 +74,14 @@ def _alone(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
 def _bursts(run: RunFolder) -> Iterable[Statement]:
     for table in method_tables(run):
         for row in table.rows if table.name == "burst" else ():
-            rate, held = row.get("burst_request_rate"), row.get("sustained_request_rate")
-            if rate and held:
+            rate, sustained = row.get("burst_request_rate"), row.get("sustained_request_rate")
+            if rate and sustained:
                 yield Statement(
                     "measured",
                     "burst_and_sustained",
                     f"{row['connector']} at {row['input_len']:,}: the burst rule says {number(rate)} req/s, "
-                    f"{number(rate / held)} times the {number(held)} that hold: it is the size of a batch, "
-                    "not a rate",
+                    f"{number(rate / sustained)} times the {number(sustained)} that hold: it is the size of "
+                    "a batch, not a rate",
                     evidence=dict(row),
                 )
 

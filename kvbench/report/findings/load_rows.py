@@ -44,7 +44,7 @@ _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "outp
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
     """The loads of a run that were offered as such, in the order of measuring.
 
-    ``name`` tells this run from others in one table; ``errors``: whether single requests are read for them.
+    ``name`` sets this run apart in one table; ``errors``: whether single requests are read for them.
     """
     trials = [trial for trial in run.all_trials if trial.method in OFFERED and trial.verdict != "invalid"]
     if run.manifest.get("kind") == "bench":
@@ -100,20 +100,20 @@ def _settings(trial: TrialRecord) -> Mapping[str, Any]:
 
 def _origin(trial: TrialRecord) -> str:
     """``notes.txt:583-619`` of an imported row."""
-    told = trial.engine.get("source")
-    if not isinstance(told, Mapping):
+    source = trial.engine.get("source")
+    if not isinstance(source, Mapping):
         return ""
-    first, last = told.get("line"), told.get("last_line")
-    return f"{told.get('file')}:{first}" + (f"-{last}" if last != first else "")
+    first, last = source.get("line"), source.get("last_line")
+    return f"{source.get('file')}:{first}" + (f"-{last}" if last != first else "")
 
 
 def _more(trial: TrialRecord) -> dict[str, float]:
     """Figures that the table of ``vllm bench serve`` has besides."""
-    told = {
+    figures = {
         "peak_concurrent_requests": trial.summary.get("peak_in_flight"),
         "peak_output_throughput": trial.summary.get("peak_output_tok_per_s"),
     }
-    return {key: float(value) for key, value in told.items() if isinstance(value, (int, float))}
+    return {key: float(value) for key, value in figures.items() if isinstance(value, (int, float))}
 
 
 def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name: str) -> dict[str, Axis]:
@@ -163,7 +163,7 @@ def _setting(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any]) ->
         slots=int(slots) if isinstance(slots, (int, float)) else None,
         limits=limits,
         judged=not imported,
-        # Our own trials were held against physics by a gate that knows every request.
+        # Our own trials were checked against physics by a gate that knows every request.
         work=prefill_work(known_model(model)) if imported else None,
         prefill_flops=peak,
         prefill_flops_16bit=peak_16bit,
@@ -171,11 +171,11 @@ def _setting(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any]) ->
 
 
 def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
-    """The GPUs of one prefill instance: as many as its tensor parallelism says, or else all that are told."""
+    """The GPUs of one prefill instance: as many as its tensor parallelism says, or else all known."""
     deployment = resolved(run, "deployment")
-    told = deployment.get("hardware") if isinstance(deployment, Mapping) else None
-    if told:
-        return str(told)
+    hardware = deployment.get("hardware") if isinstance(deployment, Mapping) else None
+    if hardware:
+        return str(hardware)
     gpus = run.environment.get("gpus")
     names = [str(each.get("name") if isinstance(each, Mapping) else each) for each in gpus or ()]
     if len(set(names)) != 1:
@@ -229,7 +229,7 @@ def claims_of(run: RunFolder) -> list[Claim]:
 def conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
     """All that the rules say of the runs together: of the loads that were offered, and of the rates searched.
 
-    ``names`` tell several runs apart; ``by`` is the axis that is compared, by default the first that differs.
+    ``names`` set several runs apart; ``by`` is the axis that is compared, by default the first that differs.
     """
     named = zip(runs, names or [""] * len(runs), strict=True)
     answers = [row for run, name in named for row in summary_table(run, name)]
@@ -254,21 +254,21 @@ def default_axis(rows: Iterable[LoadRow]) -> str:
 
 
 def searched(rows: Sequence[Row]) -> list[Statement]:
-    """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told,
-    and one for all that is not.
+    """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told
+    apart, and one for all that is not.
     """
     found = []
     for (input_len, output_len), mine in by_lengths(rate_pairs(rows)).items():
         place = f"{input_len:,} in, {output_len:,} out"
-        told, untold, unfair = parted(mine)
-        if told:
-            text = f"{place}: highest request rate, {'; '.join(each.text() for each in told)}"
-            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(told)))
-        if untold:
-            names = "; ".join(f"{each.ahead} or {each.behind}" for each in untold)
+        ordered, alike, unfair = parted(mine)
+        if ordered:
+            text = f"{place}: highest request rate, {'; '.join(each.text() for each in ordered)}"
+            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(ordered)))
+        if alike:
+            names = "; ".join(f"{each.ahead} or {each.behind}" for each in alike)
             text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
             advice = "search more closely (search.precision), or repeat the search and compare the runs"
-            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(untold)))
+            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(alike)))
         if unfair:
             text = f"{place}: highest request rate, {unequal_text(unfair)}"
             found.append(

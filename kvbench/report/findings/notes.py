@@ -130,11 +130,11 @@ def ahead(rows: Sequence[Row]) -> list[str]:
     for (input_len, output_len), group in groups.items():
         where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
         ordered, alike, unfair = parted(group)
-        told = [each.text() for each in ordered]
+        sentences = [each.text() for each in ordered]
         if alike:
             names = (f"{each.ahead} and {each.behind}" for each in alike)
-            told.append(f"cannot be told apart: {', '.join(names)}")
+            sentences.append(f"cannot be told apart: {', '.join(names)}")
         if unfair:
-            told.append(unequal_text(unfair))
-        lines.append(f"{where}: {'; '.join(told)}")
+            sentences.append(unequal_text(unfair))
+        lines.append(f"{where}: {'; '.join(sentences)}")
     return lines

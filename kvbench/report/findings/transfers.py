@@ -15,18 +15,18 @@ from kvbench.report.tables.numbers import number
 from kvbench.report.tables.transfers import blocks_text, case_text, nics_text, time_text, way_text
 
 LIMITS: Final = frozenset({"null", "memcpy", "shm"})
-"""Backends that no serving engine would use between hosts: held against, not ranked."""
+"""Backends that no serving engine would use between hosts: compared with, not ranked."""
 LARGE_BYTES: Final = 4 * MIB
 SMALL_BYTES: Final = 64 * KIB
 _ELSEWHERE: Final = frozenset({"bytes_elsewhere", "idle_nics", "other_transport"})
 
 
 def answers(records: Sequence[TransferRecord]) -> list[str]:
-    """Sentences for the end of a report; none for what the rows do not tell."""
-    return [each.text for each in told(records)]
+    """Sentences for the end of a report; none for what the rows do not show."""
+    return [each.text for each in transfer_statements(records)]
 
 
-def told(records: Sequence[TransferRecord]) -> list[Statement]:
+def transfer_statements(records: Sequence[TransferRecord]) -> list[Statement]:
     """The same as findings: who is ahead, what cannot be told, what is suspicious, what the rows show.
 
     Of rows between several pairs of hosts only what is suspicious: who reaches whom how fast is a matrix.
@@ -66,7 +66,7 @@ def _transfer(case: Case) -> tuple[object, ...]:
 
 
 def _samples(records: Sequence[TransferRecord], *, large: bool) -> list[Case]:
-    """For each op a transfer that nearly all ways made: with the most NICs, the largest or smallest."""
+    """For each op a transfer that nearly all ways ran: with the most NICs, the largest or smallest."""
     samples = []
     for op in ("write", "read"):
         cases = [record.case for record in records if record.case.op == op and not record.case.shape]
@@ -109,8 +109,8 @@ def _smallest(records: Sequence[TransferRecord]) -> Iterator[str]:
         timed = [(call_times(record.call_s).p50, record) for record in _ranked(records, case)]
         known = sorted(((p50, record) for p50, record in timed if p50 is not None), key=lambda pair: pair[0])
         if known:
-            told = ", ".join(f"{way_text(record.case)} {time_text(p50)}" for p50, record in known)
-            yield f"small {case.op}s ({blocks_text(case)}), median: {told}"
+            medians = ", ".join(f"{way_text(record.case)} {time_text(p50)}" for p50, record in known)
+            yield f"small {case.op}s ({blocks_text(case)}), median: {medians}"
 
 
 def _scaling(records: Sequence[TransferRecord]) -> Iterator[str]:

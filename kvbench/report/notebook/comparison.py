@@ -90,9 +90,9 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
         if len(loaded) != 2:
             raise InputError(f"two microbenchmarks are compared, not {len(loaded)}")
         return Comparison(named, _changed(Changes.between(*folders)), [])
-    told = compared_runs(folders, by, force=force)
-    found = [*map(_searched, told.searched), *_offered(told.offered)]
-    return Comparison(named, frames.frame(found, ROW_COLUMNS), told.differing)
+    compared = compared_runs(folders, by, force=force)
+    found = [*map(_searched, compared.searched), *_offered(compared.offered)]
+    return Comparison(named, frames.frame(found, ROW_COLUMNS), compared.differing)
 
 
 def _searched(pair: RatePair) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         if pair.unequal:
             yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
         for each in pair.ratios:
-            told = each.told and not pair.why_not
+            told = each.significant and not pair.why_not
             yield {
                 "figure": each.figure,
                 **names,

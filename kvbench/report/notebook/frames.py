@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
-AXES_TOLD: Final = ("tp", "nics", "protocol")
+REPORTED_AXES: Final = ("tp", "nics", "protocol")
 CELL_COLUMNS: Final = (
     "connector", "input_len", "output_len", "method", "tier", "status", "outcome", "max_request_rate",
     "lower", "upper", "search", "confirmed_by", "trials", "limit", "limit_evidence", "outputs_checked",
@@ -48,10 +48,10 @@ CALL_COLUMNS: Final = (
 
 def frame(rows: Rows, columns: Sequence[str] = ()) -> pd.DataFrame:
     """Rows as a DataFrame that has at least ``columns``, in their order, also without any row."""
-    made = pd.DataFrame(list(rows))
-    missing = [name for name in columns if name not in made.columns]
-    return made.assign(**dict.fromkeys(missing, None))[
-        [*columns, *made.columns.difference(list(columns), sort=False)]
+    table = pd.DataFrame(list(rows))
+    missing = [name for name in columns if name not in table.columns]
+    return table.assign(**dict.fromkeys(missing, None))[
+        [*columns, *table.columns.difference(list(columns), sort=False)]
     ]
 
 
@@ -62,7 +62,7 @@ def trials(run: RunFolder) -> pd.DataFrame:
     """One row a trial, of every method, in the order of measuring."""
     places = {row.key: row for row in load_rows(run, errors=False)}
     rows = [
-        _trial(trial) | {"source": place.origin, **{name: place.axes.get(name) for name in AXES_TOLD}}
+        _trial(trial) | {"source": place.origin, **{name: place.axes.get(name) for name in REPORTED_AXES}}
         if (place := places.get(trial.trial_id))
         else _trial(trial)
         for trial in run.all_trials
@@ -96,7 +96,7 @@ def _trial(trial: TrialRecord) -> dict[str, Any]:
         "findings": len(trial.findings),
         "labels": ";".join(trial.labels),
         "source": "",
-        **dict.fromkeys(AXES_TOLD),
+        **dict.fromkeys(REPORTED_AXES),
     }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _TRIAL_KEYS: Final = ("trial_id", "connector", "method", "request_rate", "verdict")
-"""What each request is told of its trial; ``input_len`` is the request's own."""
+"""What each request has of its trial; ``input_len`` is the request's own."""
 REQUEST_COLUMNS: Final = (
     *_TRIAL_KEYS, "request_id", "input_len", "output_len", "requested_output_len", "scheduled_s", "sent_s",
     "first_token_s", "last_token_s", "ttft_ms", "ttft_sent_ms", "tpot_ms", "e2el_ms", "ok", "error", "status",
@@ -31,8 +31,8 @@ REQUEST_COLUMNS: Final = (
 TELEMETRY_COLUMNS: Final = ("trial_id", "t_s", "source", "metric", "value")
 
 # Column of a request → the stored columns that it is made of, and how.
-_Made: TypeAlias = tuple[tuple[str, ...], Callable[..., Any]]
-_MADE: Final[Mapping[str, _Made]] = {
+_Derivation: TypeAlias = tuple[tuple[str, ...], Callable[..., Any]]
+_DERIVED: Final[Mapping[str, _Derivation]] = {
     "ttft_ms": (("first_token_s", "scheduled_s"), lambda first, planned: (first - planned) * 1e3),
     "ttft_sent_ms": (("first_token_s", "sent_s"), lambda first, sent: (first - sent) * 1e3),
     "e2el_ms": (("last_token_s", "scheduled_s"), lambda last, planned: (last - planned) * 1e3),
@@ -77,27 +77,27 @@ def requests(run: RunFolder, of: Sequence[TrialRecord], columns: Sequence[str] |
     import pyarrow as pa
 
     wanted = list(columns or REQUEST_COLUMNS)
-    if unknown := [name for name in wanted if name not in {*_TRIAL_KEYS, *_MADE, *_STORED}]:
+    if unknown := [name for name in wanted if name not in {*_TRIAL_KEYS, *_DERIVED, *_STORED}]:
         raise InputError(
             f"requests have no column {unknown[0]!r}", hint="kvbench.columns('requests') lists them"
         )
-    needed = {name for column in wanted for name in _MADE.get(column, ((column,), None))[0]} & _STORED
+    needed = {name for column in wanted for name in _DERIVED.get(column, ((column,), None))[0]} & _STORED
     kept = [trial for trial in of if parquet_path(run.path, "requests", trial.trial_id).is_file()]
     parts = [_request_columns(run, trial, sorted(needed)) for trial in kept]
     if not parts:
         return pd.DataFrame(columns=wanted)
     sizes = [part.num_rows for part in parts]
     stored = pa.concat_tables(parts, promote_options="permissive").to_pandas()
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in wanted:
         if name in _TRIAL_KEYS:
-            made[name] = repeated([_key(trial)[name] for trial in kept], sizes)
-        elif name in _MADE:
-            sources, make = _MADE[name]
-            made[name] = make(*(stored[source] for source in sources))
+            values[name] = repeated([_key(trial)[name] for trial in kept], sizes)
+        elif name in _DERIVED:
+            sources, make = _DERIVED[name]
+            values[name] = make(*(stored[source] for source in sources))
         else:
-            made[name] = stored[name]
-    return pd.DataFrame(made, columns=wanted)
+            values[name] = stored[name]
+    return pd.DataFrame(values, columns=wanted)
 
 
 def _key(trial: TrialRecord) -> dict[str, Any]:

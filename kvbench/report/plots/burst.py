@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINES_MOST: Final = 4
-"""Further connectors and lengths tell the same story."""
+"""Further connectors and lengths look the same."""
 
 
 def burst_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
@@ -40,8 +40,8 @@ def burst_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         grid = figure.subplots(
             len(pairs), 2, squeeze=False, sharey="row", gridspec_kw={"wspace": 0.08, "hspace": 0.6}
         )
-        for axes, (burst, held) in zip(grid, pairs, strict=True):
-            for axis, trial, kind in zip(axes, (burst, held), ("burst", "sustained"), strict=True):
+        for axes, (burst, sustained) in zip(grid, pairs, strict=True):
+            for axis, trial, kind in zip(axes, (burst, sustained), ("burst", "sustained"), strict=True):
                 _draw(axis, trial, light_records(run, trial.trial_id), palette)
                 cell = trial.cell
                 axis.set_title(
@@ -57,13 +57,13 @@ def burst_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
 
 def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
     """(burst, sustained) trials that support the two answers of a cell."""
-    held = {result.cell: result for result in run.cells if result.method == "sustained"}
+    sustained_results = {result.cell: result for result in run.cells if result.method == "sustained"}
     pairs = []
     for result in run.other_cells:
-        if result.method != "burst" or result.cell not in held:
+        if result.method != "burst" or result.cell not in sustained_results:
             continue
         burst = _supporting(run.other_trials, result)
-        sustained = _supporting(run.trials, held[result.cell])
+        sustained = _supporting(run.trials, sustained_results[result.cell])
         if burst is not None and sustained is not None:
             pairs.append((burst, sustained))
     return pairs

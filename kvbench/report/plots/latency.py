@@ -164,7 +164,7 @@ def _computed(
     read: dict[tuple[str, float], Latencies],
     known: Mapping[str, float],
 ) -> dict[str, float]:
-    """The quantile of the trials whose summary does not tell it. ``read``: what was computed already."""
+    """The quantile of the trials whose summary does not have it. ``read``: what was computed already."""
     found = {}
     for trial in rated_trials(run):
         if trial.trial_id not in known:

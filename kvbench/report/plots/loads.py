@@ -72,9 +72,9 @@ def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             for tier, statistic, limit in limits:
                 axis.axhline(limit, color=palette.limit, linewidth=1.2, linestyle=(0, (5, 2)), zorder=1.5)
                 of = f", {statistic.upper()}" if slo_of(run).attainment or statistic == "mean" else ""
-                told = f"{tier or 'SLO'}{of}\n{limit:g} ms"
+                limit_text = f"{tier or 'SLO'}{of}\n{limit:g} ms"
                 axis.annotate(
-                    told, (1, limit), (5, 0), xycoords=("axes fraction", "data"),
+                    limit_text, (1, limit), (5, 0), xycoords=("axes fraction", "data"),
                     textcoords="offset points", color=palette.limit, fontsize=8.5, va="center",
                 )  # fmt: skip
             values = [value for trial in trials for value in _values(trial, name).values()]

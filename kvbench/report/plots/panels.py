@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Lengths = tuple[int, int, int]
-"""What one panel stands for: input and output length in tokens; tensor-parallel size, or 0 if not told."""
+"""What one panel stands for: input and output length in tokens; TP size, or 0 if not reported."""
 
 APART: Final = ("burst", "equal_rate")
 """Methods with a story of their own: a burst's rate is not offered for long, an equal rate was chosen."""

@@ -49,7 +49,7 @@ class Point:
 
 
 def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
-    """A panel per input length; None where the plan does not tell the instances, or no trial has both."""
+    """A panel per input length; None where the plan does not name the instances, or no trial has both."""
     found = points(run)
     if not found:
         return None
@@ -82,20 +82,20 @@ def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
 def points(run: RunFolder) -> dict[Lengths, list[Point]]:
     """The valid trials that have both figures, by input and output length."""
     counts = gpus_by_connector(run)
-    held = {trial.trial_id for _, trial in supporting(run)}
+    supporting_ids = {trial.trial_id for _, trial in supporting(run)}
     found: dict[Lengths, list[Point]] = {}
     for trial in rated_trials(run):
         gpus, tpot_ms = counts.get(trial.cell.connector), trial_value(trial, "tpot_ms_p50")
         output = trial_value(trial, "output_tok_per_s")
         if gpus and tpot_ms and output and trial.verdict != "invalid":
-            met = trial.verdict in ("met", "measured") or trial.trial_id in held
+            met = trial.verdict in ("met", "measured") or trial.trial_id in supporting_ids
             point = Point(trial.cell.connector, 1e3 / tpot_ms, output / gpus, met)
             found.setdefault(lengths_of(trial), []).append(point)
     return found
 
 
 def gpus_by_connector(run: RunFolder) -> dict[str, int]:
-    """Connector → engine instances times tensor-parallel size; empty where the plan does not tell."""
+    """Connector → engine instances times tensor-parallel size; empty where the plan names none."""
     deployment = resolved(run, "deployment")
     settings: Mapping[str, Any] = deployment if isinstance(deployment, Mapping) else {}
     ranks = settings.get("tensor_parallel_size")

@@ -59,12 +59,14 @@ def gates(of: Material) -> Iterator[ReportSection]:
     trials, silent = of.one.run.all_trials, Block(words="No gate had anything to say.")
     found = [(trial.trial_id, finding) for trial in trials for finding in trial.findings]
     if not of.one.is_imported:
-        told = [
+        found_notes = [
             Note(f"`{trial_id}` {each.level}, {each.gate}: {each.message}", each.advice)
             for trial_id, each in found
         ]
         title = "What the gates found, trial by trial"
-        yield ReportSection("gates", title, [Block(notes=told) if told else silent], ("markdown",))
+        yield ReportSection(
+            "gates", title, [Block(notes=found_notes) if found_notes else silent], ("markdown",)
+        )
     if not found:
         yield ReportSection("gates", _GATES, [silent] if trials else [], ("html",))
         return

@@ -30,7 +30,7 @@ from kvbench.results.run import RunFolder
 
 @dataclass(frozen=True)
 class Facts:
-    """One run. ``name`` tells it from others in the same report; empty for a run on its own."""
+    """One run. ``name`` sets it apart from others in the same report; empty for a run on its own."""
 
     run: RunFolder
     name: str = ""
@@ -126,8 +126,8 @@ class Facts:
     @property
     def left_out(self) -> Sequence[Mapping[str, Any]]:
         """What a microbenchmark's matrix dropped, as it makes no sense; what is absent has a row."""
-        told = self.run.plan.get("left_out")
-        return [item for item in told if not item.get("absent")] if isinstance(told, list) else []
+        left_out = self.run.plan.get("left_out")
+        return [item for item in left_out if not item.get("absent")] if isinstance(left_out, list) else []
 
 
 @dataclass(frozen=True)

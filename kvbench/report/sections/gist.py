@@ -64,9 +64,9 @@ def of_transfers(of: Material) -> Iterator[ReportSection]:
 
 def _gist(facts: Facts, table: Table) -> ReportSection:
     mark = mark_of(facts.run)
-    told = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
+    shown_notes = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
     shown = Block(table=table) if table.cells else Block(words="no rows yet")
-    return ReportSection("gist", "", [shown, *([Block(notes=told)] if told else [])])
+    return ReportSection("gist", "", [shown, *([Block(notes=shown_notes)] if shown_notes else [])])
 
 
 _TRIED_KEYS: Final = (
@@ -100,9 +100,9 @@ def _moved(records: Sequence[TransferRecord]) -> Table:
             ways.setdefault((way_text(case), case.nics, case.op), []).append(record)
     rows = []
     for (way, nics, op), mine in ways.items():
-        told = [(record, figures(record, records)) for record in mine if record.status == "ok"]
-        wide = max(told, key=lambda each: each[1].gb_per_s or 0.0, default=None)
-        quick = min(told, key=lambda each: each[1].times.p50 or math.inf, default=None)
+        measured = [(record, figures(record, records)) for record in mine if record.status == "ok"]
+        wide = max(measured, key=lambda each: each[1].gb_per_s or 0.0, default=None)
+        quick = min(measured, key=lambda each: each[1].times.p50 or math.inf, default=None)
         widest = (
             [number(wide[1].gb_per_s), blocks_text(wide[0].case), percent(wide[1].of_memcpy)]
             if wide

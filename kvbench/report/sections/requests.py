@@ -50,17 +50,17 @@ def brief_result(of: Material) -> Iterator[ReportSection]:
 
 def clients(of: Material) -> Iterator[ReportSection]:
     """How good the load generator was, and how much of the time was measuring."""
-    told = [
+    lines = [
         _named(facts, said)
         for facts in of.runs
         for said in (_client_line(facts.run), time_line(facts.run))
         if said
     ]
-    yield ReportSection("client", "", [Block(words=each, style="dim") for each in told])
+    yield ReportSection("client", "", [Block(words=each, style="dim") for each in lines])
 
 
 def _client_line(run: RunFolder) -> str:
-    """What the load generator says of itself: the worst of all trials; empty where nothing was told."""
+    """What the load generator says of itself: the worst of all trials; empty where nothing was reported."""
     trials = [(trial_values(trial), engine_word(trial, "client.stamps")) for trial in run.trials]
 
     def worst(column: str) -> float | None:
@@ -82,25 +82,25 @@ def _client_line(run: RunFolder) -> str:
 def not_comparable(of: Material) -> Iterator[ReportSection]:
     """In what runs differ that were put together all the same."""
     words = "NOT COMPARABLE, put together by --force: the runs differ in"
-    told = Block(words=words, notes=[Note(line) for line in of.differing], style="bold red")
-    yield ReportSection("differ", "", [told] if of.differing else [], apart=True)
+    differences = Block(words=words, notes=[Note(line) for line in of.differing], style="bold red")
+    yield ReportSection("differ", "", [differences] if of.differing else [], apart=True)
 
 
 def concluded(of: Material) -> Iterator[ReportSection]:
     """What the rules say of the loads that were offered as such."""
     for facts in of.runs:
-        told = row_conclusions([facts.run])
+        statements = row_conclusions([facts.run])
         for kind, words in KIND_WORDS.items():
-            if mine := as_notes(each for each in told if each.kind == kind):
+            if mine := as_notes(each for each in statements if each.kind == kind):
                 heading = f"{words.lower()}, {facts.name}" if facts.name else words.lower()
                 yield ReportSection(kind, heading, [Block(notes=mine)])
 
 
 def who_is_ahead(of: Material) -> Iterator[ReportSection]:
-    told = [Note(text) for text in ahead([row for _, row in of.rows()])]
-    if told:
+    notes_ahead = [Note(text) for text in ahead([row for _, row in of.rows()])]
+    if notes_ahead:
         yield ReportSection(
-            "ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=told)]
+            "ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=notes_ahead)]
         )
 
 
@@ -113,9 +113,9 @@ def router(of: Material) -> Iterator[ReportSection]:
 
 def every_note(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
-        if told := notes(facts.run, facts.rows):
+        if found := notes(facts.run, facts.rows):
             yield ReportSection(
-                "notes", f"notes on {facts.name}" if facts.name else "notes", [Block(notes=told)]
+                "notes", f"notes on {facts.name}" if facts.name else "notes", [Block(notes=found)]
             )
 
 
@@ -167,26 +167,26 @@ def methods(of: Material) -> Iterator[ReportSection]:
 
 
 def limits(of: Material) -> Iterator[ReportSection]:
-    told = Block(notes=of.one.limits) if of.one.limits else Block(words="None.")
-    yield ReportSection("notes", "Notes", [told])
+    block = Block(notes=of.one.limits) if of.one.limits else Block(words="None.")
+    yield ReportSection("notes", "Notes", [block])
 
 
 def provenance(of: Material) -> Iterator[ReportSection]:
     """Of read-in results: the files that were read, what they do not say, and what was left out."""
     if not of.one.is_imported:
         return
-    told: Mapping[str, Any] = of.one.run.manifest.get("imported") or {}
+    imported: Mapping[str, Any] = of.one.run.manifest.get("imported") or {}
     read = [
         [
             file.get("name"), file.get("format"), f"{file.get('tool')} {file.get('version') or ''}",
             file.get("lines"), file.get("sha256"),
         ]
-        for file in told.get("files", ())
+        for file in imported.get("files", ())
     ]  # fmt: skip
-    missing = ", ".join(f"{name} ({count})" for name, count in (told.get("missing") or {}).items())
+    missing = ", ".join(f"{name} ({count})" for name, count in (imported.get("missing") or {}).items())
     left = [
         Note(f"{each.get('file')}:{each.get('line')}: {each.get('why')}")
-        for each in told.get("left_out") or ()
+        for each in imported.get("left_out") or ()
     ]
     out = Block(words="Left out, or to be read with care:" if left else "Nothing was left out.", notes=left)
     blocks = [
@@ -213,9 +213,9 @@ def at_supporting_trials(of: Material) -> Iterator[ReportSection]:
         for cost in facts.costs:
             head = f"{cost.cell.connector}, {cost.cell.input_len:,} in, {number(cost.request_rate)} req/s"
             left = f", {cost.left_out} more were not answered both ways" if cost.left_out else ""
-            told = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
+            trials_text = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
             if cost.added:
-                blocks += [Block(head, table=cells.router_cost(cost)), Block(words=told)]
+                blocks += [Block(head, table=cells.router_cost(cost)), Block(words=trials_text)]
             else:
                 blocks.append(Block(head, f"{cost.reason}."))
         yield ReportSection("router", "What the router adds", blocks)
@@ -233,8 +233,8 @@ def searches(of: Material) -> Iterator[ReportSection]:
         return
     tried = list(dict.fromkeys(trial.cell for trial in run.trials))
     blocks = [] if tried else [Block(words="No trial was run.")]
-    if told := time_line(run):
-        blocks.append(Block(words=f"{told}."))
+    if measuring := time_line(run):
+        blocks.append(Block(words=f"{measuring}."))
     header = ["trial", "asked as", "rate", "verdict", "met (%)", "TTFT P50 / P99", "TPOT P50 / P99", "reason"]
     for cell in tried:
         table = of_texts("", header, [_trial_cells(trial) for trial in run.trials_of(cell)])
@@ -257,6 +257,6 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
 
 
 def trials(of: Material) -> Iterator[ReportSection]:
-    table, told = sortable.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
-    blocks = [Block(words=f"{told}." if told else "", table=table)] if table else []
+    table, measuring = sortable.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
+    blocks = [Block(words=f"{measuring}." if measuring else "", table=table)] if table else []
     yield ReportSection("trials", "Trials", blocks)

@@ -50,8 +50,8 @@ def head(of: Material) -> Iterator[ReportSection]:
 
 
 def asked(of: Material) -> Iterator[ReportSection]:
-    if told := _words(of.one):
-        yield ReportSection("asked", "", [Block(notes=told)])
+    if asked_notes := _words(of.one):
+        yield ReportSection("asked", "", [Block(notes=asked_notes)])
 
 
 def findings(of: Material) -> Iterator[ReportSection]:
@@ -85,8 +85,8 @@ def cases(of: Material) -> Iterator[ReportSection]:
     """Every case, with what its columns mean."""
     facts, table = of.one, of.one.cases.table
     legend = Block(notes=[Note(LEGEND)], bullets=False)
-    told = [Block(table=table), legend] if table.cells else [Block(words="no case was measured")]
-    yield ReportSection("cases", "", told, ("terminal",))
+    blocks = [Block(table=table), legend] if table.cells else [Block(words="no case was measured")]
+    yield ReportSection("cases", "", blocks, ("terminal",))
     blocks = [Block(table=table)] if table.cells else []
     yield ReportSection("cases", "Every case", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
     page = sorted_cases(facts.files["transfers"])
@@ -108,7 +108,7 @@ def besides(of: Material) -> Iterator[ReportSection]:
     """What is said of the cases; the answers stand in the findings where there are such."""
     facts = of.one
     models = _notes(models_text(facts.records))
-    told = (
+    parts = (
         ("Notes", "notes", _notes(facts.cases.footnotes)),
         ("Failed", "failed", _notes(facts.cases.errors)),
         ("Not run", "not run", _not_run(facts)),
@@ -116,7 +116,7 @@ def besides(of: Material) -> Iterator[ReportSection]:
         ("", "answers", _notes(answers(facts.records))),
         ("Warnings on the folder", "the folder", _notes(facts.run.warnings)),
     )
-    for title, brief, notes in told:
+    for title, brief, notes in parts:
         if notes:
             yield ReportSection(brief, brief, [Block(notes=notes)], ("terminal",))
         if notes and title:

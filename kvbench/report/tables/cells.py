@@ -181,7 +181,7 @@ _WHICH_PARTS: Final = (
 
 
 def breakdown(rows: Sequence[Row]) -> Table | None:
-    """The parts of the mean TTFT; None if no run tells them."""
+    """The parts of the mean TTFT; None if no run has them."""
     parts = {words: f"ttft_{part}_ms" for part, words in PART_WORDS.items()}
     columns = {"TTFT": "ttft_ms_mean_of_all", **parts}
     shown = [row for row in rows if any(row.values[column] is not None for column in parts.values())]
@@ -215,7 +215,7 @@ _WHICH_CLIENT: Final = (
 
 
 def client(rows: Sequence[Row]) -> Table | None:
-    """How late the load generator was and what it cost; None if no run tells it."""
+    """How late the load generator was and what it cost; None if no run reports it."""
 
     def processes(row: Row) -> str:
         count = row.values["client_workers"]

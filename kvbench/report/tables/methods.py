@@ -30,7 +30,7 @@ from kvbench.results.run import CellResult, RunFolder
 
 def method_tables(run: RunFolder) -> list[Table]:
     """The tables for which the run has anything, in the order in which they are read."""
-    made = (
+    tables = (
         _tiers(run),
         _burst(run),
         _equal_rate(run),
@@ -38,7 +38,7 @@ def method_tables(run: RunFolder) -> list[Table]:
         trace_table(run),
         imported_table(run),
     )
-    return [table for table in made if table.rows]
+    return [table for table in tables if table.rows]
 
 
 # --- burst beside sustained ------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def _burst(run: RunFolder) -> Table:
     for result in run.other_cells:
         if result.method != "burst" or result.status != "done" or not result.answer:
             continue
-        burst, held = read_answer(result.answer), sustained.get(result.cell)
-        rate = read_answer(held.answer) if held and held.answer else None
+        burst, paired = read_answer(result.answer), sustained.get(result.cell)
+        rate = read_answer(paired.answer) if paired and paired.answer else None
         trial = _trial_at(run, result, burst.max_request_rate)
         known = rate.max_request_rate if rate else None
         ratio = burst.max_request_rate / known if burst.max_request_rate and known else None

@@ -132,7 +132,7 @@ class Row:
 def summary_table(run: RunFolder, name: str = "") -> list[Row]:
     """The run's rows, by input length and then in the order in which the connectors were run.
 
-    ``name`` is what tells this run from others in one table; empty for a run on its own.
+    ``name`` sets this run apart from others in one table; empty for a run on its own.
     """
     results = {result.cell: result for result in run.cells}
     # Finished cells first, then one that was cut off.

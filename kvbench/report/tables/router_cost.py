@@ -1,4 +1,4 @@
-"""What the router adds to the time to the first token: the same load through it and past it, compared.
+"""What the router adds to the time to the first token: the same load through it and around it, compared.
 
 Read from a run folder alone: two trials belong together if they are of one cell, offered one rate with
 one seed, and went different ways (``kvbench bench --router-cost`` runs such trials).
@@ -33,7 +33,7 @@ _COLUMNS: Final = ("scheduled_s", "first_token_s", "error")
 
 @dataclass(frozen=True)
 class RouterCost:
-    """TTFT of one cell at one rate through the router and past it, in milliseconds.
+    """TTFT of one cell at one rate through the router and around it, in milliseconds.
 
     ``added`` is empty where nothing can be said, and ``reason`` says why. ``requests`` that are answered both
     ways are compared, warm-up left out; ``left_out`` are those of the same time that are not.

@@ -203,7 +203,7 @@ def as_csv(tables: Sequence[Table]) -> str:
 
 
 def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
-    """``{"rows": […], …}``: all tables' rows, and what is told besides."""
+    """``{"rows": […], …}``: all tables' rows, and what is reported besides."""
     keys = _keys(tables)
     rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
     text = json.dumps({**more, "rows": rows}, default=str)

@@ -162,18 +162,18 @@ def _title(records: Sequence[TransferRecord]) -> str:
 def _cells(record: TransferRecord, run: Sequence[TransferRecord]) -> list[str]:
     case = record.case
     if record.status == "error":
-        # Its cause is told whole below the table.
+        # Its cause stands whole below the table.
         return [case.op, blocks_text(case), *[MISSING] * (len(HEADER) - 3), "FAILED"]
-    told = figures(record, run)
+    measured = figures(record, run)
     return [
         case.op,
         blocks_text(case),
         f"{record.descriptors}" if record.descriptors else MISSING,
-        number(told.gb_per_s),
-        *(_percent(share) for share in (told.of_line_rate, told.of_tcp, told.of_memcpy)),
-        time_text(told.times.p50),
-        time_text(told.times.p99),
-        number(told.cpu_s_per_gb),
+        number(measured.gb_per_s),
+        *(_percent(share) for share in (measured.of_line_rate, measured.of_tcp, measured.of_memcpy)),
+        time_text(measured.times.p50),
+        time_text(measured.times.p99),
+        number(measured.cpu_s_per_gb),
         {True: "ok", False: "WRONG", None: MISSING}[record.verified],
     ]
 
@@ -201,7 +201,7 @@ CASE_KEYS: Final = (
     "backend", "protocol", "op", "block_bytes", "batch_size", "regions", "threads", "nics", "initiators",
     "targets", "memory", "scattered", "merged", "shape",
 )  # fmt: skip
-"""What files tell of a case."""
+"""What files have of a case."""
 _RECORD_KEYS: Final = (
     "calls", "window_s", "nbytes", "logical_bytes", "descriptors", "open_s", "register_s", "connect_s",
     "prepare_s", "initiator_cpu_s", "target_cpu_s",
@@ -210,18 +210,18 @@ _RECORD_KEYS: Final = (
 
 def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str, Any]:
     """One row of tables/transfers.csv: one level, units in the names."""
-    told = figures(record, run)
-    times = told.times
+    measured = figures(record, run)
+    times = measured.times
     return {
         **{key: getattr(record.case, key) for key in CASE_KEYS},
         "initiator_host": record.initiator_host,
         "target_host": record.target_host,
         "status": record.status,
         "error": record.error,
-        "gb_per_s": told.gb_per_s,
-        "of_line_rate": told.of_line_rate,
-        "of_tcp": told.of_tcp,
-        "of_memcpy": told.of_memcpy,
+        "gb_per_s": measured.gb_per_s,
+        "of_line_rate": measured.of_line_rate,
+        "of_tcp": measured.of_tcp,
+        "of_memcpy": measured.of_memcpy,
         "line_rate_gb_per_s": record.line_rate_gb_per_s,
         "call_s_mean": times.mean,
         "call_s_min": times.minimum,
@@ -231,7 +231,7 @@ def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str,
         "call_s_p999": times.p999,
         "call_s_max": times.maximum,
         **{key: getattr(record, key) for key in _RECORD_KEYS},
-        "cpu_s_per_gb": told.cpu_s_per_gb,
+        "cpu_s_per_gb": measured.cpu_s_per_gb,
         "transport": record.transport,
         "library": record.library,
         "verified": record.verified,

@@ -67,7 +67,7 @@ def _state(trial: TrialRecord) -> str:
 
 
 def fixed_tables(run: RunFolder) -> Iterable[Table]:
-    """Three views of the same trials: what varies stands first, what is held stands in front of it."""
+    """Three views of the same trials: what varies stands first, what is fixed stands in front of it."""
     trials = [trial for trial in run.other_trials if trial.method == "fixed"]
     if not trials:
         return
@@ -185,19 +185,19 @@ def _count(value: Any) -> str:
 
 
 def _figures(values: Mapping[str, Any], latency: str) -> str:
-    told = [values[f"{figure}_{latency}_ms"] for figure in ("mean", "median", "p90", "p99")]
-    return " / ".join(number(value) for value in told) if any(value is not None for value in told) else "–"
+    shown = [values[f"{figure}_{latency}_ms"] for figure in ("mean", "median", "p90", "p99")]
+    return " / ".join(number(value) for value in shown) if any(value is not None for value in shown) else "–"
 
 
 # --- traces ----------------------------------------------------------------------------------------
 
 
 def trace_table(run: RunFolder) -> Table:
-    told = run.manifest.get("trace")
+    trace = run.manifest.get("trace")
     trials = [trial for trial in run.trials if trial.method == "trace"]
-    if not isinstance(told, Mapping) or not trials:
+    if not isinstance(trace, Mapping) or not trials:
         return of_method("trace", "", "", (), (), ())
-    own_rate = told.get("request_rate")
+    own_rate = trace.get("request_rate")
     header = [
         "connector", "rate (req/s)", "speed-up", *_SERVE_HEADER, "prefix hits expected (%)",
         "measured, P (%)", "measured, D (%)", "verdict",
@@ -229,9 +229,9 @@ def trace_table(run: RunFolder) -> Table:
             }
         )
     words = (
-        f"{told.get('path')}: {told.get('requests'):,} requests in {number(told.get('duration_s'))} s, "
-        f"{number(told.get('mean_input_len'))} tokens in and {number(told.get('mean_output_len'))} out on "
-        f"average, time scaled by {told.get('time_scale'):g}; the speed-up counts from there. Expected hits "
+        f"{trace.get('path')}: {trace.get('requests'):,} requests in {number(trace.get('duration_s'))} s, "
+        f"{number(trace.get('mean_input_len'))} tokens in and {number(trace.get('mean_output_len'))} out on "
+        f"average, time scaled by {trace.get('time_scale'):g}; the speed-up counts from there. Expected hits "
         "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
     )
     return of_method("trace", "The trace", words, header, shown, rows, (0, 1, 2, 8, 11, 12, 14, 15, 17))

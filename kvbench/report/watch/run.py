@@ -65,11 +65,11 @@ def _follow(watch: RunWatch, console: Console) -> int:
                 live.update(_screen(seen), refresh=True)
             live.update(_screen(seen), refresh=True)
     else:
-        told = 0
+        printed = 0
         while True:
-            for line in seen.log[told:]:
+            for line in seen.log[printed:]:
                 console.print(_log_line(line))
-            told = len(seen.log)
+            printed = len(seen.log)
             if not seen.running:
                 break
             time.sleep(LOOK_S)

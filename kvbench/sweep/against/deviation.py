@@ -1,7 +1,8 @@
 """Loads of a run beside the same loads on another system: how far the two are apart, figure by figure.
 
-``told`` is what the run says. What is ``made`` of the same load is simulated (``kvbench simulate --against``)
-or measured (``kvbench bench --against``), there on an engine that may run slower by a known factor.
+``reported`` is what the run says. The same load is ``reproduced`` by simulating it (``kvbench simulate
+--against``) or measuring it (``kvbench bench --against``), there on an engine that may run slower by a known
+factor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 
 OUTSIDE: Final = 0.10
-"""Made and told are called the same up to so much, as a share of what is told."""
+"""Reproduced and reported are called the same up to so much, as a share of what is reported."""
 FIGURES: Final = (
     "duration_s",
     "request_throughput",
@@ -45,20 +46,20 @@ _SHORT: Final = {SIMULATED: "sim"}
 
 
 @dataclass(frozen=True)
-class Held:
+class Deviation:
     """One figure of one row: what the row says, and what comes of the same load over its draws."""
 
     row: LoadRow
     figure: str
-    told: float
-    made: float
+    reported: float
+    reproduced: float
     least: float
     most: float
 
     @property
     def ratio(self) -> float:
-        """Made / told."""
-        return self.made / self.told
+        """Reproduced / reported."""
+        return self.reproduced / self.reported
 
     @property
     def outside(self) -> bool:
@@ -66,7 +67,7 @@ class Held:
         return abs(self.ratio - 1) > OUTSIDE
 
     def flat(self, word: str) -> dict[str, Any]:
-        """A line of the CSV; ``word`` is the column of what was made."""
+        """A line of the CSV; ``word`` is the column of what was reproduced."""
         return {
             "connector": self.row.cell.connector,
             "protocol": self.row.axes.get("protocol"),
@@ -76,8 +77,8 @@ class Held:
             "nics": self.row.axes.get("nics"),
             "requests": self.row.requests,
             "figure": self.figure,
-            "told": self.told,
-            word: self.made,
+            "told": self.reported,
+            word: self.reproduced,
             "ratio": self.ratio,
             "least": self.least,
             "most": self.most,
@@ -93,7 +94,7 @@ class Account:
 
     run: RunFolder
     scenario: Scenario
-    found: Sequence[Held]
+    found: Sequence[Deviation]
     word: str
     how: str
 
@@ -103,18 +104,19 @@ class Account:
         return _SHORT.get(self.word, self.word)
 
 
-def held_by(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float = 1.0) -> list[Held]:
-    """The row beside what was made of it, once a draw, in the words of ``vllm bench serve``.
+def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float = 1.0) -> list[Deviation]:
+    """The row beside what was reproduced of it, once a draw, in the words of ``vllm bench serve``.
 
     ``scale``: by how much the system is slower than the one that is meant. Times are divided by it, what is
     per second multiplied.
     """
     found = []
     for figure in FIGURES:
-        told, factor = row.get(figure), scale if figure in _PER_SECOND else 1 / scale
-        made = [float(each[figure]) * factor for each in drawn if each.get(figure) is not None]
-        if told and made:
-            found.append(Held(row, figure, told, math.fsum(made) / len(made), min(made), max(made)))
+        reported, factor = row.get(figure), scale if figure in _PER_SECOND else 1 / scale
+        reproduced = [float(each[figure]) * factor for each in drawn if each.get(figure) is not None]
+        if reported and reproduced:
+            mean = math.fsum(reproduced) / len(reproduced)
+            found.append(Deviation(row, figure, reported, mean, min(reproduced), max(reproduced)))
     return found
 
 
@@ -179,16 +181,16 @@ def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
 
 
 def prompt_len(row: LoadRow) -> int:
-    """What the prompts really had, where the row tells their total: data sets are cut at whole lines."""
+    """What the prompts really had, where the row reports their total: data sets are cut at whole lines."""
     total, n = row.get("total_input_tokens"), row.get("completed")
     return round(total / n) if total and n else row.cell.input_len
 
 
-# --- how it is told --------------------------------------------------------------------------------
+# --- how it is shown -------------------------------------------------------------------------------
 
 
-def lines_of(found: Sequence[Held], short: str = "sim") -> tuple[list[str], list[list[str]]]:
-    """Header and lines: a row each, in each figure's cell made / told."""
+def lines_of(found: Sequence[Deviation], short: str = "sim") -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a row each, in each figure's cell reproduced / reported."""
     header = ["row", "input", "offered req/s", *(f"{word} {short} / told" for word in _WORDS)]
     lines = []
     for row in dict.fromkeys(each.row.key for each in found):
@@ -199,32 +201,32 @@ def lines_of(found: Sequence[Held], short: str = "sim") -> tuple[list[str], list
     return header, lines
 
 
-def _cell(each: Held | None) -> str:
-    return "–" if each is None else f"{number(each.made)} / {number(each.told)} = {_ratio(each)}"
+def _cell(each: Deviation | None) -> str:
+    return "–" if each is None else f"{number(each.reproduced)} / {number(each.reported)} = {_ratio(each)}"
 
 
-def _ratio(each: Held) -> str:
+def _ratio(each: Deviation) -> str:
     return f"{each.ratio:.2f}" + (" !" if each.outside else "")
 
 
 def place_of(row: LoadRow) -> str:
-    """``mooncake rdma, 2 NICs, tp 4 at 1,024, 6 req/s``: a row in words, with all that it is told by."""
+    """``mooncake rdma, 2 NICs, tp 4 at 1,024, 6 req/s``: a row in words, with all that it is known by."""
     way = level_text("protocol", row) if row.axes.get("protocol") else ""
     tp = f"tp {row.axes['tp']:g}" if isinstance(row.axes.get("tp"), (int, float)) and way else ""
     more = ", ".join(word for word in (way, tp) if word)
     return row.place().replace(" at ", f" {more} at ", 1) if more else row.place()
 
 
-def off(found: Sequence[Held], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
+def off(found: Sequence[Deviation], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
     """What is outside, the worst first. ``kept_up``: only of rows that kept up, or of those that did not."""
     mine = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
     wrong = sorted((each for each in mine if each.outside), key=lambda each: -abs(each.ratio - 1))
     return [
-        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; told {number(each.told)}, {word} "
+        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; told {number(each.reported)}, {word} "
         + (
             f"{number(each.least)} to {number(each.most)} over the draws of the arrivals"
             if each.least < each.most
-            else number(each.made)
+            else number(each.reproduced)
         )
         for each in wrong
     ]
@@ -236,7 +238,7 @@ def _row(row: LoadRow) -> str:
     return name if not_kept_up(row) is None else f"{name} (saturated)"
 
 
-def _told_off(account: Account) -> Iterator[tuple[str, list[str]]]:
+def _outside(account: Account) -> Iterator[tuple[str, list[str]]]:
     """Headings, and what is outside: first of the rows that a model of a steady state can be held to."""
     found, word = account.found, account.word
     kept, not_kept = off(found, word=word, kept_up=True), off(found, word=word, kept_up=False)
@@ -258,7 +260,7 @@ def write_account(path: Path, account: Account) -> None:
         f"> **{account.word.title()}**: {account.how}",
         account.scenario.description.strip(),
         markdown_table(*lines_of(account.found, account.short)),
-        *("\n".join([f"{words}\n", *(f"- {line}" for line in lines)]) for words, lines in _told_off(account)),
+        *("\n".join([f"{words}\n", *(f"- {line}" for line in lines)]) for words, lines in _outside(account)),
     ]
     with said_clearly(path):
         (path / "tables").mkdir(exist_ok=True)
@@ -278,7 +280,7 @@ def show(account: Account, console: Console) -> None:
         cells = [_ratio(mine[figure]) if figure in mine else "–" for figure in FIGURES]
         shown.add_row(_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells)
     console.print(shown)
-    for heading, lines in _told_off(account):
+    for heading, lines in _outside(account):
         console.print(heading, style="bold", markup=False)
         for line in lines:
             console.print(f"  • {line}", markup=False)

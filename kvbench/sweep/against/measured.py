@@ -30,7 +30,7 @@ from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.sweep.against.deviation import (
     Account,
     arrivals,
-    held_by,
+    deviations_of,
     label_of,
     prompt_len,
     rows_of,
@@ -154,7 +154,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
             )
             results = sweep.run()
     except BaseException:
-        # What ended the run is what is to be told, not that its report cannot be written either.
+        # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.write_report(store.path)
         raise
@@ -171,18 +171,22 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
 
 
 def _account(
-    told: RunFolder, scenario: Scenario, rows: Sequence[LoadRow], made: RunFolder, trial_of: Mapping[str, str]
+    reported: RunFolder,
+    scenario: Scenario,
+    rows: Sequence[LoadRow],
+    measured: RunFolder,
+    trial_of: Mapping[str, str],
 ) -> Account:
     """Each row beside its trial; a trial that was refused is no measure of it."""
-    trials = {trial.trial_id: trial for trial in made.all_trials if trial.verdict != "invalid"}
+    trials = {trial.trial_id: trial for trial in measured.all_trials if trial.verdict != "invalid"}
     scale = time_scale(scenario)
     found = []
     for row in rows:
         trial = trials.get(trial_of.get(row.key, ""))
         if trial is not None:
-            found += held_by(row, [serve_values(trial)], scale)
-    mark = mark_of(made)
-    return Account(told, scenario, found, mark.word if mark else "measured", _how(scenario, scale, mark))
+            found += deviations_of(row, [serve_values(trial)], scale)
+    mark = mark_of(measured)
+    return Account(reported, scenario, found, mark.word if mark else "measured", _how(scenario, scale, mark))
 
 
 def _how(scenario: Scenario, scale: float, mark: Mark | None) -> str:

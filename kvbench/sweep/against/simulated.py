@@ -29,9 +29,9 @@ from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import load_run
 from kvbench.sweep.against.deviation import (
     Account,
-    Held,
+    Deviation,
     arrivals,
-    held_by,
+    deviations_of,
     label_of,
     place_of,
     prompt_len,
@@ -46,9 +46,9 @@ from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 DRAWS: Final = 5
 
 
-def held(
+def compared(
     row: LoadRow, system: System, scenario: Scenario, draws: int = DRAWS
-) -> tuple[list[Held], TrialRecord, list[RequestRecord]]:
+) -> tuple[list[Deviation], TrialRecord, list[RequestRecord]]:
     """The row beside its simulations, one per draw of the arrivals; the trial and requests of the first.
 
     Raises InputError for a request that never fits.
@@ -63,7 +63,7 @@ def held(
         outcome = simulate(system, load)
         drawn.append((outcome.records, outcome.duration_s))
     trials = [_trial(row, records, duration_s) for records, duration_s in drawn]
-    return held_by(row, [serve_values(trial) for trial in trials]), trials[0], drawn[0][0]
+    return deviations_of(row, [serve_values(trial) for trial in trials]), trials[0], drawn[0][0]
 
 
 def _trial(row: LoadRow, records: Sequence[RequestRecord], duration_s: float) -> TrialRecord:
@@ -94,11 +94,11 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)
     store = create_store(output, scenario, source, plan, "simulate")
-    found: list[Held] = []
+    found: list[Deviation] = []
     with store:
         systems = dict(systems_of(scenario))
         for row in rows:
-            mine, trial, records = held(row, systems[label_of(row, scenario)], scenario)
+            mine, trial, records = compared(row, systems[label_of(row, scenario)], scenario)
             store.add_trial(trial, records)
             found += mine
             console.print(f"{place_of(row)}: simulated", markup=False)

@@ -1,4 +1,4 @@
-"""The exact server as a yardstick: starts one, and tells a client's errors from the server's own lateness.
+"""The exact server as a reference: starts one, and parts a client's errors from the server's own lateness.
 
 A first token's true time is what the server's log says: from the kernel's stamp of the request's arrival to
 the moment before the first token's ``write``. A client that sends late, or looks late at what has come,
@@ -33,7 +33,7 @@ LOG_DEADLINE_S: Final = 120.0
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class RunningExactServer:
     """A running exact server."""
 
     url: str
@@ -56,13 +56,13 @@ class Yardstick:
 @contextlib.contextmanager
 def exact_server(
     launcher: LocalLauncher, spec: Mapping[str, Any], name: str = "exact"
-) -> Iterator[Yardstick]:
+) -> Iterator[RunningExactServer]:
     """Starts an exact server and stops it at the end. Raises LaunchError if it does not get ready."""
     wanted = ProcessSpec(name=name, argv=(sys.executable, "-m", EXACT_SERVER_MODULE), spec=spec)
     process = launcher.start(wanted, piped=True)
     try:
         ready = _ready(process)
-        yield Yardstick(str(ready["url"]), bool(ready["kernel_stamps"]), process)
+        yield RunningExactServer(str(ready["url"]), bool(ready["kernel_stamps"]), process)
     finally:
         launcher.stop([process])
 

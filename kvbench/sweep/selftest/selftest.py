@@ -28,7 +28,7 @@ from kvbench.hosts.environment import cgroup_cpu_limit, load_average
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import (
     Errors,
-    Yardstick,
+    RunningExactServer,
     chunks_between,
     errors_of,
     exact_server,
@@ -44,7 +44,7 @@ from kvbench.sweep.selftest.levels import (
     Level,
     Selftest,
 )
-from kvbench.sweep.selftest.undisturbed import calmest
+from kvbench.sweep.selftest.undisturbed import least_disturbed
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
@@ -70,8 +70,8 @@ def measure(
             say(problem)
             continue
         say(f"{wanted} streams: {wanted / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
-        calm = calmest(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
-        levels.append(of_machine(calm.found, calm.host, calm.tries))
+        level = least_disturbed(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
+        levels.append(of_machine(level.found, level.host, level.tries))
     host["load_average_after"] = load_average()
     host["kernel_stamps"] = all(level.stamps == "kernel" for level in levels)
     host["reads_by"] = levels[-1].reads_by if levels else ""
@@ -126,7 +126,7 @@ def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path, 
         return level_of(streams, seconds, result, server.log(), load[0] if load else None)
 
 
-def _alive(server: Yardstick) -> Callable[[], None]:
+def _alive(server: RunningExactServer) -> Callable[[], None]:
     def check() -> None:
         if server.process.poll() is not None:
             raise ProcessDiedError("the exact server died", hint=f"see {server.process.log_path}")
@@ -205,11 +205,11 @@ def command(
     levels = parse_streams(streams)
     if output is not None and not output.parent.is_dir():
         raise InputError(f"there is no folder {output.parent} to write {output.name} into")
-    told = Console(stderr=True, highlight=False) if as_json else console
+    progress = Console(stderr=True, highlight=False) if as_json else console
     folder = Path(tempfile.mkdtemp(prefix="kvbench-selftest-"))
     done = False
     try:
-        found = measure(levels, seconds, folder, lambda text: told.print(text, markup=False))
+        found = measure(levels, seconds, folder, lambda text: progress.print(text, markup=False))
         done = True
     finally:
         if done:  # after trouble the logs stay, with the error that names them

@@ -18,7 +18,7 @@ TRIES: Final = 3
 
 
 @dataclass(frozen=True)
-class Calmest(Generic[Found]):
+class LeastDisturbed(Generic[Found]):
     """What was found, what else the machine did meanwhile, and how many passes it took."""
 
     found: Found
@@ -31,10 +31,12 @@ def disturbance(host: HostFigures) -> str:
     return " and ".join(cpu_taken(host, GateLimits()))
 
 
-def calmest(measure: Callable[[str], Found], label: str, say: Callable[[str], None]) -> Calmest[Found]:
+def least_disturbed(
+    measure: Callable[[str], Found], label: str, say: Callable[[str], None]
+) -> LeastDisturbed[Found]:
     """The first pass that nothing disturbed; of ``TRIES`` disturbed ones the one that was least.
 
-    ``measure`` is told a name of its own for each pass, ``say`` why there is another.
+    ``measure`` gets a name of its own for each pass, ``say`` why there is another.
     """
     passes: list[tuple[Found, HostFigures]] = []
     while len(passes) < TRIES:
@@ -44,9 +46,9 @@ def calmest(measure: Callable[[str], Found], label: str, say: Callable[[str], No
         passes.append((found, host))
         disturbed = disturbance(host)
         if not disturbed:
-            return Calmest(found, host, len(passes))
+            return LeastDisturbed(found, host, len(passes))
         say(f"{label}: {disturbed}{', so it is measured again' if len(passes) < TRIES else ''}")
     found, host = min(
         passes, key=lambda each: (each[1].steal_share or 0.0) + (each[1].other_cpu_share or 0.0)
     )
-    return Calmest(found, host, TRIES)
+    return LeastDisturbed(found, host, TRIES)

@@ -14,7 +14,7 @@ from kvbench.core.gates.evidence_figures import (
     EngineFigures,
     RouterFigures,
 )
-from kvbench.core.metrics.ttft_breakdown import Legs, Phases, hand_off_parts, ttft_breakdown
+from kvbench.core.metrics.ttft_breakdown import Phases, RouterTimes, hand_off_parts, ttft_breakdown
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import Metrics, Sampler, difference, quantile
 from kvbench.sweep.trial.kv_counters import Pages, RoleKv, grown, kv_columns, role_kv, served_requests
@@ -101,7 +101,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
 
 
 def _restarts(pages: Pages) -> float | None:
-    """Instances whose process started between the readings, by the time that Prometheus clients tell."""
+    """Instances whose process started between the readings, by the time that Prometheus clients report."""
     starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
     known = [before != after for before, after in starts if None not in (before, after)]
     return float(sum(known)) if known else None
@@ -151,16 +151,16 @@ def router_figures(before: Reading, after: Reading) -> RouterFigures:
 
 
 def _by_source(pages: Pages, prompt_tokens: float | None, prefix_hits: float | None) -> dict[str, float]:
-    """Prompt tokens by source. Versions before that metric tell them in the external cache's counters,
+    """Prompt tokens by source. Versions before that metric report them in the external cache's counters,
     which count a request again each time it is looked at in the queue: so they are bounded by the prompts.
     """
     counts = {
         source: grown(pages, "vllm:prompt_tokens_by_source_total", source=source) for source in _SOURCES
     }
-    told = {source: count for source, count in counts.items() if count is not None}
+    by_source = {source: count for source, count in counts.items() if count is not None}
     external = grown(pages, "vllm:external_prefix_cache_hits_total")
-    if told or external is None or prompt_tokens is None or not external:
-        return told
+    if by_source or external is None or prompt_tokens is None or not external:
+        return by_source
     cached = min(prefix_hits or 0.0, prompt_tokens)
     external = min(external, prompt_tokens - cached)
     local = prompt_tokens - cached - external
@@ -174,7 +174,7 @@ def engine_summary(
     load: LoadResult,
     logged: Mapping[str, RoleKv] | None = None,
 ) -> dict[str, Any]:
-    """The engine columns of the result table; None where the servers do not tell."""
+    """The engine columns of the result table; None where the servers do not report them."""
     roles = pages_by_role(before, after)
     kv = {role: role_kv(pages) for role, pages in roles.items()}
     if not any(each.source for each in kv.values()):
@@ -187,7 +187,7 @@ def engine_summary(
     kv_ms = columns["kv_transfer_ms_per_request"]
     prefill = phases(roles.get("prefill") or roles.get("aggregated"))
     decode = phases(roles["decode"]) if "decode" in roles else None if "aggregated" in roles else Phases()
-    routed = legs(load.records, before.get("router"), after.get("router"))
+    routed = router_times(load.records, before.get("router"), after.get("router"))
     return {
         **columns,
         "transport": transport_of(after),
@@ -231,7 +231,9 @@ def mean_of(pages: Pages, histogram: str) -> float | None:
     return total / count if total is not None and count else None
 
 
-def legs(records: Sequence[RequestRecord], before: Metrics | None, after: Metrics | None) -> Legs | None:
+def router_times(
+    records: Sequence[RequestRecord], before: Metrics | None, after: Metrics | None
+) -> RouterTimes | None:
     """The router's mean times: from the answered requests that carry them, else from its histograms."""
     timed = [record for record in records if record.ok and record.decode_first_byte_s is not None]
     asked = [record for record in timed if None not in (record.prefill_sent_s, record.decode_sent_s)]
@@ -240,7 +242,7 @@ def legs(records: Sequence[RequestRecord], before: Metrics | None, after: Metric
         turns = [_from(record.prefill_answered_s, record.decode_sent_s) for record in answered]
         in_turn = len(answered) == len(asked) and min(turns) >= 0
         known = [_from(record.prefill_sent_s, record.prefill_answered_s) for record in answered]
-        return Legs(
+        return RouterTimes(
             prefill=fmean(known) if 2 * len(known) > len(asked) else None,
             decode=fmean(_from(record.decode_sent_s, record.decode_first_byte_s) for record in asked),
             hand_off=fmean(turns) if in_turn else None,
@@ -252,7 +254,7 @@ def legs(records: Sequence[RequestRecord], before: Metrics | None, after: Metric
     decode = mean_of(pages, "kvbench:router_decode_first_byte_seconds")
     if prefill is None or decode is None:
         return None
-    return Legs(prefill, decode, mean_of(pages, "kvbench:router_handoff_seconds"))
+    return RouterTimes(prefill, decode, mean_of(pages, "kvbench:router_handoff_seconds"))
 
 
 def _from(begin_s: float | None, end_s: float | None) -> float:
@@ -260,7 +262,7 @@ def _from(begin_s: float | None, end_s: float | None) -> float:
 
 
 def transport_of(pages: Reading) -> str:
-    """The transport that the engines say really ran; empty if none of them tells.
+    """The transport that the engines say really ran; empty if none of them does.
 
     The passive side of a transfer knows only what was configured; the active side's word counts.
     """

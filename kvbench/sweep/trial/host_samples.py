@@ -52,7 +52,7 @@ class Observer:
             self.host = host_figures(self._before, read_host())
         elif error is None:
             self._take(self._ended())
-        else:  # which is what has to be told, not what may come of it here
+        else:  # which is what has to be reported, not what may come of it here
             with contextlib.suppress(KvbenchError):
                 self._ended()
 
@@ -68,19 +68,19 @@ class Observer:
         common = {"trial_id": trial_id, "headers": dict(headers)}
         return {host: {**common, "metrics_urls": urls.get(host, {})} for host in self._launcher.hosts}
 
-    def _take(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        for host, answer in told.items():
+    def _take(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        for host, answer in answers.items():
             for row in answer["rows"]:
                 # Two hosts often call their NICs alike.
                 source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
                 self.rows.append({**row, "source": source, "host": host})
-        self.host = joined({host: figures_of(answer["figures"]) for host, answer in told.items()})
+        self.host = joined({host: figures_of(answer["figures"]) for host, answer in answers.items()})
 
 
-def figures_of(told: Mapping[str, Any]) -> HostFigures:
-    """A host's figures as its agent told them."""
-    nics = {name: NicFigures(**nic) for name, nic in told["nics"].items()}
-    return HostFigures(**{**told, "gpu_slowdowns": tuple(told["gpu_slowdowns"]), "nics": nics})
+def figures_of(figures: Mapping[str, Any]) -> HostFigures:
+    """A host's figures as its agent reported them."""
+    nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
+    return HostFigures(**{**figures, "gpu_slowdowns": tuple(figures["gpu_slowdowns"]), "nics": nics})
 
 
 def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:

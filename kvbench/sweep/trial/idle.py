@@ -1,7 +1,7 @@
 """Is the system idle again? A trial that begins on what another one left behind measures that, too.
 
-Servers may go on with requests that the client has dropped, for minutes. Their own gauges tell when all is
-done. Where they tell none, a single request does: it is as fast again as before the first trial.
+Servers may go on with requests that the client has dropped, for minutes. Their own gauges show when all is
+done. Where they have none, a single request does: it is as fast again as before the first trial.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEADLINE_MOST_S: Final = 600.0
 POLL_S: Final = 0.05
 FIRST_REQUESTS: Final = 3
 AGREE: Final = 2
-"""So many single requests tell how fast one is, and so many in a row must be as fast again: behind a router
+"""So many single requests show how fast one is, and so many in a row must be as fast again: behind a router
 each may reach another instance."""
 SLOWER: Final = 1.5
 SLACK_S: Final = 0.02
@@ -73,7 +73,7 @@ class Idleness:
         return min(max(least, 2.0 * self._left_s), most)
 
     def drained(self, deadline_s: float) -> bool:
-        """Waits until no instance tells of a request; at once where none tells anything. False if that took
+        """Waits until no instance reports a request; at once where none reports anything. False if that took
         too long.
         """
         return self._drained(self._clock.now() + deadline_s)

@@ -57,14 +57,14 @@ def judged(scenario: Scenario, trial: PlannedTrial, load: LoadResult, evidence: 
     """The verdict of gates and live rule together. ``evidence``: the trial's ``evidence_of``, and more."""
     watch, flood = trial.watch, trial.offered.flood
     verdict, reason, findings = _verdict(scenario, trial.plan, evidence, load, watch.main_decision)
-    told = evidence.summary.to_json()
+    summary = evidence.summary.to_json()
     if len(scenario.slo.by_tier()) > 1:
-        told["tiers"] = _by_tier(scenario, trial, evidence, load)
+        summary["tiers"] = _by_tier(scenario, trial, evidence, load)
     if watch.decision is not None:
-        told["live"] = live_json(watch.decision)
+        summary["live"] = live_json(watch.decision)
     if flood is not None:
-        told |= ceiling_figures(load.records, flood, watch.flooded_s)
-    return Judgement(verdict, reason, findings, told)
+        summary |= ceiling_figures(load.records, flood, watch.flooded_s)
+    return Judgement(verdict, reason, findings, summary)
 
 
 def void(

@@ -1,9 +1,9 @@
-"""Where each engine tells how many KV transfers it made, how large they were and how long they took.
+"""Where each engine reports how many KV transfers it made, how large they were and how long they took.
 
 The one place that knows those names. Candidates in order: kvbench's own uniform family (the emulated
 engine), NIXL's and Mooncake's histograms of vLLM, and the log line that vLLM writes every few seconds for
-connectors without metrics (Mooncake before 0.33). The side that moves the bytes tells: D where it pulls,
-P where it pushes; the other side's counters stay at zero. What an engine does not tell is None, never 0.
+connectors without metrics (Mooncake before 0.33). The side that moves the bytes reports: D where it pulls,
+P where it pushes; the other side's counters stay at zero. What an engine does not report is None, never 0.
 
 vLLM counts a transfer per tensor-parallel rank (NIXL), or per rank and batch of requests (Mooncake). So its
 bytes and descriptors are divided by requests: for NIXL by transfers over the whole number of parts that a
@@ -83,7 +83,7 @@ class RoleKv:
 
 
 def grown(pages: Pages, name: str, **labels: str) -> float | None:
-    """Growth of a counter over all instances; None if none of them tells it."""
+    """Growth of a counter over all instances; None if none of them reports it."""
     known = [value for start, end in pages if (value := difference(start, end, name, **labels)) is not None]
     return sum(known) if known else None
 
@@ -132,7 +132,7 @@ def served_requests(pages: Pages) -> Served:
 
 
 def moved_requests(kv: RoleKv, served: Served) -> float | None:
-    """How many requests' KV those transfers were; None if that cannot be told."""
+    """How many requests' KV those transfers were; None if that is not known."""
     if not kv.whole or not kv.transfers:
         return None
     if kv.batches:
@@ -184,15 +184,15 @@ def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
         match = _LINE.search(line)
         if match is None:
             continue
-        told = {name.strip(): float(value) for name, value in _PAIR.findall(match[1])}
-        count = told.get("Num successful transfers", 0.0)
+        pairs = {name.strip(): float(value) for name, value in _PAIR.findall(match[1])}
+        count = pairs.get("Num successful transfers", 0.0)
         seen = True
         sums["transfers"] += count
-        sums["seconds"] += count * told.get("Avg xfer time (ms)", 0.0) / 1e3
-        sums["nbytes"] += count * told.get("Avg MB per transfer", 0.0) * 2**20
-        sums["descriptors"] += count * told.get("Avg number of descriptors", 0.0)
-        sums["failures"] += told.get("Num failed transfers", 0.0) + told.get("Num failed recvs", 0.0)
-        sums["expired"] += told.get("Num KV expired reqs", 0.0)
+        sums["seconds"] += count * pairs.get("Avg xfer time (ms)", 0.0) / 1e3
+        sums["nbytes"] += count * pairs.get("Avg MB per transfer", 0.0) * 2**20
+        sums["descriptors"] += count * pairs.get("Avg number of descriptors", 0.0)
+        sums["failures"] += pairs.get("Num failed transfers", 0.0) + pairs.get("Num failed recvs", 0.0)
+        sums["expired"] += pairs.get("Num KV expired reqs", 0.0)
     if not seen:
         return RoleKv()
     return replace(RoleKv(LOG_SOURCE, whole=whole), **sums)
@@ -209,13 +209,13 @@ class KvLogs:
     def poll(self) -> int:
         """Read on; the number of such lines since the last ``take``."""
         for name, reader in self._readers.items():
-            told = [line for line in reader.drain() if _LINE.search(line)]
-            if told:
-                self._lines.setdefault(name.split("-")[0], []).extend(told)
+            found = [line for line in reader.drain() if _LINE.search(line)]
+            if found:
+                self._lines.setdefault(name.split("-")[0], []).extend(found)
         return sum(map(len, self._lines.values()))
 
     def take(self, *, whole: bool = True) -> dict[str, RoleKv]:
-        """What each role's lines have told since the last call."""
+        """What each role's lines have reported since the last call."""
         self.poll()
         lines, self._lines = self._lines, {}
         return {role: logged_kv(mine, whole=whole) for role, mine in lines.items()}

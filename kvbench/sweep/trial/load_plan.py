@@ -201,8 +201,8 @@ class TrialWatch:
     def progressed(self, progress: Progress) -> bool:
         """Takes in what became known; True if the trial may end."""
         for name, live in self._trials.items():
-            told = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
-            decision = live.feed(progress.t_s, told, progress.waiting_first, progress.sent)
+            seen = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
+            decision = live.feed(progress.t_s, seen, progress.waiting_first, progress.sent)
             if decision is not None:
                 self.decisions.setdefault(name, decision)
         if self._flood is not None:

@@ -1,4 +1,4 @@
-"""What a load generator tells of a load: its progress while it runs, and the whole at its end."""
+"""What a load generator reports of a load: its progress while it runs, and the whole at its end."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class LoadResult:
     client: Mapping[str, Any] = field(default_factory=dict)
 
 
-def joined_progress(told: Sequence[Progress], settled: tuple[Settled, ...]) -> Progress:
-    """The workers' counts together, as each last told them; ``settled`` is what one has just told."""
+def joined_progress(latest: Sequence[Progress], settled: tuple[Settled, ...]) -> Progress:
+    """The workers' counts together, as each last reported them; ``settled`` is what one has just reported."""
     return Progress(
-        t_s=max(each.t_s for each in told),
-        sent=sum(each.sent for each in told),
-        done=sum(each.done for each in told),
-        met=sum(each.met for each in told),
-        missed=sum(each.missed for each in told),
-        in_flight=sum(each.in_flight for each in told),
-        waiting_first=sum(each.waiting_first for each in told),
-        lag_ms=max(each.lag_ms for each in told),
+        t_s=max(each.t_s for each in latest),
+        sent=sum(each.sent for each in latest),
+        done=sum(each.done for each in latest),
+        met=sum(each.met for each in latest),
+        missed=sum(each.missed for each in latest),
+        in_flight=sum(each.in_flight for each in latest),
+        waiting_first=sum(each.waiting_first for each in latest),
+        lag_ms=max(each.lag_ms for each in latest),
         settled=settled,
     )

@@ -34,7 +34,7 @@ PREPARE_DEADLINE_S = 60.0
 """Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
 STOP_DEADLINE_S = 10.0
 SILENT_S = 10.0
-"""A generator tells its progress several times a second: one that has said nothing for so long hangs."""
+"""A generator reports its progress several times a second: one that has said nothing for so long hangs."""
 IDLE_S = 0.1
 """CPU time that one which waits may take in half of that."""
 POLL_S = 0.05
@@ -109,7 +109,7 @@ class LoadGenerator:
     ) -> LoadResult:
         """Offer the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
 
-        Raises ProcessDiedError if a generator itself ends early, KvbenchError past the deadline. However it
+        Raises ProcessDiedError if a generator itself ends early, KvbenchError after the deadline. However it
         ends, all processes and their files of records are gone then.
         """
         try:
@@ -162,12 +162,12 @@ class LoadGenerator:
                         self._spare.prepare()
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
-                told = [each.progress for each in self._workers]
-                if on_progress(joined_progress(told, worker.progress.settled)) and not stopping:
+                latest = [each.progress for each in self._workers]
+                if on_progress(joined_progress(latest, worker.progress.settled)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
-                    self._tell_all("stop")
+                    self._say_to_all("stop")
             elif kind == "end":
                 worker.end = event
                 if all(each.end is not None for each in self._workers):
@@ -194,12 +194,12 @@ class LoadGenerator:
                         raise ended_early(key.data.process)
 
     def _started(self) -> None:
-        """From now on each worker is to tell how it gets on."""
+        """From now on each worker is to report its progress."""
         for worker in self._workers:
             worker.heard_at = time.monotonic()
 
     def _check_workers(self) -> None:
-        """Raises ProcessHungError if a worker that is to tell something tells nothing and does nothing."""
+        """Raises ProcessHungError if a worker that is to report its progress reports and does nothing."""
         for worker in self._workers:
             silent_s = time.monotonic() - worker.heard_at
             if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
@@ -221,7 +221,7 @@ class LoadGenerator:
     def _go(self) -> None:
         """Several start at one moment, which is told to each on the clock of its host."""
         if self._count == 1:
-            self._tell_all("go")
+            self._say_to_all("go")
             return
         ahead_s = {worker.far.host: worker.far.clock_ahead_s for worker in self._workers}
         for worker in self._workers:
@@ -230,7 +230,7 @@ class LoadGenerator:
         for worker in self._workers:
             _say(worker.process, f"go {began + worker.ahead_s:.6f}")
 
-    def _tell_all(self, words: str) -> None:
+    def _say_to_all(self, words: str) -> None:
         for worker in self._workers:
             _say(worker.process, words)
 
@@ -259,7 +259,7 @@ class LoadGenerator:
 
 
 class _Worker:
-    """One process, and what it has told so far."""
+    """One process, and what it has reported so far."""
 
     def __init__(self, process: Process, records_path: Path, far: Far) -> None:
         self.process = process
@@ -295,12 +295,12 @@ class _Worker:
 
     def client(self) -> dict[str, Any]:
         """Its figures of itself, its start on our clock."""
-        told = dict((self.end or {}).get("client", {}))
-        if told.get("started_monotonic_s") is not None:
-            told["started_monotonic_s"] -= self.ahead_s
+        figures = dict((self.end or {}).get("client", {}))
+        if figures.get("started_monotonic_s") is not None:
+            figures["started_monotonic_s"] -= self.ahead_s
         if self.far.host:
-            told |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
-        return told
+            figures |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
+        return figures
 
     def lines(self, data: bytes) -> list[bytes]:
         """The whole lines that these bytes complete."""
@@ -325,12 +325,12 @@ def ended_early(process: Process) -> ProcessDiedError:
 
 def cause_of(lines: Sequence[str]) -> str:
     """What a log's last lines come to in one line: the error that a traceback ends with, or the last."""
-    told = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in told if _ERROR.match(line)]
-    return (errors or told or [""])[-1][:CAUSE_CHARS]
+    stripped = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in stripped if _ERROR.match(line)]
+    return (errors or stripped or [""])[-1][:CAUSE_CHARS]
 
 
 def _say(process: Process, words: str) -> None:
-    with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status tells why
+    with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status says why
         process.stdin.write(words.encode() + b"\n")
         process.stdin.flush()

@@ -31,7 +31,7 @@ LOG_WAIT_S: Final = 2.5
 
 @dataclass(frozen=True)
 class Readings:
-    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric tells.
+    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric has it.
     ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
     """
 
@@ -49,7 +49,7 @@ class Readings:
 
     @property
     def transport(self) -> str:
-        """The transport that really ran, as far as the engines tell."""
+        """The transport that really ran, as far as the engines report it."""
         return transport_of(self.after)
 
     @property
@@ -71,7 +71,7 @@ class Readings:
 
 
 class MetricsReader:
-    """Reads what the engines of one deployment tell of themselves, trial after trial."""
+    """Reads what the engines of one deployment report of themselves, trial after trial."""
 
     def __init__(self, deployment: RunningDeployment) -> None:
         self._deployment = deployment
@@ -91,14 +91,14 @@ class MetricsReader:
         return Readings(before, pages, self._logged_kv(pages), observer.rows, observer.host, slots)
 
     def _reads_logs(self, pages: Reading) -> bool:
-        """Whether KV moves and no engine tells of it in its metrics."""
-        told = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
-        return self._deployment.connector.disaggregated and not any(told)
+        """Whether KV moves and no engine reports it in its metrics."""
+        sources = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
+        return self._deployment.connector.disaggregated and not any(sources)
 
     def _logged_kv(self, pages: Reading) -> dict[str, RoleKv]:
         """What engines without KV metrics log of their transfers since the last call.
 
-        Their lines come at intervals. If they come often, one interval is waited for, so that a trial's
+        Their lines come at seconds. If they come often, one interval is waited for, so that a trial's
         transfers are all counted and no others; if not, only means of a transfer are taken from them.
         """
         if not self._reads_logs(pages):
@@ -113,9 +113,9 @@ class MetricsReader:
         return self._kv_logs.take(whole=whole)
 
     def _log_interval_s(self) -> float:
-        told = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
+        said = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
         try:
-            return float(next(filter(None, told), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
+            return float(next(filter(None, said), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
         except ValueError:
             return DEFAULT_LOG_INTERVAL_S
 
@@ -125,7 +125,7 @@ def kv_bytes_per_request(
 ) -> tuple[float | None, float]:
     """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
 
-    The block size is what the engines tell. None if that, or the model's shape, is not known.
+    The block size is what the engines report. None if that, or the model's shape, is not known.
     """
     shape, deployed = scenario.model.shape, scenario.deployment
     blocks = {role.block_tokens for role in engines.values() if role.block_tokens}

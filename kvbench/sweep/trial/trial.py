@@ -148,7 +148,7 @@ class TrialRunner:
         return min(wanted, n)
 
     def _mode(self, plan: TrialPlan) -> LoadMode | Literal[""]:
-        """By which way the requests go; empty where there is no router to go through or past."""
+        """By which way the requests go; empty where there is no router to choose."""
         if self._deployment.endpoints.direct is None:
             return ""
         return plan.mode or self._scenario.load.mode

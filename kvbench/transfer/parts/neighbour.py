@@ -30,13 +30,13 @@ class Neighbour:
         if self._poll.poll(0):
             raise TransferError("the peer's process has ended")
 
-    def open(self, told: Mapping[str, Any]) -> int:
-        """A descriptor of the file that it told of by ``file_of``."""
+    def open(self, file: Mapping[str, Any]) -> int:
+        """A descriptor of the file that it named by ``file_of``."""
         try:
-            fd = os.open(f"/proc/{self._pid}/fd/{told['fd']}", os.O_RDWR)
+            fd = os.open(f"/proc/{self._pid}/fd/{file['fd']}", os.O_RDWR)
         except OSError as error:
             raise TransferError(f"cannot open the peer's memory: {error}", hint=HERE_FIX) from error
-        if os.fstat(fd).st_ino != told["inode"]:
+        if os.fstat(fd).st_ino != file["inode"]:
             os.close(fd)
             raise TransferError("another process answers in the peer's place", hint=HERE_FIX)
         return fd

@@ -86,7 +86,7 @@ class Exchange:
         self.small = self.send_bytes <= SMALL_BYTES and max(len(self.send), len(self.receive)) <= MAX_BUFFERS
         self.small = self.small and sum(map(len, self.receive)) <= SMALL_BYTES
         self.done = done
-        """Told the outcome, an error or nothing; from whichever thread saw it."""
+        """Gets the outcome, an error or nothing; from whichever thread saw it."""
 
     def begin(self) -> None:
         self.status[0] = 1

@@ -168,17 +168,17 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         plan.job = self._threads.start(lambda: self._move(known, ticket.op, plan))
 
     def _move(self, known: _Peer, op: Op, plan: _Plan) -> None:
-        """In a thread: tell the target, do our part, hear that it has done its own."""
-        channel, number, told = self._channel(known)
+        """In a thread: send the target the plan, do our part, hear that it has done its own."""
+        channel, number, sent = self._channel(known)
         message: dict[str, Any] = {"plan": plan.number, "op": op}
-        if plan.number not in told:
+        if plan.number not in sent:
             message["lanes"] = plan.there
-            told.add(plan.number)
+            sent.add(plan.number)
         way: Way = "send" if op == "write" else "receive"
         channel.ask(message, LIBRARY_LIMIT_S, lambda: known.pair.move(way, plan.here, number))
 
     def _channel(self, known: _Peer) -> tuple[ControlChannel, int, set[int]]:
-        """This thread's channel to that peer, its number, and the plans that were told over it."""
+        """This thread's channel to that peer, its number, and the plans that were sent over it."""
         mine = self._local.__dict__.setdefault("channels", {})
         if id(known) not in mine:
             number = next(self._channel_numbers)

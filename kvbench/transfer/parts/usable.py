@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench import transfer
-from kvbench.core.transfers.cases import Mover
+from kvbench.core.transfers.cases import BackendCapabilities
 from kvbench.hosts.devices import gpus
 from kvbench.hosts.nics import choice as nics
 
 
-def movers() -> list[Mover]:
+def movers() -> list[BackendCapabilities]:
     """Every backend, with what keeps it, or one of its protocols, from running here."""
     lacks = lacking()
     return [_with(backend, lacks[backend.name]) for backend in _known()]
@@ -37,13 +37,13 @@ def lacking() -> dict[str, dict[str, Any]]:
     return found
 
 
-def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Mover]:
+def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[BackendCapabilities]:
     """Every backend, with what keeps it from running on all of these hosts: host → its ``lacking``."""
     found = []
     for backend in _known():
         lacks: dict[str, Any] = {"problem": "", "lacking": {}}
-        for host, told in hosts.items():
-            own = told.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
+        for host, have in hosts.items():
+            own = have.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
             if own["problem"] and not lacks["problem"]:
                 lacks["problem"] = f"{host}: {own['problem']}"
             for protocol, reason in own["lacking"].items():
@@ -52,11 +52,11 @@ def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Move
     return found
 
 
-def _known() -> Iterator[Mover]:
+def _known() -> Iterator[BackendCapabilities]:
     """Every backend as it is where nothing is lacking."""
     for name in transfer.names():
         backend = transfer.get(name)
-        yield Mover(
+        yield BackendCapabilities(
             name,
             backend.protocols,
             backend.ops,
@@ -68,5 +68,5 @@ def _known() -> Iterator[Mover]:
         )
 
 
-def _with(backend: Mover, lacks: Mapping[str, Any]) -> Mover:
+def _with(backend: BackendCapabilities, lacks: Mapping[str, Any]) -> BackendCapabilities:
     return replace(backend, problem=str(lacks["problem"]), lacking=dict(lacks["lacking"]))

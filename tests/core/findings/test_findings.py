@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvbench.core.findings.ahead import Pair, pairs
-from kvbench.core.findings.claims import Claim, held_against, read_claims
+from kvbench.core.findings.claims import Claim, check_claim, read_claims
 from kvbench.core.findings.findings import Statement, conclude, suspicious
 from kvbench.core.findings.load_row import (
     LoadRow,
@@ -82,7 +82,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFol
 
     def of(name: str) -> RunFolder:
         if name not in known:
-            wish = importing.Wish([RECORDED / f"{name}.txt"], name=name)
+            wish = importing.ImportOptions([RECORDED / f"{name}.txt"], name=name)
             with open("/dev/null", "w") as nowhere:
                 importing.command(wish, folder, Console(file=nowhere))
             known[name] = load_run(next(path for path in folder.iterdir() if name in path.name))
@@ -335,20 +335,20 @@ def claim(**more: Any) -> Claim:
 
 def test_claims_are_borne_out_contradicted_or_silent() -> None:
     rows = [make_row("a", figures={"mean_ttft_ms": 100.0}), make_row("b", figures={"mean_ttft_ms": 150.0})]
-    ahead = held_against(claim(ahead="a", behind="b", by_percent=[40, 60]), rows)
+    ahead = check_claim(claim(ahead="a", behind="b", by_percent=[40, 60]), rows)
     assert ahead is not None
     assert ahead.level == "note"
-    behind = held_against(claim(ahead="b", behind="a"), rows)
+    behind = check_claim(claim(ahead="b", behind="a"), rows)
     assert behind is not None
     assert "b is not ahead" in behind.message
-    equal = held_against(claim(equal=True, input_len=[1024]), rows)
+    equal = check_claim(claim(equal=True, input_len=[1024]), rows)
     assert equal is not None
     assert "differ by 50.0%" in equal.message
-    value = held_against(claim(values={"a": 100.4}), rows)
+    value = check_claim(claim(values={"a": 100.4}), rows)
     assert value is not None
     assert value.level == "note"
-    assert held_against(claim(values={"c": 1.0}), rows) is None
-    assert held_against(claim(ahead="a", behind="b", input_len=[9]), rows) is None
+    assert check_claim(claim(values={"c": 1.0}), rows) is None
+    assert check_claim(claim(ahead="a", behind="b", input_len=[9]), rows) is None
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_repeated_runs_tell_who_is_ahead() -> None:
     ]
     pair = one_pair(*rows)
     assert pair.scope == "runs"
-    assert [ratio.figure for ratio in pair.told] == ["mean_ttft_ms"]
+    assert [ratio.figure for ratio in pair.significant] == ["mean_ttft_ms"]
     assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b in mean TTFT 33.0% lower [30.9, 35.1]")
     (ahead,) = [each for each in conclude(rows) if each.kind == "ahead"]
     assert "of repeated runs" in ahead.text
@@ -392,7 +392,7 @@ def test_single_requests_tell_of_two_runs_only() -> None:
     assert pair.scope == "requests"
     assert "of these two runs, not of repeated ones" in pair.text()
     close = one_pair(one, make_row("b", errors=errors, figures={"mean_ttft_ms": 102.0}))
-    assert not close.told
+    assert not close.significant
     assert "every interval allows that they are equal" in close.text()
 
 
@@ -401,7 +401,7 @@ def test_other_models_and_other_rates_are_not_compared() -> None:
     here = make_row("a", errors=errors, setting=RowConditions(model="x"))
     there = make_row("b", errors=errors, setting=RowConditions(model="y"), figures={"mean_ttft_ms": 300.0})
     assert "model: x / y" in one_pair(here, there).text()
-    assert not one_pair(here, there).told
+    assert not one_pair(here, there).significant
     faster = make_row("b", rate=20.0, errors=errors)
     assert "different rates were offered, 10 and 20 req/s" in one_pair(here, faster).text()
 
@@ -420,7 +420,7 @@ def test_equal_settings_are_seldom_told_apart(seed: int) -> None:
     def repeats(name: str) -> list[LoadRow]:
         return [make_row(name, figures={"mean_ttft_ms": float(rng.lognormal(4.6, 0.05))}) for _ in range(3)]
 
-    told = sum(bool(one_pair(*repeats("a"), *repeats("b")).told) for _ in range(60))
+    told = sum(bool(one_pair(*repeats("a"), *repeats("b")).significant) for _ in range(60))
     assert told <= 12  # 5 % of 60 are 3; more than 12 would be a chance of one in 100,000
 
 

@@ -12,14 +12,14 @@ from vllm_pages import Server, histogram
 from kvbench.core.metrics.ttft_breakdown import (
     PART_WORDS,
     PARTS,
-    Legs,
     Phases,
+    RouterTimes,
     hand_off_parts,
     ttft_breakdown,
 )
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import parse_metrics
-from kvbench.sweep.trial.evidence import engine_figures, engine_summary, legs
+from kvbench.sweep.trial.evidence import engine_figures, engine_summary, router_times
 from kvbench.sweep.trial.load_progress import LoadResult
 
 P, D = Phases(0.010, 0.050), Phases(0.004, 0.016, 0.005)
@@ -30,7 +30,7 @@ def total(parts: dict[str, float | None]) -> float:
 
 
 def test_one_after_the_other() -> None:
-    parts = ttft_breakdown(0.100, P, D, Legs(0.065, 0.025, 0.002), 0.008)
+    parts = ttft_breakdown(0.100, P, D, RouterTimes(0.065, 0.025, 0.002), 0.008)
     assert parts == pytest.approx(
         {
             "router": 8,
@@ -47,7 +47,7 @@ def test_one_after_the_other() -> None:
 
 def test_both_at_once() -> None:
     """D's residence holds P's compute, so its own queue is not told apart."""
-    parts = ttft_breakdown(0.100, P, Phases(0.07, 0.015, 0.005), Legs(0.07, 0.095, None), 0.008)
+    parts = ttft_breakdown(0.100, P, Phases(0.07, 0.015, 0.005), RouterTimes(0.07, 0.095, None), 0.008)
     assert parts["decode_queue"] is None
     assert parts["router"] == pytest.approx(5)
     assert parts["hand_off"] == pytest.approx(95 - 60 - 8 - 5)
@@ -68,7 +68,7 @@ def test_without_a_router_its_part_is_in_the_hand_off() -> None:
 
 
 def test_without_transfer_times_they_are_in_decodes_queue() -> None:
-    parts = ttft_breakdown(0.100, P, D, Legs(0.065, 0.025, 0.002), None)
+    parts = ttft_breakdown(0.100, P, D, RouterTimes(0.065, 0.025, 0.002), None)
     assert parts["kv_transfer"] is None
     assert parts["decode_queue"] == pytest.approx(15)
     assert total(parts) == pytest.approx(100)
@@ -98,7 +98,7 @@ def test_the_parts_add_up(
     """Whatever the engines' histograms say, no part is negative and the sum is the TTFT."""
     if at_once:  # D's answer comes after P's
         d_leg = max(d_leg, p_leg)
-    routed = Legs(p_leg, d_leg, None if at_once else turn)
+    routed = RouterTimes(p_leg, d_leg, None if at_once else turn)
     ttft = outside + (d_leg if at_once else p_leg + turn + d_leg)
     parts = ttft_breakdown(ttft, Phases(queue, prefill), Phases(0.0, residence, gap), routed, kv)
     assert all(value is None or value >= 0 for value in parts.values())
@@ -106,9 +106,9 @@ def test_the_parts_add_up(
 
 
 def test_where_a_long_hand_off_lies() -> None:
-    parts = hand_off_parts(P, D, Legs(0.065, 0.025, 0.002))
+    parts = hand_off_parts(P, D, RouterTimes(0.065, 0.025, 0.002))
     assert parts == pytest.approx({"prefill_front_end": 5, "router_turn": 2, "decode_front_end": 5})
-    assert set(hand_off_parts(P, D, Legs(0.065, 0.025, None)).values()) == {None}
+    assert set(hand_off_parts(P, D, RouterTimes(0.065, 0.025, None)).values()) == {None}
 
 
 def record(number: int, **router: float) -> RequestRecord:
@@ -124,17 +124,17 @@ CONCURRENT = {"prefill_sent_s": 0.01, "prefill_answered_s": 0.06, "decode_sent_s
 
 
 def test_legs_from_the_times_of_each_request() -> None:
-    found = legs([record(i, **SEQUENTIAL, decode_first_byte_s=0.09) for i in range(4)], None, None)
+    found = router_times([record(i, **SEQUENTIAL, decode_first_byte_s=0.09) for i in range(4)], None, None)
     assert found is not None
     assert (found.prefill, found.hand_off, found.decode) == pytest.approx((0.05, 0.002, 0.028))
-    found = legs([record(i, **CONCURRENT, decode_first_byte_s=0.09) for i in range(4)], None, None)
+    found = router_times([record(i, **CONCURRENT, decode_first_byte_s=0.09) for i in range(4)], None, None)
     assert found is not None
     assert found.hand_off is None
 
 
 def test_an_answer_of_p_after_decodes_first_byte_is_no_gap() -> None:
     late = {name: time_s for name, time_s in CONCURRENT.items() if name != "prefill_answered_s"}
-    found = legs([record(i, **late, decode_first_byte_s=0.09) for i in range(4)], None, None)
+    found = router_times([record(i, **late, decode_first_byte_s=0.09) for i in range(4)], None, None)
     assert found is not None
     assert (found.prefill, found.hand_off) == (None, None)
     parts = ttft_breakdown(0.1, P, Phases(0.07, 0.015, 0.005), found, 0.008)
@@ -145,9 +145,9 @@ def test_legs_from_the_routers_histograms() -> None:
     names = ("prefill", "handoff", "decode_first_byte")
     lines = [line for name in names for line in histogram(f"kvbench:router_{name}_seconds", 10, 0.5)]
     page, empty = parse_metrics("\n".join(lines) + "\n"), parse_metrics("")
-    assert legs([record(0)], empty, page) == Legs(0.05, 0.05, 0.05)
-    assert legs([record(0)], empty, empty) is None
-    assert legs([record(0)], None, page) is None
+    assert router_times([record(0)], empty, page) == RouterTimes(0.05, 0.05, 0.05)
+    assert router_times([record(0)], empty, empty) is None
+    assert router_times([record(0)], None, page) is None
 
 
 def test_from_vllm_pages_to_the_trials_columns() -> None:

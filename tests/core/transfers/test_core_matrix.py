@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sample_transfers import MOVERS
 
 from kvbench.core.transfers import cases as matrices
-from kvbench.core.transfers.cases import DEFAULT_SIZES, Axes, Mover, build, memory_needed
+from kvbench.core.transfers.cases import DEFAULT_SIZES, Axes, BackendCapabilities, build, memory_needed
 from kvbench.core.units import duration_text, parse_counts, parse_size, parse_sizes, size_text
 from kvbench.errors import InputError
 
@@ -97,7 +97,7 @@ def test_a_backend_without_nics_is_measured_once_and_without() -> None:
 
 
 def test_rdma_is_usual_where_it_is() -> None:
-    mover = Mover("nixl", ("tcp", "rdma"))
+    mover = BackendCapabilities("nixl", ("tcp", "rdma"))
     assert {case.protocol for case in build(Axes(), [mover]).cases} == {"rdma"}
 
 

@@ -51,7 +51,9 @@ def wheel_of(folder: Path, compiler: str) -> set[str]:
 
 def wanted() -> set[str]:
     """All of the package with its templates, and the bundled scenarios within it."""
-    files = [path for path in (ROOT / "kvbench").rglob("*") if path.suffix in (".py", ".pyi", ".typed")]
+    files = [
+        path for path in (ROOT / "kvbench").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".yaml")
+    ]
     files += (ROOT / "kvbench" / "report" / "templates").iterdir()
     scenarios = [f"kvbench/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "scenarios").iterdir()]
     return {path.relative_to(ROOT).as_posix() for path in files} | set(scenarios)

@@ -13,7 +13,7 @@ from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import as_notes, by_kind, statements
-from kvbench.report.findings.transfers import told
+from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import load_run
 
@@ -111,10 +111,10 @@ def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
 
 def test_wrong_data_in_a_transfer_is_told_first() -> None:
     records = load_run(REFERENCE / "microbench").transfer_records()
-    assert not any(each.kind == "suspicious" for each in told(records))
+    assert not any(each.kind == "suspicious" for each in transfer_statements(records))
     last: TransferRecord = records[-1]
     last.verified = False
-    headings = by_kind(told(records))
+    headings = by_kind(transfer_statements(records))
     assert next(iter(headings)) == KIND_WORDS["suspicious"]
     assert "WRONG DATA in 1 case(s)" in headings[KIND_WORDS["suspicious"]][0].text
 

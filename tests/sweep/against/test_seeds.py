@@ -1,4 +1,4 @@
-"""The simulator held against loads that others measured: ``kvbench simulate --against``."""
+"""The simulator compared against loads that others measured: ``kvbench simulate --against``."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kvbench.report.findings.load_rows import load_rows
 from kvbench.results.run import load_run
 from kvbench.sweep.against.deviation import (
     FIGURES,
-    Held,
+    Deviation,
     arrivals,
-    held_by,
+    deviations_of,
     label_of,
     lines_of,
     off,
     place_of,
     rows_of,
 )
-from kvbench.sweep.against.simulated import held, systems_of
+from kvbench.sweep.against.simulated import compared, systems_of
 
 ROOT = Path(__file__).parents[3]
 NOTES = ROOT / "results/reference/seed-notes"
 PAGE = ROOT / "results/reference/seed-pr10884"
 
 
-def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[int, str], Held]:
+def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[int, str], Deviation]:
     scenario, _ = load_scenario(f"seed-h200-{connector}", ())
     system = dict(systems_of(scenario))[connector]
-    found: dict[tuple[int, str], Held] = {}
+    found: dict[tuple[int, str], Deviation] = {}
     for row in rows_of(load_run(NOTES), scenario):
         if row.cell.input_len in lengths:
-            mine, _, _ = held(row, system, scenario)
+            mine, _, _ = compared(row, system, scenario)
             found |= {(row.cell.input_len, each.figure): each for each in mine}
     return found
 
@@ -72,7 +72,7 @@ def test_the_pages_unsaturated_rows_follow_from_the_hand_off_of_that_time(ranks:
     kept_up = [row for row in rows_of(load_run(PAGE), scenario) if not_kept_up(row) is None]
     assert len(kept_up) == rows
     for row in kept_up:
-        found, _, _ = held(row, systems[label_of(row, scenario)], scenario)
+        found, _, _ = compared(row, systems[label_of(row, scenario)], scenario)
         ratios = {each.figure: each.ratio for each in found}
         assert ratios["mean_ttft_ms"] == pytest.approx(1, abs=0.15), place_of(row)
         assert ratios["duration_s"] == pytest.approx(1, abs=0.02), place_of(row)
@@ -82,7 +82,7 @@ def test_kv_that_moves_beside_the_steps_does_not_explain_the_page() -> None:
     scenario, _ = load_scenario("seed-a10-tp4", ["simulate.hand_off=beside", "workload.input_len=[1024]"])
     systems = dict(systems_of(scenario))
     (row, *_) = (row for row in rows_of(load_run(PAGE), scenario) if row.request_rate == 6)
-    found, _, _ = held(row, systems[label_of(row, scenario)], scenario)
+    found, _, _ = compared(row, systems[label_of(row, scenario)], scenario)
     ratios = {each.figure: each.ratio for each in found}
     assert ratios["mean_ttft_ms"] < 0.7
     assert ratios["mean_tpot_ms"] < 0.3
@@ -204,10 +204,10 @@ def test_a_slower_system_is_brought_back(scale: float, figures: dict[str, float]
         name: value / scale if name == "request_throughput" else value * scale
         for name, value in figures.items()
     }
-    found = held_by(row, [slow], scale)
+    found = deviations_of(row, [slow], scale)
     assert [each.figure for each in found] == [name for name in FIGURES if name in figures]
     assert all(each.ratio == pytest.approx(1) and not each.outside for each in found)
-    assert not held_by(row, [], scale)
+    assert not deviations_of(row, [], scale)
 
 
 def test_the_reference_run_on_the_emulated_engine_agrees_with_virtual_time() -> None:
@@ -218,7 +218,7 @@ def test_the_reference_run_on_the_emulated_engine_agrees_with_virtual_time() -> 
     simulated = held_against_notes("mooncake", (1024,))
     assert set(measured) == set(FIGURES)
     for figure, value in measured.items():
-        assert value == pytest.approx(simulated[1024, figure].made, rel=0.05), figure
+        assert value == pytest.approx(simulated[1024, figure].reproduced, rel=0.05), figure
     (trial,) = load_run(folder).other_trials
     scale = load_run(folder).manifest["against"]["time_scale"]
     assert trial.summary["whole_run"]["duration_s"] / scale == pytest.approx(measured["duration_s"])

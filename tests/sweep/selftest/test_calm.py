@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbench.core.gates.evidence_figures import HostFigures
-from kvbench.sweep.selftest.undisturbed import TRIES, calmest, disturbance
+from kvbench.sweep.selftest.undisturbed import TRIES, disturbance, least_disturbed
 
 
 def test_each_pass_has_a_name_and_each_further_one_a_reason() -> None:
@@ -14,7 +14,7 @@ def test_each_pass_has_a_name_and_each_further_one_a_reason() -> None:
         names.append(name)
         return len(names) - 1
 
-    calm = calmest(measure, "work", said.append)
+    calm = least_disturbed(measure, "work", said.append)
     assert names == [f"work-{number}" for number in range(calm.tries)]
     assert 0 <= calm.found < calm.tries <= TRIES
     quiet = not disturbance(calm.host)

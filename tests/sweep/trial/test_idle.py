@@ -19,7 +19,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.selftest.exact_server import Yardstick, exact_server
+from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
@@ -30,7 +30,7 @@ SERVICE_S = 0.05
 
 
 @contextmanager
-def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLauncher, Yardstick]]:
+def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLauncher, RunningExactServer]]:
     """An M/D/1 queue, which works on what clients have dropped."""
     launcher = LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")
     spec = {"queue": "md1", "service_s": SERVICE_S, "output_len": 1, "metrics": metrics}
@@ -39,7 +39,9 @@ def queue_server(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[LocalLaunch
 
 
 @contextmanager
-def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, RunningDeployment, Idleness]]:
+def deployed(
+    tmp_path: Path, *, metrics: bool
+) -> Iterator[tuple[RunningExactServer, RunningDeployment, Idleness]]:
     with queue_server(tmp_path, metrics=metrics) as (launcher, server):
         scenario, _ = resolve(CliOptions(base_url=server.url, input_len="16", output_len=1, ttft_ms=300))
         (planned,) = plan_of(scenario).deployments
@@ -47,7 +49,7 @@ def deployed(tmp_path: Path, *, metrics: bool) -> Iterator[tuple[Yardstick, Runn
             yield server, deployment, Idleness(scenario, deployment, (0.2, 30.0))
 
 
-def drop(server: Yardstick, requests: int) -> float:
+def drop(server: RunningExactServer, requests: int) -> float:
     """Sends so many requests and closes their connections; returns when the queue will have done them."""
     url = urlsplit(server.url)
     body = b'{"model": "exact", "prompt": [1, 2, 3], "max_tokens": 1, "stream": true}'

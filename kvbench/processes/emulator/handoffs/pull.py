@@ -1,7 +1,7 @@
 """The pull handshake (vLLM's NixlConnector): P answers where its blocks lie, D reads them.
 
 Side channel of P: ``agent`` → how to connect; ``renew`` → longer leases; ``release`` → the blocks have been
-read, or are not wanted; it tells which were still held, so that a read that outlived its lease is noticed.
+read, or are not wanted; it answers which were still held, so that a read that outlived its lease is noticed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Peer:
 
 
 class PullConsumer(Handoff):
-    """D: reads blocks, then tells P to let them go."""
+    """D: reads blocks, then lets P free them."""
 
     def __init__(
         self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
@@ -159,7 +159,7 @@ class PullConsumer(Handoff):
         self.spawn(self._load(live))
 
     def on_dropped(self, live: LiveRequest) -> None:
-        # While KV is on its way `_load` cleans up; a request that only waited must tell P itself.
+        # While KV is on its way `_load` cleans up; a request that only waited must notify P itself.
         if live.request.remote_kv and live.request.first_scheduled_s is None:
             self._waiting.pop(live.remote.request_id, None)
             self.spawn(self._let_go(live.remote))
@@ -208,7 +208,7 @@ class PullConsumer(Handoff):
         return peer
 
     async def _let_go(self, source: _Source) -> None:
-        """Tell P that its blocks are not wanted; if it cannot be told, the lease will end."""
+        """Notify P that its blocks are not wanted; if that fails, the lease will end."""
         peer = self._peers.get((source.engine_id, source.address))
         client = peer.client if peer else RpcClient(*source.address)
         try:

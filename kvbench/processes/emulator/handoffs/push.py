@@ -1,6 +1,6 @@
 """The push handshake (vLLM's MooncakeConnector): P and D get the request at once, P writes into D's blocks.
 
-The router names a ``transfer_id``. P's bootstrap server (HTTP, ``GET /query``) tells D the address of P's
+The router names a ``transfer_id``. P's bootstrap server (HTTP, ``GET /query``) gives D the address of P's
 side channel; there D calls ``push`` with its agent and its block ids, and gets an answer when P has written.
 D may come before P's prefill has ended, or even before P has seen the request: P makes the entry and waits.
 """
@@ -228,14 +228,14 @@ class PushConsumer(Handoff):
     def on_dropped(self, live: LiveRequest) -> None:
         # Also while KV is on its way: P may never get the request, and would wait for it up to its deadline.
         if live.request.remote_kv and self._waiting.pop(live.remote.transfer_id, None) is not None:
-            self.spawn(self._tell("release", live.remote, [live.remote.transfer_id]))
+            self.spawn(self._notify("release", live.remote, [live.remote.transfer_id]))
 
     async def _load(self, live: LiveRequest) -> None:
         source: _Source = live.remote
         have = live.request.cached_tokens // self.spec.block_tokens
         try:
             client = await self._client(source)
-            if live.ended:  # its client has gone meanwhile, and P has been told that nobody will ask
+            if live.ended:  # its client has gone meanwhile, and P knows that nobody will ask
                 self.engine.kv_failed(live)
                 return
             ask = {
@@ -274,7 +274,7 @@ class PushConsumer(Handoff):
             client = self._clients.setdefault(key, RpcClient(host, port))
         return client
 
-    async def _tell(self, op: str, source: _Source, names: list[str]) -> None:
+    async def _notify(self, op: str, source: _Source, names: list[str]) -> None:
         try:
             client = await self._client(source)
             await client.call(op, {"ids": names}, self.transfers.timeout_s)
@@ -288,7 +288,7 @@ class PushConsumer(Handoff):
             for live in self._waiting.values():
                 by_peer.setdefault((live.remote.bootstrap, live.remote.engine_id), []).append(live.remote)
             for sources in by_peer.values():
-                self.spawn(self._tell("renew", sources[0], [source.transfer_id for source in sources]))
+                self.spawn(self._notify("renew", sources[0], [source.transfer_id for source in sources]))
 
     async def close(self) -> None:
         await super().close()

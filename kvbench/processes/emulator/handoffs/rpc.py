@@ -1,7 +1,7 @@
 """The side channel between two emulated engines: calls as JSON lines over TCP.
 
 A call is ``{"id", "op", "args"}``; its answer ``{"id", "ok"}`` or ``{"id", "error"}``. While a call is being
-worked on, ``{"id", "alive": true}`` comes every half second, so the caller can tell a slow peer from one that
+worked on, ``{"id", "alive": true}`` comes every half second, so the caller knows a slow peer from one that
 is gone: it waits for silence, not for a total time.
 """
 

@@ -63,10 +63,10 @@ class EngineTransfers:
         seconds = await pacer.end(began, through, result.descriptors) if pacer else result.transfer_s
         self._metrics.transfer.observe(seconds, result.nbytes, result.descriptors)
         self._metrics.blocks_moved += len(local)
-        told = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": seconds}
+        figures = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": seconds}
         if trace is not None:
-            trace.moved(began, op, told)
-        return told
+            trace.moved(began, op, figures)
+        return figures
 
     async def close(self) -> None:
         if self.process is not None:

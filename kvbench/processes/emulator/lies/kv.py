@@ -67,10 +67,10 @@ def claimed_rdma(server: EngineServer) -> None:
     silent_tcp(server)
 
     def infos(original: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-        told = original()
-        if "kvbench:transport" in told:
-            told["kvbench:transport"]["transport"] = "rdma"
-        return told
+        labels = original()
+        if "kvbench:transport" in labels:
+            labels["kvbench:transport"]["transport"] = "rdma"
+        return labels
 
     wrap(server.metrics, "infos", infos)
 

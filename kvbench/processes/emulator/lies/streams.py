@@ -29,28 +29,28 @@ def _in_streams(server: EngineServer, spoil: Callable[[StreamAnswer], None]) -> 
 
 def cut_prompt(server: EngineServer) -> None:
     def halved(usage: Callable[[int], dict[str, Any]], tokens: int) -> dict[str, Any]:
-        told = usage(tokens)
-        return {**told, "prompt_tokens": told["prompt_tokens"] // 2}
+        honest = usage(tokens)
+        return {**honest, "prompt_tokens": honest["prompt_tokens"] // 2}
 
     _in_streams(server, lambda answer: wrap(answer, "usage", halved))
 
 
 def merged_tokens(server: EngineServer) -> None:
     def merge(answer: StreamAnswer) -> None:
-        held: list[str] = []
+        pending: list[str] = []
 
         def event(
             original: Callable[[dict[str, str], str | None], dict[str, Any]],
             content: dict[str, str],
             reason: str | None,
         ) -> dict[str, Any]:
-            told = {"text": "".join([*held, content.get("text", "")])}
-            held.clear()
-            return original(told, reason)
+            merged = {"text": "".join([*pending, content.get("text", "")])}
+            pending.clear()
+            return original(merged, reason)
 
         def on_token(original: Callable[[int, str | None], None], token: int, reason: str | None) -> None:
             if reason is None and (answer.count + 1) % MERGED and answer.count:
-                held.append(f" t{token}")
+                pending.append(f" t{token}")
                 answer.count += 1
             else:
                 answer.plain = False
@@ -62,8 +62,8 @@ def merged_tokens(server: EngineServer) -> None:
     _in_streams(server, merge)
 
 
-class _Held:
-    """A response whose stream is held back until its end."""
+class _Buffered:
+    """A response whose stream waits for its end."""
 
     def __init__(self, response: http1.Response) -> None:
         self._response = response
@@ -82,7 +82,7 @@ class _Held:
 
 def answer_at_once(server: EngineServer) -> None:
     def hold(answer: StreamAnswer) -> None:
-        setattr(answer, "response", _Held(answer.response))  # noqa: B010 - it is no response
+        setattr(answer, "response", _Buffered(answer.response))  # noqa: B010 - it is no response
 
     _in_streams(server, hold)
 

@@ -117,11 +117,11 @@ usual(PyObject *module, PyObject *arguments)
 {
     PyObject *reads, *begin, *after, *counts;
     Py_ssize_t start, index;
-    unsigned int told;
+    unsigned int given;
     if (!PyArg_ParseTuple(arguments, "O!nSSO!I", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts,
-                          &told))
+                          &given))
         return NULL;
-    uint32_t crc = told;
+    uint32_t crc = given;
     if (start < 0)
         return PyErr_Format(PyExc_ValueError, "start is %zd", start);
     for (index = start; index < PyList_GET_SIZE(reads); index++) {

@@ -32,7 +32,7 @@ typedef struct {
     int size;               /* of the table */
     struct stream *streams; /* by descriptor; a log of NULL: none */
     int left;               /* whether a read of this turn filled the buffer, so that more may lie there */
-    int64_t scanned_ns;     /* a look that told of every descriptor that was readable, and all were served */
+    int64_t scanned_ns;     /* a look that reported every descriptor that was readable, and all were served */
     int64_t served_ns;      /* the same, of the last turn: its caller has yet to serve the others */
 } Streams;
 
@@ -68,11 +68,11 @@ receive(int fd, struct times *times)
         return count;
     times->stamp_ns = 0;
     times->read_ns = monotonic_ns();
-    struct cmsghdr *told = CMSG_FIRSTHDR(&message);
-    if (told != NULL && told->cmsg_level == SOL_SOCKET && told->cmsg_type == STAMPING &&
-        told->cmsg_len == CMSG_LEN(STAMP_BYTES)) {
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (header != NULL && header->cmsg_level == SOL_SOCKET && header->cmsg_type == STAMPING &&
+        header->cmsg_len == CMSG_LEN(STAMP_BYTES)) {
         int64_t timespec[2];
-        memcpy(timespec, CMSG_DATA(told), sizeof timespec);
+        memcpy(timespec, CMSG_DATA(header), sizeof timespec);
         times->stamp_ns = timespec[0] * 1000000000 + timespec[1];
     }
     return count;

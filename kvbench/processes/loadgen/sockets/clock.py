@@ -23,7 +23,7 @@ SLACK_NS: Final = 100_000
 """A stamp may be so much before the sending, or after the reading, for the error of comparing two clocks."""
 FEW: Final = 6
 LONGEST_NS: Final = 2**31 - 1
-"""Lags are told in 32 bits."""
+"""Lags are given in 32 bits."""
 STEP_NS: Final = 100_000
 """Real time that moves so much against monotonic time from one beat to the next has been set."""
 
@@ -67,9 +67,9 @@ def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[by
     """When each read's last bytes came, how long they lay before they were read, how much earlier its first
     bytes may have come, and how many stamps are useless.
 
-    ``times``: the ``TIMES`` of each read. Told are an int64 (monotonic ns) and two int32 (ns) a read. A stamp
+    ``times``: the ``TIMES`` of each read. Gives an int64 (monotonic ns) and two int32 (ns) a read. A stamp
     that is missing, from before the request was sent, or from after the read, gives way to the read's own
-    time. Of bytes that came one after the other and are read together, TCP tells the last stamp alone: the
+    time. Of bytes that came one after the other and are read together, TCP gives the last stamp alone: the
     others came after the last time at which nothing lay there, and that is all that is known of them.
     """
     if len(times) <= FEW * TIMES.size:

@@ -49,7 +49,7 @@ class SocketLoop:
         self._empty_ns: dict[int, int] = {}
         """Of each that Python reads: a time at which nothing of it lay unread."""
         self._looked_ns = self._scanned_ns = 0
-        """In Python: the last look for what is readable, and the last that told of all, which was served."""
+        """In Python: the last look for what is readable, and the last that reported all, which was served."""
         self._plain = None if compiled is None else compiled.Streams()
         """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}
@@ -185,7 +185,7 @@ class SocketLoop:
         return others, more
 
     def read(self, fd: int) -> None:
-        """Reads a stream whose descriptor has more to tell than that it is readable."""
+        """Reads a stream whose descriptor has more events than that it is readable."""
         stream = self._streams.get(fd)
         if stream is None:
             return

@@ -68,7 +68,7 @@ class ConnectionPool:
             self.size += 1
             connection.ask_for_stamps()
             self._loop.watch(connection.fd, READABLE, self._watcher(connection))
-        opening.tell(connection, error)
+        opening.opened(connection, error)
 
     def release(self, connection: ServerConnection) -> None:
         """The connection's answer is complete (or it was never used): it may serve again."""
@@ -133,10 +133,10 @@ class ConnectionPool:
         """What the loop's hot path does not handle: stamps of sending, room to write, and the odd ends."""
         owner = connection.owner
         if event & FAILED:
-            told = connection.transmitted()
-            if told is not None:
+            sent = connection.transmitted()
+            if sent is not None:
                 if owner is not None:
-                    owner.transmitted(*told)
+                    owner.transmitted(*sent)
                 event &= ~FAILED
         if event & WRITABLE and connection.flush():
             self._loop.watch(connection.fd, READABLE, self._watcher(connection))
@@ -167,8 +167,8 @@ class ConnectionPool:
 class _Opening:
     """One connection being opened: the host's addresses one after another."""
 
-    def __init__(self, pool: ConnectionPool, loop: SocketLoop, tell: Opened) -> None:
-        self.tell = tell
+    def __init__(self, pool: ConnectionPool, loop: SocketLoop, opened: Opened) -> None:
+        self.opened = opened
         self._pool = pool
         self._server = server = pool.server
         self._loop = loop

@@ -133,7 +133,7 @@ class ServerConnection:
     def send(self, parts: Sequence[bytes]) -> bool:
         """Writes as much as goes without waiting; False if something is left for ``flush``.
 
-        Bytes that cannot be sent because the connection is broken are dropped: reading tells how it ended.
+        Bytes that cannot be sent because the connection is broken are dropped: reading shows how it ended.
         """
         self.unsent = [memoryview(part) for part in parts]
         return self.flush()
@@ -179,7 +179,7 @@ class ServerConnection:
         return (position + 1, stamp) if stamp and position >= 0 else None
 
     def close(self) -> None:
-        """Drops the connection; the kernel tells the server."""
+        """Drops the connection; the kernel notifies the server."""
         self.unsent = []
         self.sock.close()
         self.fd = -1

@@ -2,7 +2,7 @@
 
 - write: the initiator puts objects; ``collect`` at the target asks each initiator over the control channel
   which keys hold the blocks now, and gets them into the registered buffer.
-- read: ``offer`` at the target puts the blocks' present content and tells each initiator the keys; the
+- read: ``offer`` at the target puts the blocks' present content and sends each initiator the keys; the
   initiator gets.
 
 Every start of a write has keys of its own, since a store may keep an old value without a word. Where a
@@ -31,7 +31,7 @@ from kvbench.transfer.parts.threaded import ThreadedEndpoint
 from kvbench.transfer.parts.threads import Job
 
 MAX_THREADS = 64
-# How long a target waits for an initiator to tell its keys, or to hear of new ones. Seconds.
+# How long a target waits for an initiator to send its keys, or to hear of new ones. Seconds.
 ASK_S = 3.0
 COPIES = 16
 

@@ -64,7 +64,7 @@ class StorePeer:
         self.layout = Layout(**agent["layout"])
         self.copies = int(agent["copies"])
         self.greeted = threading.Event()
-        """Set once the target knows this initiator, so that it will be told of offers."""
+        """Set once the target knows this initiator, so that it will hear of offers."""
         self._room = int(agent["store"].get("room", 0))
         self._lock = threading.Lock()
         # By ticket number, the newest.

@@ -111,8 +111,8 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool) -> lis
 
 
 def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
-    told = {(row.axes.get(by), row.axes.get(axis)) for row in rows}
-    return axis != by and len(told) == len({level for level, _ in told})
+    levels = {(row.axes.get(by), row.axes.get(axis)) for row in rows}
+    return axis != by and len(levels) == len({level for level, _ in levels})
 
 
 def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:

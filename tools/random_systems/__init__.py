@@ -1,0 +1,10 @@
+"""Systems drawn at random, their true highest rates, and a process that plays them: to judge a search by.
+
+Nothing here uses the product's own simulations: formulas.py, queues.py and batching.py are written from
+textbooks, so that an error of kvbench is not repeated in what it is measured against. family.py draws a
+system (system.py says what it is), simulate.py answers a trial with it, truth.py says what is to be found,
+and serve.py speaks the protocol of ``kvbench simulate --system COMMAND``.
+
+Three seeds of the family: ``develop`` to work on, ``check`` to look at with each commit, ``release`` for a
+release only. Nothing may ever be tuned to the release seed, nor its systems be looked at one by one.
+"""

@@ -1,0 +1,199 @@
+"""Draws a system: ``draw(seed, index)``. The index says which kind leads, so that each has enough members.
+
+The family is meant to be broader than what anyone has in mind while working on a search. Nothing of it comes
+from a system that a search was developed on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from .dice import Dice, rounded
+from .objectives import draw_slo
+from .system import Batch, Discipline, Disturbances, Form, Service, Slo, System, Workload
+
+SEEDS: Final[Mapping[str, int]] = {"develop": 20261122, "check": 48271, "release": 7919102}
+"""``release`` is run for a release only: never tuned to, never looked at system by system."""
+SIZES: Final[Mapping[str, int]] = {"develop": 60, "check": 60, "release": 120}
+LEADS: Final = (
+    "deterministic", "random", "heavy", "parallel", "sharing", "batching", "preempting", "decode",
+    "bursty", "pauses", "warm-up", "drift", "co-tenants", "noisy", "mixture",
+)  # fmt: skip
+"""The kinds in turn: index 0 is led by the first, index 15 again."""
+EVENLY: Final = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
+"""Steps, modulo 1, that fill a cube evenly (powers of the root of x⁴ = x + 1)."""
+
+
+def seed_of(name: str) -> int:
+    """Of a named seed, or of a number as text. Raises ValueError."""
+    if name in SEEDS:
+        return SEEDS[name]
+    try:
+        seed = int(name)
+    except ValueError:
+        raise ValueError(f"{name!r} is no seed: a number, or {', '.join(SEEDS)}") from None
+    if seed < 0:
+        raise ValueError(f"a seed is 0 or more, not {seed}")
+    return seed
+
+
+def family(name: str) -> list[System]:
+    """All systems of a named seed."""
+    return [draw(SEEDS[name], index) for index in range(SIZES[name])]
+
+
+def draw(seed: int, index: int) -> System:
+    """One system: the same one for the same numbers, on any machine."""
+    lead = LEADS[index % len(LEADS)]
+    dice = Dice(np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, index]))))
+    # Capacity, limit and what the kind is about are spread evenly over its members, from a random beginning.
+    lead_place, round_ = index % len(LEADS), index // len(LEADS)
+    shift = np.random.default_rng([seed, lead_place, 1]).random(len(EVENLY)).tolist()
+    speed, looseness, extent = ((at + step * round_) % 1.0 for at, step in zip(shift, EVENLY, strict=True))
+    name = next((each for each, number in SEEDS.items() if number == seed), str(seed))
+    discipline, servers = _servers(lead, dice, extent)
+    service = _service(lead, dice, extent)
+    workload = _workload(lead, dice, extent)
+    bare = System(
+        name=f"{name}-{index:03d}",
+        kinds=(),
+        discipline=discipline,
+        servers=servers,
+        prefill_s=0.0,
+        service=service,
+        token_s=0.0,
+        slope_s=0.0,
+        batch=None,
+        disturbances=Disturbances(),
+        aborts=dice.chance(0.5),
+        workload=workload,
+        slo=Slo(None, None, 0.9),
+    )
+    timed = _timed(lead, bare, dice, speed)
+    timed = replace(timed, disturbances=_disturbances(lead, dice, extent))
+    system = replace(timed, slo=draw_slo(lead, timed, dice, looseness))
+    return replace(system, kinds=kinds_of(lead, system))
+
+
+def _servers(lead: str, dice: Dice, extent: float) -> tuple[Discipline, int]:
+    if lead in ("batching", "preempting"):
+        return "batching", 1
+    many = round(dice.scale(2, 128)) if dice.chance(0.3) else 1
+    if lead == "parallel":
+        many = round(2 * 64**extent)
+    shares = lead == "sharing" or (lead not in ("parallel", "heavy", "decode") and dice.chance(0.15))
+    return ("sharing" if shares else "fifo"), many
+
+
+def _service(lead: str, dice: Dice, extent: float) -> Service:
+    mixture: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    if lead == "mixture":
+        share, factor = dice.between(0.05, 0.4), dice.scale(2, 20)
+        short = 1 / (1 - share + share * factor)
+        mixture = ((rounded(1 - share), rounded(short)), (share, rounded(factor * short)))
+    if lead == "deterministic" or (lead in ("batching", "preempting") and dice.chance(0.5)):
+        return Service(mixture=mixture)
+    if lead == "heavy":
+        if dice.chance(0.35):
+            return Service("bimodal", dice.between(15, 25))
+        return Service("lognormal", rounded(1.0 + extent))
+    forms: Sequence[Form] = ("deterministic", "exponential", "lognormal", "lognormal")
+    form = dice.one(forms if lead != "random" else forms[1:])
+    if lead in ("parallel", "sharing") and dice.chance(0.3):
+        form = dice.one(("bimodal", "lognormal"))
+    spread = {"lognormal": dice.between(0.2, 1.2), "bimodal": dice.between(10, 25)}.get(form, 0.0)
+    if lead in ("batching", "preempting"):
+        form, spread = "lognormal", dice.between(0.2, 1.0)
+    return Service(form, spread, mixture)
+
+
+def _workload(lead: str, dice: Dice, extent: float) -> Workload:
+    burstiness = 1.0
+    if lead == "bursty":
+        burstiness = rounded(0.2 * 3.5**extent)
+    elif dice.chance(0.1):
+        burstiness = dice.scale(0.5, 4)
+    one_token = lead not in ("batching", "preempting", "decode") and dice.chance(0.1)
+    output_len = 1 if one_token else round(dice.scale(8, 600))
+    return Workload(round(dice.scale(64, 8192)), output_len, burstiness)
+
+
+def _timed(lead: str, bare: System, dice: Dice, speed: float) -> System:
+    """With the times: capacities from 0.05 to 2,000 requests per second, no request beyond some minutes."""
+    length = bare.workload.output_len
+    if bare.discipline == "batching":
+        return replace(bare, batch=_batch(lead, bare.workload, dice))
+    slowest, fastest = max(0.05, bare.servers / 40), min(2000.0, bare.servers / 0.002)
+    capacity = slowest * (fastest / slowest) ** speed
+    prefill_s = rounded(bare.servers / capacity)
+    # All tokens together last between a tenth of a prefill and ten, on a machine that is not slower than all.
+    decode_s = min(prefill_s * dice.scale(0.1, 10), 60.0)
+    token_s = rounded(decode_s / max(length - 1, 1)) if length > 1 else 0.0
+    slope_s = 0.0
+    if length > 1 and (lead == "decode" or dice.chance(0.1)):
+        # Tokens are so many times slower at the capacity, where so many decode.
+        growth = dice.between(1.5, 6)
+        many = max(1.0, capacity * (length - 1) * token_s * growth)
+        slope_s = rounded((growth - 1) * token_s / many)
+    return replace(bare, prefill_s=prefill_s, token_s=token_s, slope_s=slope_s)
+
+
+def _batch(lead: str, workload: Workload, dice: Dice) -> Batch:
+    slots = round(dice.scale(8, 256))
+    length = workload.input_len + workload.output_len
+    room = dice.between(0.2, 0.6) if lead == "preempting" else dice.between(1.1, 3)
+    kv = max(round(slots * length * room), 3 * length)
+    step_s = dice.scale(0.004, 0.05)
+    return Batch(
+        slots=slots,
+        token_budget=max(round(dice.scale(512, 8192)), 2 * slots),
+        kv_tokens=kv,
+        step_s=step_s,
+        sequence_s=rounded(step_s * dice.scale(0.05, 2) / slots),
+        token_s=rounded(step_s * dice.scale(0.3, 10) / 2048),
+    )
+
+
+def _disturbances(lead: str, dice: Dice, extent: float) -> Disturbances:
+    every_s = dice.between(8, 40)
+    return Disturbances(
+        pause_s=rounded(every_s * 0.01 * 10**extent) if lead == "pauses" else 0.0,
+        pause_every_s=every_s,
+        warmup_factor=rounded(1.15 + 0.35 * extent) if lead == "warm-up" else 1.0,
+        drift=rounded(0.003 + 0.017 * extent) if lead == "drift" else 0.0,
+        tenants=rounded(0.1 + 0.3 * extent) if lead == "co-tenants" else 0.0,
+        noise=rounded(0.01 + 0.05 * extent) if lead == "noisy" or dice.chance(0.05) else 0.0,
+    )
+
+
+def kinds_of(lead: str, system: System) -> tuple[str, ...]:
+    """The lead, and everything else that coverage may be asked for."""
+    service, own, slo = system.service, system.disturbances, system.slo
+    told: Sequence[tuple[str, Callable[[], bool]]] = (
+        (system.discipline, lambda: True),
+        (service.form, lambda: True),
+        ("mixture", lambda: len(service.mixture) > 1),
+        ("heavy", lambda: service.second_moment >= math.e),
+        ("one server", lambda: system.batch is None and system.servers == 1),
+        ("up to 16 servers", lambda: 1 < system.servers <= 16),
+        ("up to 128 servers", lambda: system.servers > 16),
+        ("decode slows", lambda: system.slope_s > 0),
+        ("bursty", lambda: system.workload.burstiness < 0.75),
+        ("smooth", lambda: system.workload.burstiness > 1.5),
+        ("noisy", lambda: own.noise > 0),
+        ("aborts", lambda: system.aborts),
+        ("does not abort", lambda: not system.aborts),
+        ("SLO mean", lambda: any(" mean " in limit for limit in slo.limits)),
+        ("SLO percentile", lambda: any(" p" in limit for limit in slo.limits)),
+        ("SLO share", lambda: not slo.limits),
+        ("SLO tail", lambda: slo.attainment >= 0.99 or any(" p99" in limit for limit in slo.limits)),
+        ("SLO TPOT", lambda: slo.tpot_ms is not None or any("tpot" in limit for limit in slo.limits)),
+        ("slow", lambda: system.capacity < 0.5),
+        ("fast", lambda: system.capacity > 200),
+    )
+    return tuple(dict.fromkeys([lead, *(name for name, holds in told if holds())]))

@@ -1,0 +1,274 @@
+"""The highest rate that meets an SLO in steady state, by long simulations.
+
+Common random numbers: a replication draws its requests' work and the shape of its arrivals once, and each
+rate stretches them. The root is bracketed and bisected with few requests, then interpolated in a narrow
+range of rates with many; the standard error is the jackknife's over the replications, and requests are added
+until it is small enough, or there were as many as can be afforded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .clock import Clock
+from .simulate import Jobs, run
+from .system import FloatArray, Slo, System
+
+REPLICATIONS: Final = 8
+FIRST_REQUESTS: Final = 10_000
+"""Of a replication; more where a rare miss is asked for, or a pause must come a few times."""
+GOOD_ERROR: Final = 0.004
+"""Relative standard error of the rate at which no more requests are asked for."""
+ALIKE: Final = 0.6 * REPLICATIONS
+"""Where misses come in a few clumps, so that some replications have all, their error says nothing."""
+DISCARDED: Final = 0.15
+"""Of a replication, at its beginning."""
+AFFORDED: Final = {"fifo": 1_000_000, "sharing": 250_000, "batching": 100_000}
+AFFORDED_LINE: Final = 4_000_000
+"""Requests of a replication at most; the latter for one server, first come first served."""
+RELAXED: Final = 20.0
+"""And so many relaxation times."""
+LIMITS: Final = 100
+"""A replication lasts so many TTFT limits at least."""
+CLIFF: Final = 1.006
+"""Where nobody misses at the lower rate, a root is known when the higher is so near."""
+LEAST_SHARE: Final = 1e-4
+"""Of the capacity: below that no root is looked for."""
+PERIODS: Final = 3
+_LIMIT: Final = re.compile(r"(ttft|tpot)_ms (mean|p([\d.]+)) <= ([\d.e+-]+)")
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A share of requests within limits in seconds, or, ``share`` being None, a mean within its only one."""
+
+    share: float | None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def value(self, ttft: FloatArray, tpot: FloatArray) -> float:
+        """How much of what is allowed is used up: misses / misses allowed, or mean / limit."""
+        if self.share is None:
+            return float(
+                np.mean(ttft / self.ttft_s if self.ttft_s is not None else tpot / (self.tpot_s or 1))
+            )
+        late = np.zeros(len(ttft), np.bool_)
+        if self.ttft_s is not None:
+            late |= ttft > self.ttft_s
+        if self.tpot_s is not None:
+            late |= tpot > self.tpot_s
+        return float(np.mean(late)) / (1.0 - self.share)
+
+
+def criteria(slo: Slo) -> list[Criterion]:
+    """What must hold, all of it. Raises ValueError for a limit in a form that the family does not draw."""
+    if not slo.limits:
+        ttft, tpot = (None if limit is None else limit / 1e3 for limit in (slo.ttft_ms, slo.tpot_ms))
+        return [Criterion(slo.attainment, ttft, tpot)]
+    found = []
+    for limit in slo.limits:
+        match = _LIMIT.fullmatch(limit)
+        if match is None:
+            raise ValueError(f"unknown limit {limit!r}")
+        seconds = float(match[4]) / 1e3
+        share = None if match[2] == "mean" else float(match[3]) / 100
+        found.append(Criterion(share, **{f"{match[1]}_s": seconds}))
+    return found
+
+
+@dataclass(frozen=True)
+class Root:
+    """``rate``: the highest that meets the SLO, 0 if none does. ``error``: relative standard error of it.
+
+    ``slope``: d ln(value of the criterion that binds) / d ln(rate) there.
+    """
+
+    rate: float
+    error: float
+    requests: int
+    slope: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``centre``: ln of the root; ``alike``: how many equal replications they are worth."""
+
+    centre: float
+    error: float
+    slope: float
+    alike: float
+
+
+class Runs:
+    """Replications of one system without what changes with time, ``slowness`` times slower than drawn."""
+
+    def __init__(self, system: System, slowness: float = 1.0) -> None:
+        self._system = system
+        self._slowness = slowness
+        # A system that is slower as a whole, with its limits, is the same one on a slower clock.
+        self._criteria = [
+            Criterion(
+                each.share,
+                None if each.ttft_s is None else each.ttft_s / slowness,
+                None if each.tpot_s is None else each.tpot_s / slowness,
+            )
+            for each in criteria(system.slo)
+        ]
+        self._clock = Clock(system.disturbances)
+        self.simulated = 0
+
+    def values(self, rate: float, requests: int) -> FloatArray:
+        """What Criterion.value says, shape (REPLICATIONS, criteria); ``rate`` of the undisturbed clock."""
+        return np.array([self._one(rate, requests, each) for each in range(REPLICATIONS)])
+
+    def _one(self, rate: float, requests: int, replication: int) -> list[float]:
+        system, load = self._system, self._system.workload
+        own = system.disturbances
+        rng = np.random.default_rng([31, replication])
+        begins = float(rng.random()) * own.pause_every_s if own.pause_s else 0.0
+        work = system.service.draw(requests, np.random.default_rng([37, replication]))
+        shape = load.burstiness
+        at = begins + np.cumsum(rng.gamma(shape, 1 / shape, requests)) / rate
+        jobs = Jobs.alike(at, work, load)
+        first, last = run(system, self._clock, jobs, salt=replication)
+        self.simulated += requests
+        steady = self._steady(at)
+        ttft = (first - at)[steady]
+        tpot = ((last - first) / max(load.output_len - 1, 1))[steady]
+        return [each.value(ttft, tpot) for each in self._criteria]
+
+    def _steady(self, at: FloatArray) -> slice:
+        """Without the beginning; with pauses a whole number of their periods, if there is one."""
+        begin = int(DISCARDED * len(at))
+        own = self._system.disturbances
+        if not own.pause_s:
+            return slice(begin, None)
+        periods = math.floor((float(at[-1]) - float(at[begin])) / own.pause_every_s)
+        if periods < 1:
+            return slice(begin, None)
+        stop = int(np.searchsorted(at, float(at[begin]) + periods * own.pause_every_s))
+        return slice(begin, stop)
+
+    def score(self, values: FloatArray, requests: int) -> float:
+        """ln of the worst criterion's value, pooled over replications; 0 is the limit."""
+        return max(math.log(max(float(values.mean(axis=0).max()), 1e-99)), self._floor(requests))
+
+    def most(self) -> float:
+        """The rate from which on no steady state is, where that is known (inf: it is not)."""
+        own = self._system.disturbances
+        if self._system.batch is not None:
+            return math.inf
+        return self._system.capacity * (1 - own.pause_s / own.pause_every_s - own.tenants)
+
+    def afforded(self) -> int:
+        """Requests of a replication at most."""
+        system = self._system
+        if system.discipline == "fifo" and not system.slope_s and not system.disturbances.tenants:
+            return AFFORDED_LINE if system.servers == 1 else AFFORDED["fifo"]
+        most = AFFORDED["sharing" if system.slope_s else system.discipline]
+        return most // 2 if system.disturbances.tenants and system.discipline != "fifo" else most
+
+    def least(self, rate: float) -> int:
+        """Requests of a replication that show what is asked for at all, at about that rate."""
+        rare = max([40 / (1 - each.share) for each in self._criteria if each.share is not None], default=0.0)
+        own = self._system.disturbances
+        paused = PERIODS * own.pause_every_s * rate / (1 - DISCARDED) if own.pause_s else 0.0
+        # A queue that grows slowly needs many times its limit to be seen.
+        longest = max(each.ttft_s or 0.0 for each in self._criteria)
+        grown = LIMITS * longest * rate
+        return int(min(max(FIRST_REQUESTS, rare, paused, grown), self.afforded()))
+
+    def root(self, near: float | None = None) -> Root:
+        """The root, in requests per second of the slowed clock; see Root. ``near``: where it was before."""
+        low, high = self._bracket() if near is None else self._about(near * self._slowness)
+        if low == 0.0:
+            return Root(0.0, 0.0, self.simulated, 0.0)
+        requests, most = self.least(high), self.afforded()
+        missed = self._log_used(low, requests) > self._floor(requests)
+        while high / low > 1.1 or (not missed and high / low > CLIFF):
+            middle = math.sqrt(low * high)
+            used = self._log_used(middle, requests)
+            low, high = (middle, high) if used <= 0 else (low, middle)
+            missed |= self._floor(requests) < used <= 0
+        centre, wide = math.log(low * high) / 2, math.log(high / low)
+        if not missed:  # a cliff: nobody misses here, and everybody there
+            return Root(math.exp(centre) / self._slowness, wide / math.sqrt(12), self.simulated, math.inf)
+        width = min(0.03, wide)
+        # A queue near its capacity forgets slowly: after 1 / (1 - load)² services or so.
+        free = max(1 - math.exp(centre) / self.most(), 0.01)
+        requests = min(max(requests, round(RELAXED / free**2)), most)
+        while True:
+            fit = self._fit(centre, width, requests)
+            centre, width = fit.centre, min(max(0.25 / max(fit.slope, 1e-3), 0.001), 0.1)
+            sure = fit.alike >= ALIKE
+            if (sure and fit.error <= GOOD_ERROR) or requests >= most:
+                error = fit.error if sure else max(fit.error, 1 / (math.sqrt(fit.alike) * fit.slope))
+                return Root(math.exp(centre) / self._slowness, error, self.simulated, fit.slope)
+            more = (fit.error / GOOD_ERROR) ** 2 * 1.2 if sure else 4
+            requests = int(min(requests * min(max(more, 2), 12), most))
+
+    def _about(self, rate: float) -> tuple[float, float]:
+        """The same as _bracket, where the root is known to be near."""
+        low, high = rate / 1.04, min(rate * 1.04, self.most())
+        kept = self._log_used(low, self.least(low)) <= 0 and (
+            high >= self.most() or self._log_used(high, self.least(high)) > 0
+        )
+        return (low, high) if kept else self._bracket()
+
+    def _log_used(self, rate: float, requests: int) -> float:
+        return self.score(self.values(rate, requests), requests)
+
+    def _floor(self, requests: int) -> float:
+        """The score of runs in which nobody missed."""
+        return math.log(0.5 / (requests * REPLICATIONS))
+
+    def _bracket(self) -> tuple[float, float]:
+        """(a rate that is met, one that is not); (0, 0) if none is met."""
+        high = min(self.most(), 1.3 * self._system.capacity)
+        while high < self.most() and self._log_used(high, self.least(high)) <= 0:
+            high *= 1.5
+        low = high / 2
+        while low > LEAST_SHARE * self._system.capacity:
+            if self._log_used(low, self.least(low)) <= 0:
+                return low, high
+            low, high = low / 2, low
+        return 0.0, 0.0
+
+    def _fit(self, centre: float, width: float, requests: int) -> Fit:
+        """From three rates around ``centre``, moved until the root is among them."""
+        top = math.log(self.most())
+        for _ in range(4):
+            # Beyond the stable rates a run's misses say how long it was.
+            width = min(width, max((top - centre) / 1.5, 0.001))
+            centre = min(centre, top - width)
+            x = centre + width * np.array([-1.0, 0.0, 1.0])
+            table = [self.values(math.exp(at), requests) for at in x.tolist()]
+            root, slope = self._curve(x, table, requests)
+            if slope > 0 and abs(root - centre) <= 1.2 * width:
+                break
+            centre = min(max(root, centre - 4 * width), centre + 4 * width) if slope > 0 else centre
+            width = width if slope > 0 else 2 * width
+        without = [
+            self._curve(x, [np.delete(each, out, axis=0) for each in table], requests)[0]
+            for out in range(REPLICATIONS)
+        ]
+        error = math.sqrt(float(np.var(without)) * (REPLICATIONS - 1))
+        binding = table[1][:, int(table[1].mean(axis=0).argmax())]
+        alike = float(binding.sum() ** 2 / max((binding**2).sum(), 1e-99))
+        return Fit(min(root, top), error, slope, max(alike, 1.0))
+
+    def _curve(self, x: FloatArray, table: list[FloatArray], requests: int) -> tuple[float, float]:
+        """(root of the parabola through the three that is near, slope of the chord)."""
+        y = np.array([self.score(each, requests) for each in table])
+        step = float(x[1] - x[0])
+        slope = float(y[2] - y[0]) / (2 * step)
+        if slope <= 0:
+            return float(x[1]), slope
+        bend = float(y[0] - 2 * y[1] + y[2]) / (2 * step**2) if y[0] > self._floor(requests) else 0.0
+        inside = max(slope**2 - 4 * bend * float(y[1]), 0.0)
+        return float(x[1] - 2 * y[1] / (slope + math.sqrt(inside))), slope

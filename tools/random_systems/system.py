@@ -1,0 +1,252 @@
+"""What a drawn system is: how it serves, what is offered to it, and what it has to keep. Plain data, as JSON.
+
+Times are seconds, lengths tokens, loads shares of one. Everything a system does follows from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Discipline = Literal["fifo", "sharing", "batching"]
+Form = Literal["deterministic", "exponential", "lognormal", "bimodal"]
+
+SLOW_SHARE: Final = 0.01
+"""Of a bimodal service: so many requests take ``spread`` times as long as the others."""
+NORMAL: Final = NormalDist()
+
+
+@dataclass(frozen=True)
+class Service:
+    """Work of a request relative to the mean, which is 1. ``spread``: σ of a lognormal, or the slow factor.
+
+    ``mixture``: (share, factor) of requests that look alike but are longer or shorter inside, as prompts
+    are of which a cache knows a part; the factors' mean is 1.
+    """
+
+    form: Form = "deterministic"
+    spread: float = 0.0
+    mixture: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+
+    @property
+    def fast(self) -> float:
+        """Work of the many requests of a bimodal service."""
+        return 1.0 / (1.0 + SLOW_SHARE * (self.spread - 1.0))
+
+    def draw(self, count: int, rng: np.random.Generator) -> FloatArray:
+        """Work of so many requests. Uses the generator's numbers in one order, whatever the form."""
+        uniform, which = rng.random(count), rng.random(count)
+        if self.form == "exponential":
+            work = -np.log1p(-uniform)
+        elif self.form == "lognormal":
+            work = np.exp(self.spread * rng.standard_normal(count) - self.spread**2 / 2)
+        elif self.form == "bimodal":
+            work = np.where(uniform < SLOW_SHARE, self.fast * self.spread, self.fast)
+        else:
+            work = np.ones(count)
+        shares = np.cumsum([share for share, _ in self.mixture])
+        factors = np.array([factor for _, factor in self.mixture])
+        place = np.minimum(np.searchsorted(shares, which, side="right"), len(factors) - 1)
+        return np.asarray(work * factors[place], np.float64)
+
+    def cdf(self, work: float) -> float:
+        """P(work of a request ≤ work)."""
+        return sum(share * self._cdf(work / factor) for share, factor in self.mixture)
+
+    def _cdf(self, work: float) -> float:
+        if work <= 0:
+            return 0.0
+        edge = work * (1 + 1e-12)  # an atom counts where it stands
+        if self.form == "exponential":
+            return -math.expm1(-work)
+        if self.form == "lognormal":
+            return NORMAL.cdf((math.log(work) + self.spread**2 / 2) / self.spread)
+        if self.form == "bimodal":
+            return (edge >= self.fast) * (1 - SLOW_SHARE) + (edge >= self.fast * self.spread) * SLOW_SHARE
+        return float(edge >= 1.0)
+
+    def mean_within(self, work: float) -> float:
+        """E[min(work of a request, work)]: the integral of 1 − cdf up to there."""
+        return sum(share * factor * self._mean_within(work / factor) for share, factor in self.mixture)
+
+    def _mean_within(self, work: float) -> float:
+        if work <= 0:
+            return 0.0
+        if self.form == "exponential":
+            return -math.expm1(-work)
+        if self.form == "lognormal":
+            below = NORMAL.cdf((math.log(work) - self.spread**2 / 2) / self.spread)
+            return below + work * (1 - self._cdf(work))
+        if self.form == "bimodal":
+            slow = min(work, self.fast * self.spread)
+            return (1 - SLOW_SHARE) * min(work, self.fast) + SLOW_SHARE * slow
+        return min(work, 1.0)
+
+    def quantile(self, share: float) -> float:
+        """The least work that at least this share of the requests stays within."""
+        low, high = 0.0, 1.0
+        while self.cdf(high) < share:
+            high *= 2
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.cdf(middle) >= share else (middle, high)
+        return high
+
+    @property
+    def second_moment(self) -> float:
+        """E[work²]; 1 for a deterministic service."""
+        own = {
+            "deterministic": 1.0,
+            "exponential": 2.0,
+            "lognormal": math.exp(self.spread**2),
+            "bimodal": self.fast**2 * (1 + SLOW_SHARE * (self.spread**2 - 1)),
+        }[self.form]
+        return own * sum(share * factor**2 for share, factor in self.mixture)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """An engine with continuous batching and chunked prefill. A step takes ``step_s``, and ``sequence_s`` for
+    each sequence that decodes, and ``token_s`` for each prompt token of it.
+
+    ``slots``: sequences at most; ``token_budget``: tokens of a step at most; ``kv_tokens``: tokens of KV that
+    fit; where they don't, the sequence admitted last is dropped, and computed anew.
+    """
+
+    slots: int
+    token_budget: int
+    kv_tokens: int
+    step_s: float
+    sequence_s: float
+    token_s: float
+
+    def idle_ttft_s(self, tokens: float) -> float:
+        """Time to the first token of a lone prompt."""
+        return math.ceil(max(tokens, 1) / self.token_budget) * self.step_s + self.token_s * tokens
+
+    def loaded(self, input_len: int, output_len: int) -> tuple[float, float]:
+        """About (highest throughput in requests per second, time of a step there)."""
+        fits = self.kv_tokens / (input_len + output_len / 2)
+        each = 1 + input_len / output_len  # tokens a step for each sequence
+        many = max(1.0, min(self.slots, fits, self.token_budget / each))
+        step = self.step_s + self.sequence_s * many + self.token_s * input_len * many / output_len
+        return many / (output_len * step), step
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """What makes a server another one at another time; everything off by default.
+
+    ``pause_s`` of each ``pause_every_s`` nothing moves (the last of them). ``warmup_factor`` times slower for
+    the first ``warmup_s`` of the virtual clock. ``drift``: slower by this share of the first speed each full
+    minute, up to ``drift_most`` times. ``tenants``: Poisson load of others, as a share of the capacity.
+    ``noise``: σ of the logarithm of a trial's own slowness.
+    """
+
+    pause_s: float = 0.0
+    pause_every_s: float = 30.0
+    warmup_s: float = 60.0
+    warmup_factor: float = 1.0
+    drift: float = 0.0
+    drift_most: float = 1.5
+    tenants: float = 0.0
+    noise: float = 0.0
+
+    def drift_factor(self, at_s: float) -> float:
+        """How many times slower than at first."""
+        return min(1.0 + self.drift * max(0, math.floor(at_s / 60.0)), self.drift_most)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is offered: ``burstiness`` is the gamma shape of the gaps, 1 is Poisson."""
+
+    input_len: int
+    output_len: int
+    burstiness: float
+
+
+@dataclass(frozen=True)
+class Slo:
+    """As a scenario has it: limits on each request for a share of them, or ``limits`` in the short form."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    attainment: float
+    limits: tuple[str, ...] = ()
+
+    def options(self) -> list[str]:
+        """The same as options of ``kvbench sweep``."""
+        words = [] if self.ttft_ms is None else ["--ttft-ms", f"{self.ttft_ms:.12g}"]
+        words += [] if self.tpot_ms is None else ["--tpot-ms", f"{self.tpot_ms:.12g}"]
+        if not self.limits:
+            words += ["--attainment", f"{self.attainment:.12g}"]
+        return words + [word for limit in self.limits for word in ("--slo", limit)]
+
+    def text(self) -> str:
+        """For a table."""
+        parts = [
+            f"{name} ≤ {limit:.4g} ms"
+            for name, limit in (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))
+            if limit is not None
+        ]
+        joint = [f"{self.attainment:.1%}: {', '.join(parts)}"] if parts else []
+        return "; ".join([*joint, *self.limits])
+
+
+@dataclass(frozen=True)
+class System:
+    """One drawn system. Without ``batch``, requests are prefilled by ``servers`` in parallel, ``prefill_s``
+    each on average, and then decode; a token takes ``token_s``, and ``slope_s`` for each further request that
+    decodes. ``aborts``: whether the server drops what its client has cancelled.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    discipline: Discipline
+    servers: int
+    prefill_s: float
+    service: Service
+    token_s: float
+    slope_s: float
+    batch: Batch | None
+    disturbances: Disturbances
+    aborts: bool
+    workload: Workload
+    slo: Slo
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second at most, by prefill (about, with batching); not what meets the SLO."""
+        if self.batch is not None:
+            return self.batch.loaded(self.workload.input_len, self.workload.output_len)[0]
+        return self.servers / self.prefill_s
+
+    def idle_ttft_s(self, work: float = 1.0) -> float:
+        """Time to the first token of a request with that much work alone in the system."""
+        if self.batch is not None:
+            return self.batch.idle_ttft_s(max(1.0, work * self.workload.input_len))
+        return work * self.prefill_s
+
+    @property
+    def idle_tpot_s(self) -> float:
+        """Time per token of a request alone in the system."""
+        return self.token_s if self.batch is None else self.batch.step_s + self.batch.sequence_s
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that could change the true rate."""
+        data = {key: value for key, value in self.to_json().items() if key not in ("name", "kinds", "aborts")}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,209 @@
+"""What there is to be found: the highest rate that meets a drawn system's SLO in steady state.
+
+What is meant: Poisson or gamma arrivals that never end, all requests counted, the share (or mean) over all of
+them. **Warm-up**: the rate once it is over. **Drift**: the rate at a time, as ``Truth.at`` says; a search is
+judged by the time at which it ends. **Pauses and co-tenants**: over all their phases. **Noise** between
+trials: the rate of the median trial, whose factor is 1. A system whose SLO not even a lone request meets has
+none: its rate is 0, and a search should say that it found nothing.
+
+By formula where there is one (formulas.py), else by simulation (roots.py). truth.json keeps those of the
+seeds develop and check by fingerprint; others are computed when they are asked for, and kept in results/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .formulas import Mg1, highest, mg1_mean_wait, mmc_mean, mmc_share
+from .roots import Criterion, Runs, criteria
+from .system import Disturbances, System
+
+PATH: Final = Path(__file__).with_name("truth.json")
+RESULTS: Final = Path(__file__).resolve().parents[2] / "results"
+COMMITTED: Final = ("develop", "check")
+VERSION: Final = 1
+"""Part of what is kept: another way of computing truths makes all of them anew."""
+STEEPEST: Final = 1e6
+"""The slope of a cliff."""
+_ALONE: Final = 1e-9
+"""Below this load a queue is taken for empty."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """``rates[i]`` requests per second where the system is ``slowness[i]`` times slower than at first, or 0.
+
+    ``error``: relative standard error of the first rate; ``slope``: d ln misses / d ln rate there.
+    """
+
+    how: str
+    slowness: tuple[float, ...]
+    rates: tuple[float, ...]
+    error: float
+    slope: float
+    drift: float
+    drift_most: float
+    requests: int
+    seconds: float
+
+    @property
+    def exists(self) -> bool:
+        return self.rates[0] > 0
+
+    def at(self, virtual_s: float) -> float:
+        """The rate at that time of the virtual clock, in requests per second; 0 if there is none."""
+        slow = Disturbances(drift=self.drift, drift_most=self.drift_most).drift_factor(virtual_s)
+        if slow in self.slowness:
+            return self.rates[self.slowness.index(slow)]
+        if not all(self.rates):
+            return float(np.interp(slow, self.slowness, self.rates))
+        # A cubic through the logarithms: the five are known to half a percent, and bend a little.
+        x = np.log(self.slowness)
+        return float(np.exp(np.polyval(np.polyfit(x, np.log(self.rates), 3), math.log(slow))))
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Truth:
+        return cls(**{**data, "slowness": tuple(data["slowness"]), "rates": tuple(data["rates"])})
+
+
+def compute(system: System, before: Truth | None = None) -> Truth:
+    """By formula, or by simulations that take seconds to minutes; less where it is known from ``before``."""
+    start = time.perf_counter()
+    own = system.disturbances
+    steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))
+    slowness = tuple(np.linspace(1.0, own.drift_most, 5).tolist()) if own.drift else (1.0,)
+    rates, hows, errors, slopes, requests = [], [], [], [], 0
+    for place, slow in enumerate(slowness):
+        known = by_formula(steady, slow)
+        if known is not None:
+            how, rate, slope = known
+            error = 0.0
+        else:
+            near = before.rates[place] if before is not None and before.how == "simulation" else None
+            found = Runs(steady, slow).root(near)
+            how, rate, error, slope = "simulation", found.rate, found.error, found.slope
+            requests += found.requests
+        rates.append(float(f"{rate:.7g}"))
+        hows.append(how)
+        errors.append(error)
+        slopes.append(slope)
+    return Truth(
+        hows[0] if rates[0] else "none",
+        slowness,
+        tuple(rates),
+        float(f"{max(errors):.3g}"),
+        min(float(f"{slopes[0]:.3g}"), STEEPEST),
+        own.drift,
+        own.drift_most,
+        requests,
+        round(time.perf_counter() - start, 1),
+    )
+
+
+def compute_again(before: Mapping[str, Truth], system: System) -> Truth:
+    """The same, beginning at what is in ``before`` of it."""
+    return compute(system, before.get(system.fingerprint))
+
+
+def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | None:
+    """(name of the formula, rate, slope) of a system that is ``slow`` times slower; or None."""
+    own = system.disturbances
+    if system.batch or own.pause_s or own.tenants or system.workload.burstiness != 1.0 or system.slope_s:
+        return None
+    service_s = system.prefill_s * slow
+    found: list[tuple[str, float, float]] = []
+    for each in criteria(system.slo):
+        # All requests have the same TPOT: within its limit, or not.
+        if each.tpot_s is not None and system.workload.output_len > 1 and system.token_s * slow > each.tpot_s:
+            return "none", 0.0, 0.0
+        if each.ttft_s is None:
+            continue
+        used = _used(system, each, each.ttft_s / service_s)
+        if used is None:
+            return None
+        name, function = used
+        load = highest(partial(_keeps, function), float(system.servers))
+        found.append((name, load / service_s, _slope(function, load)))
+    return min(found, key=lambda each: each[1]) if found else None
+
+
+def _used(system: System, each: Criterion, limit: float) -> tuple[str, Callable[[float], float]] | None:
+    """(formula, load → how much of what is allowed is used up) for a limit in mean services."""
+    service, servers = system.service, system.servers
+    markov = service.form == "exponential" and len(service.mixture) == 1
+    if each.share is None:
+        if system.discipline == "sharing" or markov:
+            name = "processor sharing, mean" if system.discipline == "sharing" else "M/M/c, mean"
+            return name, lambda load: mmc_mean(servers, load) / limit
+        if servers == 1:
+            return "Pollaczek-Khinchine", lambda load: (1 + mg1_mean_wait(service, load)) / limit
+        return None
+    allowed = 1 - each.share
+    if system.discipline == "sharing":
+        return None
+    if markov:
+        return "M/M/c", lambda load: (1 - mmc_share(servers, load, limit)) / allowed
+    if servers > 1:
+        return None
+    queue = Mg1(service, limit)
+    # The grid's error must not decide whether a lone request is in time.
+    alone = (1 - service.cdf(limit)) / allowed
+    return "M/G/1", lambda load: alone if load < _ALONE else (1 - queue.share(load)) / allowed
+
+
+def _keeps(used: Callable[[float], float], load: float) -> bool:
+    return used(load) <= 1.0
+
+
+def _slope(used: Callable[[float], float], load: float) -> float:
+    """d ln(used) / d ln(load)."""
+    if not load > 0:
+        return 0.0
+    low, high = (max(used(load * (1 + side)), 1e-12) for side in (-1e-3, 1e-3))
+    return math.log(high / low) / 2e-3
+
+
+def path_of(seed: str) -> Path:
+    """Where the truths of a seed are kept: in the repository only those that one may look at."""
+    return PATH if seed in COMMITTED else RESULTS / f"random-systems-{seed}.json"
+
+
+def known(path: Path = PATH) -> dict[str, Truth]:
+    """The kept truths by fingerprint; those that were computed in another way are left out."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    if data.get("version") != VERSION:
+        return {}
+    return {key: Truth.from_json(row) for key, row in data["truths"].items()}
+
+
+def keep(truths: Mapping[str, Truth], path: Path = PATH) -> None:
+    """Writes truths by fingerprint, whole or not at all."""
+    rows = ",\n".join(f'"{key}": {json.dumps(truth.to_json())}' for key, truth in sorted(truths.items()))
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh.write_text(f'{{"version": {VERSION}, "truths": {{\n{rows}\n}}}}\n')
+    fresh.replace(path)
+
+
+def truth_of(system: System, path: Path = PATH) -> Truth:
+    """The kept truth; computed and kept where there is none."""
+    kept = known(path)
+    found = kept.get(system.fingerprint)
+    if found is None:
+        found = compute(system)
+        keep({**known(path), system.fingerprint: found}, path)
+    return found
