@@ -27,6 +27,7 @@ help:
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
+	@echo "make perf-random  the product's whole search on systems drawn at random, by their true rates (PERF_RANDOM_ARGS=)"
 	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
 	@echo "make perf-report  time and memory of a report, and of reading 10 million requests (PERF_REPORT_ARGS=)"
 	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
@@ -88,6 +89,10 @@ perf-router: setup
 
 perf-peers: setup
 	@$(BIN)/python -m tools.perf_peers $(PEERS_ARGS)
+
+.PHONY: perf-random
+perf-random: setup
+	@$(BIN)/python -m tools.random_systems.judge $(PERF_RANDOM_ARGS)
 
 perf-search: setup
 	@$(BIN)/python -m tools.perf_search $(PERF_SEARCH_ARGS)
