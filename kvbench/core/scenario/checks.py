@@ -12,8 +12,12 @@ from pydantic import ValidationError
 from kvbench.core.scenario.host_checks import host_problems
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 
-SHAPELESS: Final = ("external", "system")
-"""Engines that are there before kvbench, or that somebody simulates: nothing is computed from the shape."""
+SHAPELESS: Final = {
+    "external": ("of an external server only one is known", "an external server is there"),
+    "system": ("a simulator has none", "a simulator is somebody else's"),
+}
+"""Engines that nothing is computed of from the model's shape → why it has no direct mode, and no engines to
+count."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
 def _shape(data: Mapping[str, Any]) -> list[DataMistake]:
     model = data.get("model")
     engine = _section(data, "deployment").get("engine", "emulated")
-    if engine in SHAPELESS or not isinstance(model, Mapping) or model.get("layers"):
+    if _shapeless(data) or not isinstance(model, Mapping) or model.get("layers"):
         return []
     if "preset" in model and "layers" not in model:
         return []  # the preset brings them
@@ -140,18 +144,21 @@ def _search(data: Mapping[str, Any]) -> Iterator[DataMistake]:
             yield DataMistake(("search", low), text, ("search", high))
 
 
+def _shapeless(data: Mapping[str, Any]) -> tuple[str, str] | None:
+    engine = _section(data, "deployment").get("engine")  # as written: it may be anything
+    return SHAPELESS.get(engine) if isinstance(engine, str) else None
+
+
 def _load(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    engine = _section(data, "deployment").get("engine")
-    if engine in SHAPELESS and _section(data, "load").get("mode") == "direct":
-        text = f"load.mode direct needs P and D's own URLs, which the {engine} engine does not know"
+    if (why := _shapeless(data)) and _section(data, "load").get("mode") == "direct":
+        text = f"load.mode direct needs P and D's own URLs, and {why[0]}"
         yield DataMistake(("load", "mode"), text)
 
 
 def _engines(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     deployment = _section(data, "deployment")
-    engine = deployment.get("engine")
-    if engine in SHAPELESS and deployment.get("aggregated") is not None:
-        text = f"deployment.aggregated counts engines that kvbench starts, and of {engine} it starts none"
+    if (why := _shapeless(data)) and deployment.get("aggregated") is not None:
+        text = f"deployment.aggregated counts engines that kvbench starts, and {why[1]}"
         yield DataMistake(("deployment", "aggregated"), text, ("deployment", "engine"))
 
 

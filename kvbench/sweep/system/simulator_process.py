@@ -75,6 +75,9 @@ class SimulatorProcess:
 
     def ask(self, question: Mapping[str, Any]) -> bytes:
         """The line that answers a question. Raises ProcessDiedError, ProcessHungError, KvbenchError."""
+        # What came after the last answer was whole may be there by now.
+        with contextlib.suppress(BlockingIOError):
+            self._read += os.read(self._running.stdout.fileno(), READ_BYTES)
         if self._read:
             raise self.nonsense("a line that nobody asked for", bytes(self._read))
         if not self._exchange(question, answered=True):

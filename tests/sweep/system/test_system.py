@@ -267,7 +267,7 @@ WRONG = {
     "words": (ANSWER.replace("AT", '["now"]'), "no time"),
     "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "mean nothing"),
     "an error of its own": (ANSWER.replace("}", ', "error": ["oops"]}'), "http_error"),
-    "two lines": (ANSWER + "; " + ANSWER, "nobody asked for|more than the one line"),
+    "two lines": (ANSWER + "; " + ANSWER, "nobody asked for|more than the one line|1 entries"),
     "dies": ('sys.exit("out of memory")', "ended early .status 1.: out of memory"),
     "no such script": (None, "ended early"),
     "hangs": ("import time; time.sleep(600)", "has not answered within 1 s"),
