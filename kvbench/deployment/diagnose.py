@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvbench.core.records import Finding
-from kvbench.deployment.log_patterns import PATTERNS, Level, Pattern
+from kvbench.deployment.log_patterns import Level, Pattern, patterns
 from kvbench.hosts.log_tail import LogReader
 
 MAX_QUOTE_CHARS: Final = 240
@@ -86,20 +86,16 @@ class Diagnosis:
         )
 
 
-_ORDER: Final = {pattern.key: place for place, pattern in enumerate(PATTERNS)}
-_PATTERN: Final = {pattern.key: pattern for pattern in PATTERNS}
-
-
 def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
     """The causes in these lines, the nearest to the root first; the same cause is reported once.
 
     A line is taken for one cause only, the first in the table that it matches.
     """
     source = source or LogSource()
-    patterns = [pattern for pattern in PATTERNS if source.has(pattern)]
+    possible = [pattern for pattern in patterns().values() if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
     for line in lines:
-        pattern = next((each for each in patterns if each.regex.search(line)), None)
+        pattern = next((each for each in possible if each.regex.search(line)), None)
         if pattern is None:
             continue
         quote = line.strip()[:MAX_QUOTE_CHARS]
@@ -116,7 +112,7 @@ def worst(diagnoses: Iterable[Diagnosis]) -> Diagnosis | None:
 
 
 def _rank(diagnosis: Diagnosis) -> tuple[bool, int]:
-    return not diagnosis.fatal, _ORDER[diagnosis.key]
+    return not diagnosis.fatal, list(patterns()).index(diagnosis.key)
 
 
 @dataclass
@@ -164,7 +160,7 @@ class LogWatch:
 
 def _together(known: Diagnosis | None, new: Diagnosis) -> Diagnosis:
     """One diagnosis of a key and process, with what came before; of some patterns so many are fatal."""
-    pattern = _PATTERN[new.key]
+    pattern = patterns()[new.key]
     count = new.count
     if known is not None:  # what happens once has not happened again if it is said again
         count = max(known.count, count) if pattern.once else known.count + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final, Literal
 
@@ -44,6 +44,10 @@ class Pattern:
 
 
 _TABLE: Final = Path(__file__).with_suffix(".yaml")
-PATTERNS: Final = tuple(
-    Pattern(key, **entry) for key, entry in yaml.safe_load(_TABLE.read_text(encoding="utf-8")).items()
-)
+
+
+@cache
+def patterns() -> dict[str, Pattern]:
+    """The table by its keys, in its order."""
+    table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    return {key: Pattern(key, **entry) for key, entry in table.items()}
