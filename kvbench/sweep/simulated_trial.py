@@ -131,6 +131,16 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
 # -- trials -------------------------------------------------------------------------------------------
 
 
+def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
+    """All that a trial plans to send, without what its prompts share."""
+    timeout_s, offsets = scenario.workload.request_timeout_s, trial.offered.offsets_s.tolist()
+    cell, requests = trial.plan.cell, trial.offered.requests
+    if requests is None:
+        return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
+    lengths = [each.input_len for each in requests], [each.output_len for each in requests]
+    return SimulatedLoad(offsets, *lengths, timeout_s)
+
+
 class SimulatedSite:
     """One deployment on virtual time, and its trials."""
 
@@ -181,20 +191,11 @@ class SimulatedSite:
         return stored(scenario, record, load, self._store)
 
     def _load(self, trial: PlannedTrial) -> SimulatedLoad:
-        timeout_s, offsets = self._scenario.workload.request_timeout_s, trial.offered.offsets_s.tolist()
-        cell, requests = trial.plan.cell, trial.offered.requests
-        if requests is None:
-            return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
-        hashes = None
-        if shares_prefixes(requests):
-            hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
-        return SimulatedLoad(
-            offsets,
-            [each.input_len for each in requests],
-            [each.output_len for each in requests],
-            timeout_s,
-            hashes,
-        )
+        load, requests = simulated_load(self._scenario, trial), trial.offered.requests
+        if requests is None or not shares_prefixes(requests):
+            return load
+        hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
+        return replace(load, hashes=hashes)
 
     def _evidence(self, trial: PlannedTrial, load: LoadResult, outcome: Outcome) -> Evidence:
         """What the gates look at. Host, router and transport are no part of a model, so they stay unknown."""

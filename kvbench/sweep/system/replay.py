@@ -9,20 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvbench.core.records import RequestError, RequestRecord
+from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.sweep.system.answer_check import SystemAnswer
 from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
-
-
-@dataclass(frozen=True)
-class SystemLoad:
-    """What was asked of the system: of each request its send, in seconds since the trial's start, ascending,
-    and its lengths in tokens.
-    """
-
-    arrivals_s: Sequence[float]
-    input_len: Sequence[int]
-    output_len: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -37,20 +27,19 @@ class Replayed:
 
 
 class Replay:
-    """One trial. Requests have ``timeout_s``, and ``grace_s`` to end when the trial is stopped."""
+    """One trial. Requests have ``grace_s`` to end when it is stopped."""
 
-    def __init__(self, load: SystemLoad, answer: SystemAnswer, timeout_s: float, grace_s: float) -> None:
+    def __init__(self, load: SimulatedLoad, answer: SystemAnswer, grace_s: float) -> None:
         self._load = load
         self._answer = answer
-        self._timeout_s = timeout_s
         self._grace_s = grace_s
-        ends = [self._end(index) for index in range(len(load.arrivals_s))]
+        ends = [self._end(index) for index in range(len(load.offsets_s))]
         self._ends_s = [end_s for end_s, _ in ends]
         self._errors = [error for _, error in ends]
         self._firsts_s = [
             end_s if first_s is None else min(max(first_s, arrival_s), end_s)
             for first_s, end_s, arrival_s in zip(
-                answer.first_token_s, self._ends_s, load.arrivals_s, strict=True
+                answer.first_token_s, self._ends_s, load.offsets_s, strict=True
             )
         ]
         """When it no longer waits for a first token."""
@@ -59,7 +48,7 @@ class Replay:
 
     def run(self, watch: Callable[[Progress], bool]) -> Replayed:
         """``watch`` is told the progress, and stops the trial by returning True."""
-        arrivals = self._load.arrivals_s
+        arrivals = self._load.offsets_s
         sent = len(arrivals)
         end_s = max([*self._ends_s, *arrivals[-1:]], default=0.0)
         cut_s = None
@@ -88,12 +77,12 @@ class Replay:
         ends = sorted(indices, key=lambda index: (self._ends_s[index], index))
         ends_s = [self._ends_s[index] for index in ends]
         firsts_s = sorted(self._firsts_s[index] for index in indices)
-        arrivals_s = self._load.arrivals_s[: len(indices)]
+        offsets_s = self._load.offsets_s[: len(indices)]
         told, tick = bisect_right(ends_s, after_s) if after_s else 0, round(after_s / TICK_S)
         while True:
             tick += 1
             now_s = min(tick * TICK_S, end_s)
-            sent, done = bisect_right(arrivals_s, now_s), bisect_right(ends_s, now_s)
+            sent, done = bisect_right(offsets_s, now_s), bisect_right(ends_s, now_s)
             yield Progress(
                 t_s=now_s,
                 sent=sent,
@@ -108,9 +97,9 @@ class Replay:
 
     def _end(self, index: int) -> tuple[float, RequestError]:
         """When and how it ends if it is not cancelled."""
-        answer, arrival_s = self._answer, self._load.arrivals_s[index]
+        answer, arrival_s = self._answer, self._load.offsets_s[index]
         first_s, last_s, error = answer.first_token_s[index], answer.last_token_s[index], answer.errors[index]
-        late_s = arrival_s + self._timeout_s
+        late_s = arrival_s + self._load.timeout_s
         if error:
             told_s = last_s if last_s is not None else first_s
             end_s = arrival_s if told_s is None else max(told_s, arrival_s)
@@ -134,7 +123,7 @@ class Replay:
     def _made(self, index: int) -> RequestRecord:
         """As the load generator writes it: of a request that failed there is what had come by then."""
         load, end_s, error = self._load, self._ends_s[index], self._errors[index]
-        arrival_s, tokens = load.arrivals_s[index], load.output_len[index]
+        arrival_s, tokens = load.offsets_s[index], load.output_len[index]
         record = RequestRecord(
             f"sim-{index}", arrival_s, load.input_len[index], tokens, sent_s=arrival_s, error=error
         )
@@ -153,7 +142,7 @@ class Replay:
     def _detail(self, error: RequestError) -> str:
         if error in ("timeout", "no_answer"):
             part = "nothing of an" if error == "no_answer" else "no complete"
-            return f"{part} answer within {self._timeout_s:g} s"
+            return f"{part} answer within {self._load.timeout_s:g} s"
         if error == "cancelled":
             return "the trial was stopped"
         return "as the system answered" if error else ""
@@ -163,7 +152,7 @@ class Replay:
         first_s, last_s = self._answer.first_token_s[index], self._answer.last_token_s[index]
         if first_s is None:
             return []
-        first_s = max(first_s, self._load.arrivals_s[index])
+        first_s = max(first_s, self._load.offsets_s[index])
         if events := self._answer.events_s[index]:
             return [max(each, first_s) for each in events]
         if last_s is None or self._load.output_len[index] < 2:

@@ -16,14 +16,15 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.errors import ServerError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
-from kvbench.sweep.simulated_trial import IDLE_CLIENT
+from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.system.answer_check import SystemAnswer, read_answer
-from kvbench.sweep.system.replay import Replay, Replayed, SystemLoad
+from kvbench.sweep.system.replay import Replay, Replayed
 from kvbench.sweep.system.simulator_process import SimulatorProcess
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
@@ -38,7 +39,7 @@ from kvbench.sweep.trial.judging import (
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
-from kvbench.sweep.trial.trial import DRAIN_DEADLINE_S, cancelled, stop_grace_s
+from kvbench.sweep.trial.trial import stop_grace_s
 
 
 class VirtualClock:
@@ -63,21 +64,21 @@ class AskedSystem:
         self._process = process
         self._singles = 0
 
-    def ask(self, load: SystemLoad, seed: int) -> SystemAnswer:
+    def ask(self, load: SimulatedLoad, seed: int) -> SystemAnswer:
         """What becomes of a load from now on, if all of it is sent. Raises KvbenchError."""
         line = self._process.ask(
             {
                 "type": "trial",
                 "seed": seed,
                 "starts_at_s": self.clock.now(),
-                "timeout_s": self._scenario.workload.request_timeout_s,
-                "arrivals_s": list(load.arrivals_s),
+                "timeout_s": load.timeout_s,
+                "arrivals_s": list(load.offsets_s),
                 "input_len": list(load.input_len),
                 "output_len": list(load.output_len),
             }
         )
         try:
-            return read_answer(line, load.arrivals_s)
+            return read_answer(line, load.offsets_s)
         except ValueError as error:
             raise self._process.nonsense(f"an answer that cannot be used: {error}; the line", line) from error
 
@@ -103,10 +104,10 @@ class AskedSystem:
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """A single request: a trial of one arrival. Without text. Raises ServerError if it fails."""
         self._singles += 1
-        load = SystemLoad([0.0], [len(prompt)], [max_tokens])
-        answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._singles))
         timeout_s = self._scenario.workload.request_timeout_s
-        replayed = Replay(load, answer, timeout_s, 0.0).run(lambda _: False)
+        load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)
+        answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._singles))
+        replayed = Replay(load, answer, 0.0).run(lambda _: False)
         self.ended(replayed)
         (record,) = replayed.load.records
         if not record.ok:
@@ -160,9 +161,7 @@ class SystemSite:
         begun = begun_record(scenario, plan, self._store)
         trial = PlannedTrial.of(scenario, plan, self._trace)
         load = self._offer(trial)
-        completed = sum(record.ok for record in load.records)
-        self._idle.left_behind(cancelled(load), completed / max(load.duration_s, 1e-3))
-        self._idle.drained(DRAIN_DEADLINE_S)
+        self._idle.drain(load)
         evidence = replace(evidence_of(scenario, trial, load), client=IDLE_CLIENT)
         record = ended_record(
             begun,
@@ -173,16 +172,9 @@ class SystemSite:
         return stored(scenario, record, load, self._store)
 
     def _offer(self, trial: PlannedTrial) -> LoadResult:
-        scenario, offered, cell = self._scenario, trial.offered, trial.plan.cell
-        requests = offered.requests
-        load = SystemLoad(
-            offered.offsets_s.tolist(),
-            [cell.input_len] * offered.n if requests is None else [each.input_len for each in requests],
-            [cell.output_len] * offered.n if requests is None else [each.output_len for each in requests],
-        )
+        scenario, load = self._scenario, simulated_load(self._scenario, trial)
         answer = self._system.ask(load, trial.plan.seed(scenario.seed))
-        timeout_s = scenario.workload.request_timeout_s
-        replayed = Replay(load, answer, timeout_s, stop_grace_s(scenario)).run(trial.watch.progressed)
+        replayed = Replay(load, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
         self._system.ended(replayed)
         return replayed.load
 

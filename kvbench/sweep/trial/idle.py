@@ -17,8 +17,11 @@ from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Finding
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import ServerError
+from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.trial_clock import TrialClock, WallClock
 
+DRAIN_DEADLINE_S: Final = 30.0
+"""For how long the engines may end what a trial has left there, before its figures are read."""
 DEADLINE_S: Final = 60.0
 DEADLINE_MOST_S: Final = 600.0
 """For how long is waited at least, and at most where the last trial left more than that behind."""
@@ -65,6 +68,12 @@ class Idleness:
     def left_behind(self, requests: int, per_s: float | None) -> None:
         """A trial ended with so many requests under way, of a system that completed ``per_s`` a second."""
         self._left_s = requests / per_s if per_s else 0.0
+
+    def drain(self, load: LoadResult) -> None:
+        """Lets the system end what a load has left there, and keeps how much that was."""
+        completed = sum(record.ok for record in load.records)
+        self.left_behind(load.cancelled, completed / max(load.duration_s, 1e-3))
+        self.drained(DRAIN_DEADLINE_S)
 
     @property
     def deadline_s(self) -> float:

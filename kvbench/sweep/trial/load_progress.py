@@ -51,6 +51,11 @@ class LoadResult:
     duration_s: float
     client: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def cancelled(self) -> int:
+        """Requests that were dropped when the load was stopped."""
+        return sum(record.error == "cancelled" for record in self.records)
+
 
 def joined_progress(latest: Sequence[Progress], settled: tuple[Settled, ...]) -> Progress:
     """The workers' counts together, as each last reported them; ``settled`` is what one has just reported."""

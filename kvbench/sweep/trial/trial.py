@@ -34,7 +34,6 @@ from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
 from kvbench.sweep.trial.readings import MetricsReader, Readings, kv_bytes_per_request
 from kvbench.sweep.trial.surroundings import slots_of, surroundings
 
-DRAIN_DEADLINE_S = 30.0
 STOP_GRACE_S = 20.0
 """A trial that is stopped early lets a real engine finish what it has: a request that is cancelled between
 P and D keeps P's KV blocked for its whole lease, and is counted as a failed transfer in the next trial."""
@@ -95,7 +94,7 @@ class TrialRunner:
         api_key_env = self._deployment.endpoints.api_key_env
         with Observer(self._launcher, self._deployment, plan.trial_id, bearer(api_key_env)) as observer:
             trial, load = self._offer(plan)
-        self._drain(load)
+        self._idle.drain(load)
         readings = self._reader.after(before, observer, slots_of(scenario))
         evidence = self._evidence(trial, load, readings)
         self._may_expire = max(0.0, evidence.kv_may_expire - readings.kv_lost)
@@ -132,12 +131,6 @@ class TrialRunner:
             return trial, generator.run(progressed, self._deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
-
-    def _drain(self, load: LoadResult) -> None:
-        """Lets the engines end what the load has left there."""
-        completed = sum(record.ok for record in load.records)
-        self._idle.left_behind(cancelled(load), completed / max(load.duration_s, 1e-3))
-        self._idle.drained(DRAIN_DEADLINE_S)
 
     def _workers(self, rate: float, n: int) -> int:
         wanted = self._scenario.load.workers
@@ -188,7 +181,7 @@ class TrialRunner:
             not trial.trace
         ):  # of whose requests each has a length of its own, and what is reused does not move
             kv_bytes, slack = kv_bytes_per_request(scenario, cell.input_len, readings.engines)
-        may_expire = self._may_expire + cancelled(load)
+        may_expire = self._may_expire + load.cancelled
         # In direct mode the router stands idle, and limits nothing.
         idle_router = self._mode(trial.plan) == "direct"
         return replace(
@@ -213,8 +206,3 @@ def stop_grace_s(scenario: Scenario) -> float:
     """For how long what is under way may go on when a trial is stopped."""
     cancels = scenario.deployment.engine_options.cancels_cleanly
     return 0.0 if cancels else min(STOP_GRACE_S, scenario.workload.request_timeout_s)
-
-
-def cancelled(load: LoadResult) -> int:
-    """Requests that were dropped when the load was stopped."""
-    return sum(record.error == "cancelled" for record in load.records)
