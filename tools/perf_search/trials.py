@@ -75,7 +75,7 @@ def live_trial(
     system: System, probe: Probe, latency_s: float, rng: np.random.Generator, clock_s: float = 0.0
 ) -> tuple[Decision, Outcomes]:
     """One trial at the probe's rate: the live rule's decision, and what became of all that was planned."""
-    seconds = trial_length_s(probe.rate, latency_s)
+    seconds = trial_length_s(probe.rate, latency_s, probe.least_s)
     at = offsets(system, probe.rate, seconds, rng)
     outcomes = run_open(system, at, rng, clock_s)
     config = LiveConfig(
@@ -84,10 +84,11 @@ def live_trial(
         latency_s,
         ttft_limit_s=system.ttft_s,
         thorough=probe.thorough,
+        least_s=probe.least_s,
         confirms=probe.purpose == "confirm",
         hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
     )
-    live = LiveTrial(config, [CriterionTarget("share", system.attainment)])
+    live = LiveTrial(config, [CriterionTarget("share", system.attainment, system.ttft_s)])
     return drive(live, outcomes, system), outcomes
 
 

@@ -41,6 +41,8 @@ CLOSE: Final = 0.75
 UP_MOST: Final = 3.0
 BELOW_CAPACITY: Final = 0.97
 """The longest step up, as a factor, and as a share of the capacity."""
+WAITS: Final = 25.0
+SURE: Final = 0.88
 WIDTH: Final = 1.2
 NEAR: Final = 1.7
 SHIFT: Final = 0.4
@@ -83,17 +85,17 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if unusable < math.inf and sum(each.rate == target for each in tried) >= 2:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
-    return Probe(target, purpose, thorough=target > CLOSE * capacity or (some_good and some_bad))
+    thorough = target > CLOSE * capacity or (some_good and some_bad)
+    return Probe(target, purpose, thorough, WAITS * history.waiting.slack_s if thorough else 0.0)
 
 
 def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
     """The best answer so far: the rate that a trial has confirmed, or else the most likely one."""
-    settled, agrees = _settled(history, estimate), _agreement(history)
-    if settled is None:
-        settled, agrees = _fallen_back(history, estimate), "the highest rate met: {:g}"
+    settled = _settled(history, estimate)
     rate = settled if settled is not None else history.inside(estimate.median)
     status: Status = "converged"
-    reason = agrees.format(rate)
+    support = history.support(rate)
+    reason = "" if support is None else f"met at {support.rate:g}"
     if settled is None:
         status, reason = _unsettled(history, estimate, finished)
     limits, tried = history.limits, history.tried
@@ -139,39 +141,15 @@ def _capacity(history: TrialHistory) -> float:
 
 
 def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
-    """The rate that a trial of its own has confirmed, if the search is over."""
-    last, precision = history.outcomes[-1], history.limits.precision
-    if last.purpose != "confirm" or last.verdict not in ("met", "undecided") or last.measured is None:
-        return None
-    if history.support(last.rate) is None:
-        return None
+    """The rate that the search ends with, if it is over: near the median, sure enough, and met in a trial."""
+    precision = history.limits.precision
     if all(each.verdict == "met" for each in history.tried) and _capacity(history) == math.inf:
         return None  # nothing bounds it from above
-    moved = abs(math.log(history.inside(estimate.median) / last.rate))
-    sharp = estimate.width <= precision * WIDTH
-    return last.rate if sharp and moved <= precision * SHIFT else None
-
-
-def _agreement(history: TrialHistory) -> str:
-    """How the last trial confirms its rate: only one that was met does so by itself."""
-    last = history.outcomes[-1]
-    support = None if last.verdict == "met" else history.support(last.rate)
-    return (
-        "a further trial at {:g} agrees"
-        if support is None
-        else f"met at {support.rate:g}; a further trial at {{:g}} leaves the answer there"
-    )
-
-
-def _fallen_back(history: TrialHistory, estimate: RateEstimate) -> float | None:
-    """Out of trials, but the rate is sharp: the highest that was met within the precision below it."""
-    precision = history.limits.precision
-    if history.trials_left > 0 or estimate.width > precision * WIDTH:
-        return None
     median = history.inside(estimate.median)
-    met = (each.rate for each in history.tried if reached_target(each) and each.rate <= median)
-    best = max(met, default=0.0)
-    return best if best * (1 + precision) >= median else None
+    met = [each.rate for each in history.tried if reached_target(each) and each.thorough]
+    if not any(median <= rate <= median * (1 + precision) for rate in met):
+        median = max((rate for rate in met if rate <= median), default=0.0)
+    return median if median and estimate.within(median, precision) >= SURE else None
 
 
 def _some_in_time(outcome: TrialOutcome) -> bool:

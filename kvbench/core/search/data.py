@@ -61,12 +61,13 @@ class Probe:
     """The next trial to run: its rate, and what it is for.
 
     ``thorough``: near the answer, so it is to run its full length; a quick yes would come before a queue had
-    time to build up (``LiveConfig.thorough``).
+    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds.
     """
 
     rate: float
     purpose: Purpose
     thorough: bool = False
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class TrialFigures:
     arrivals that really fell into the steady part. ``capacity``: first tokens per second while the queue was
     never empty. ``grows``: the queue grew (of a ceiling probe: the completions did, so the capacity is
     higher). ``completion_rate``: of a ceiling probe.
+
+    ``ttft_limit_s``: the criterion's limit on TTFT, None without one; ``ttft_s``: the TTFT that the share asked
+    for stayed within; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not wait.
+    ``queue_rate``: what the arrivals stood for, if a queue it is (``arrival_luck``), of whose gaps
+    ``gap_variation`` is the squared coefficient of variation.
+    ``criteria``: where there are several, the figures of each in order, by the names used here.
     """
 
     attainment: float | None = None
@@ -96,19 +103,32 @@ class TrialFigures:
     duration_s: float = 0.0
     grows: bool = False
     completion_rate: float | None = None
+    ttft_limit_s: float | None = None
+    ttft_s: float | None = None
+    ttft_fast_s: float | None = None
+    queue_rate: float | None = None
+    gap_variation: float = 1.0
+    criteria: tuple[Mapping[str, float | None], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What is known, as finite numbers; what is not is left out."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value is not None and (isinstance(value, bool) or math.isfinite(value))
-        }
+        row = {name: value for name, value in asdict(self).items() if name != "criteria" and _known(value)}
+        each = [{name: value if _known(value) else None for name, value in row.items()} for row in self.criteria]
+        return {**row, "criteria": each} if each else row
+
+    def of_criterion(self, index: int) -> TrialFigures:
+        """The same trial by another of its criteria; itself where there is one only."""
+        return self.from_json({**asdict(self), **self.criteria[index]}) if self.criteria else self
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> TrialFigures:
         """Takes the figures it knows and leaves the others."""
-        return cls(**{item.name: row[item.name] for item in fields(cls) if item.name in row})
+        known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
+        return cls(**{**known, "criteria": tuple(known.get("criteria", ()))})
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and (isinstance(value, bool) or math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -119,6 +139,7 @@ class TrialOutcome:
     verdict: VerdictKind
     purpose: Purpose | Literal[""] = ""
     measured: TrialFigures | None = None
+    thorough: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """One point of the curve."""

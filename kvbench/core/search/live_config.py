@@ -26,15 +26,17 @@ Then its TTFT in seconds, None while there is none."""
 TRIAL_LATENCIES: Final = 10.8
 TRIAL_REQUESTS: Final = 600
 QUICK_REQUESTS: Final = 2000
+LONGEST: Final = 6.0
 QUICK_S: Final = 40.0
 """A trial's time is up after so many of its own latencies, but not before so many requests, and where they
 come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
 a few are under way at once, a dozen latencies show next to nothing."""
 
 
-def trial_length_s(rate: float, latency_s: float) -> float:
+def trial_length_s(rate: float, latency_s: float, least_s: float = 0.0) -> float:
     """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
-    return max(2 * TRIAL_LATENCIES * latency_s, requests_s(rate))
+    usual_s = max(2 * TRIAL_LATENCIES * latency_s, requests_s(rate))
+    return max(usual_s, min(least_s, LONGEST * usual_s))
 
 
 def requests_s(rate: float) -> float:
@@ -45,10 +47,14 @@ def requests_s(rate: float) -> float:
 @dataclass(frozen=True)
 class CriterionTarget:
     """``share``: values are 1 (kept) or 0, and their true share must be at least ``target``.
-    ``mean``: the values' true mean must be at most ``target``. Raises ValueError for impossible targets."""
+    ``mean``: the values' true mean must be at most ``target``. ``wait_limit_s``: the limit of a time that
+    waiting is a part of, 0 without one: of TTFT, or ``whole``: of the whole latency, which the margins tell
+    then. Raises ValueError for impossible targets."""
 
     kind: Literal["share", "mean"]
     target: float
+    wait_limit_s: float = 0.0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.kind == "share" and not 0.0 < self.target <= 1.0:
@@ -65,7 +71,7 @@ class LiveConfig:
     either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
     answer, whose figures count. ``confirms``: the rate was found by other trials, and this one is to agree:
     when its time is up, figures that reach what is asked are a yes, proven or not.
-    ``latencies``: the time is up after so many of the trial's own latencies.
+    ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest.
     ``hopeless_s``: what has been under way for so long has broken a limit for sure.
     """
 
@@ -78,6 +84,7 @@ class LiveConfig:
     thorough: bool = False
     confirms: bool = False
     latencies: float = TRIAL_LATENCIES
+    least_s: float = 0.0
     hopeless_s: float = math.inf
 
 

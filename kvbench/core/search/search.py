@@ -30,7 +30,8 @@ from kvbench.core.search.data import (
     TrialFigures,
     TrialOutcome,
 )
-from kvbench.core.search.posterior import SATURATED, RateEstimate
+from kvbench.core.search.posterior import RateEstimate
+from kvbench.core.search.rate_points import SATURATED
 from kvbench.core.search.trial_history import TrialHistory
 
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
@@ -87,9 +88,10 @@ class RateSearch:
             if math.isclose(rate, known, rel_tol=1e-9):
                 rate = known
                 break
+        thorough = True
         if probe is not None and rate == probe.rate:
-            purpose = probe.purpose
-        outcome = TrialOutcome(rate, verdict, purpose, measured)
+            purpose, thorough = probe.purpose, probe.thorough
+        outcome = TrialOutcome(rate, verdict, purpose, measured, thorough)
         self._history = replace(self._history, outcomes=(*self.history, outcome))
         self._pending = None
 

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbench.core.metrics.queue_growth import (
     WALKS_AT_EACH_LOOK,
@@ -39,6 +40,7 @@ from kvbench.core.metrics.queue_growth import (
     dispersion,
     queue_growth,
 )
+from kvbench.core.search.arrival_luck import queue_rate
 from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import (
     CriterionTarget,
@@ -50,6 +52,8 @@ from kvbench.core.search.live_config import (
 )
 from kvbench.core.search.looks import LookResult, Strictness, mean_look, share_look
 
+BoolArray = npt.NDArray[np.bool_]
+
 FIRST_LOOK: Final = 2.0
 LOOK_FACTOR: Final = 1.25
 """The first look at the criteria, in latencies, and by how much later each further one."""
@@ -59,6 +63,8 @@ GROWTH_FIRST: Final = 60
 GROWTH_FACTOR: Final = 1.08
 """Arrivals before growth is looked at, and by how much later each further look."""
 MIN_REQUESTS: Final = 12
+FAST: Final = 0.1
+"""The share of the requests that hardly wait."""
 SECTIONS: Final = (4, 8)
 SECTIONED_REQUESTS: Final = 160
 """Sections of the steady part with fewer, and with at least so many requests."""
@@ -93,6 +99,8 @@ class LiveTrial:
         self._series = _Series()
         self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
         self._dispersion = dispersion(self._offsets)
+        gaps = np.diff(self._offsets, prepend=0.0)
+        self._variation = float(gaps.var()) / max(float(gaps.mean()) ** 2, 1e-30)
         self._next_growth_s = float(self._offsets[min(GROWTH_FIRST, n) - 1])
         self._next_look_s = FIRST_LOOK * config.latency_s
         self._latency = (0, config.latency_s)
@@ -178,7 +186,7 @@ class LiveTrial:
     def _up(self, latency_s: float) -> float:
         """When the time is up: so many of the trial's own latencies, within what was planned."""
         wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
-        return min(self._max_s, max(wanted, requests_s(self.config.rate)))
+        return min(self._max_s, max(wanted, requests_s(self.config.rate), self.config.least_s))
 
     def _alpha(self) -> float:
         """The chance of error of one look, for either side."""
@@ -262,24 +270,49 @@ class LiveTrial:
         measured = TrialFigures(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
-            look, criterion = looks[worst], self.criteria[worst]
-            inside = int(np.searchsorted(self._offsets, end) - np.searchsorted(self._offsets, start))
-            measured = TrialFigures(
-                attainment=look.share,
-                attainment_lower=look.lower,
-                attainment_upper=look.upper,
-                n=inside,
-                effective_n=look.effective_n,
-                target=criterion.target if criterion.kind == "share" else None,
-                score=look.score,
-                score_error=look.error,
-                offered_rate=inside / (end - start) if end > start else None,
-                capacity=measured.capacity,
-                capacity_error=measured.capacity_error,
-                duration_s=t_s,
-                grows=grows,
+            inside = (self._offsets >= start) & (self._offsets <= end)
+            each = [self._figures(index, look, inside, (start, end)) for index, look in enumerate(looks)]
+            n = int(inside.sum())
+            measured = replace(
+                measured,
+                n=n,
+                gap_variation=self._variation,
+                offered_rate=n / (end - start) if end > start else None,
+                **each[worst],
+                criteria=tuple(each) if len(each) > 1 else (),
             )
         return Decision(verdict, reason, t_s, (start, end), measured)
+
+
+    def _figures(
+        self, index: int, look: LookResult, inside: BoolArray, window_s: tuple[float, float]
+    ) -> dict[str, Any]:
+        """One criterion's, by the names of ``TrialFigures``."""
+        criterion = self.criteria[index]
+        limit_s, share = criterion.wait_limit_s, criterion.target if criterion.kind == "share" else None
+        waited = self._margins[inside, index] * limit_s if criterion.whole else self._ttft_s[inside]
+        # Who is not known yet, or failed, waits for longer than all the others.
+        waited = np.sort(np.nan_to_num(waited, nan=math.inf))
+        known = bool(limit_s and len(waited))
+        usual_s, fast_s = (
+            float(waited[min(int(at * len(waited)), len(waited) - 1)]) if known else math.inf
+            for at in (0.5 if share is None else share, FAST)
+        )
+        slack_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
+        own_rate = queue_rate(self._offsets, self.config.rate, window_s, max(slack_s, 0.02 * limit_s), share)
+        return {
+            "queue_rate": own_rate,
+            "attainment": look.share,
+            "attainment_lower": look.lower,
+            "attainment_upper": look.upper,
+            "effective_n": look.effective_n,
+            "target": share,
+            "score": look.score,
+            "score_error": look.error,
+            "ttft_limit_s": limit_s or None,
+            "ttft_s": usual_s if math.isfinite(usual_s) else None,
+            "ttft_fast_s": fast_s if math.isfinite(fast_s) else None,
+        }
 
 
 def _growth_text(growth: QueueGrowth, rate: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
 from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
-from kvbench.core.search.posterior import RateEstimate, RatePoint, fit, point_of
+from kvbench.core.search.posterior import RateEstimate, fit
+from kvbench.core.search.rate_points import RatePoint, Waiting, point_of, waiting_of
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0)
@@ -65,17 +66,44 @@ class TrialHistory:
         return [each for each in self.outcomes if each.purpose != "ceiling" and each.verdict != "invalid"]
 
     @cached_property
+    def binding(self) -> tuple[TrialOutcome, ...]:
+        """All outcomes by the criterion that is broken at the lowest rate, or else came nearest to it."""
+        known = [each for each in self.outcomes if each.measured is not None and each.measured.criteria]
+        if not known:
+            return self.outcomes
+        scores = [
+            (each.rate, [row["score"] for row in each.measured.criteria]) for each in known if each.measured
+        ]
+        highest = max(scores)[1]
+        index = min(
+            range(len(highest)),
+            key=lambda place: (
+                min((rate for rate, score in scores if score[place] < 0), default=math.inf),
+                highest[place],
+            ),
+        )
+        return tuple(
+            replace(each, measured=each.measured.of_criterion(index)) if each.measured else each
+            for each in self.outcomes
+        )
+
+    @cached_property
     def points(self) -> list[RatePoint]:
         """What each trial says of the rate looked for, where it says something."""
         target = self.limits.attainment
-        return [point for each in self.outcomes if (point := point_of(each, target)) is not None]
+        return [point for each in self.binding if (point := point_of(each, target)) is not None]
+
+    @cached_property
+    def waiting(self) -> Waiting:
+        """What the limit on TTFT leaves for waiting."""
+        return waiting_of(self.binding)
 
     @cached_property
     def estimate(self) -> RateEstimate | None:
         """The posterior of the rate looked for; None before anything was measured."""
         if not self.points or all(each.measured is None for each in self.outcomes):
             return None
-        return fit(self.points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05)
+        return fit(self.points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05, self.waiting)
 
     @cached_property
     def bracket(self) -> Bracket:
