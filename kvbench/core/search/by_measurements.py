@@ -41,6 +41,7 @@ CLOSE: Final = 0.75
 UP_MOST: Final = 3.0
 BELOW_CAPACITY: Final = 0.97
 """The longest step up, as a factor, and as a share of the capacity."""
+BEYOND: Final = 1.1
 WAITS: Final = 25.0
 SURE: Final = 0.88
 WIDTH: Final = 1.2
@@ -61,8 +62,8 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return None
     limits, tried, tallies = history.limits, history.tried, history.bracket.tallies
     lowest, highest = min(each.rate for each in tried), max(each.rate for each in tried)
-    some_good = any(each.verdict != "missed" for each in tried)
-    some_bad = any(each.verdict != "met" for each in tried)
+    good, bad = _bracket(history)
+    some_good, some_bad = good > 0, bad < math.inf
     if not some_good and lowest <= limits.min_rate:
         return history.confirm_lowest()
     if not some_bad and highest >= limits.max_rate:
@@ -70,11 +71,14 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     capacity, target = _capacity(history), estimate.median
     if not some_bad:
         step = min(highest * step_factor(UP_TRUSTED, len(tried)), BELOW_CAPACITY * capacity)
-        target = min(max(target, step), highest * UP_MOST)
+        beyond = min(estimate.upper, highest * (1 + limits.precision)) if len(tried) > 1 else 0.0
+        target = min(max(target, step, beyond), highest * UP_MOST)
     elif not some_good:
         near = any(_some_in_time(each) for each in tried if each.rate == lowest)
         step = lowest / (DOWN_NEAR if near else step_factor(DOWN_COLD, len(tried)))
         target = max(target, step) if near or len(tried) < 3 else step
+    else:
+        target = min(max(target, good / BEYOND), bad * BEYOND)
     unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
     sharp = estimate.width <= limits.precision * NEAR
     if sharp and some_good and some_bad:
@@ -128,6 +132,20 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
             f"{limits.precision:.0%} above it was met"
         )
     return "exhausted", f"max_trials = {limits.max_trials} came before the precision asked for"
+
+
+def _bracket(history: TrialHistory) -> tuple[float, float]:
+    """(the highest rate that kept what is asked, the lowest that did not), by what was measured."""
+    good = [each.rate for each in history.tried if _kept(each) is True]
+    bad = [each.rate for each in history.tried if _kept(each) is False]
+    return max(good, default=0.0), min(bad, default=math.inf)
+
+
+def _kept(outcome: TrialOutcome) -> bool | None:
+    measured = outcome.measured
+    if outcome.verdict != "undecided":
+        return outcome.verdict == "met"
+    return None if measured is None or measured.score is None else measured.score >= 0
 
 
 def _aim_below(history: TrialHistory) -> float:

@@ -20,19 +20,26 @@ heavy tails have many times that."""
 _CENTRE, _SPREAD = 1.5, 1.2
 VARIATION_PRIOR: Final = np.exp(-0.5 * (np.log(VARIATION / _CENTRE) / _SPREAD) ** 2)
 VARIATION_PRIOR /= VARIATION_PRIOR.sum()
-STEEPNESS: Final = np.geomspace(0.4, 100.0, 12)
+STEEPNESS: Final = np.geomspace(0.15, 100.0, 13)
 """d ln misses / d ln rate at the root of what is no queue."""
 TIMES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
 MEAN_TIMES: Final = (0.15, 0.5, 0.85)
 """Of the time in which the counted requests arrived."""
 OWN_CLUMP=True
+SLOPES=np.geomspace(.4,60,16)
+HIGHEST_SCORE=3.
+SCORE_ERROR=.05
+CURVATURE=.25
+RATE_ERROR=.015
+SCORE_OUTLIER=.05
+CHANCE=2.0
+UNEXPLAINED=4.0
 TWO=0
-NOLEVEL=1.0
-KNOWN=.9
+KNOWN=.8
 LEFT=.15
 CAP2=.05
 BESIDE: Final = 1.0
-FAR: Final = 4.0
+FAR: Final = 1.0
 """How much the share at the TTFT that was kept counts beside that at the limit; less, the further that is
 from it: by the square of the logarithm, so many times."""
 NEAREST, FURTHEST = 0.05, 3.0
@@ -69,9 +76,7 @@ class Likelihoods:
         key = (index, queue)
         if key not in self._logs:
             self._logs[key] = self._log(point, queue)
-        log = self._logs[key]
-        top = float(log.max())
-        table = effect @ np.exp(np.maximum(log - top, -200.0)) + DOUBT
+        table = effect @ np.exp(np.maximum(self._logs[key], -200.0)) + DOUBT
         if point.bound:
             sign = -1.0 if point.bound == "above" else 1.0
             away = sign * np.log(self._rates / point.rate) / math.hypot(BOUND_ERROR, size)
@@ -115,11 +120,26 @@ class Likelihoods:
         late = np.mean([late_share(load, depth, time) for time in times], axis=0)
         log = _binomial(moments, point.misses / point.n, late)
         level=self._level(point)
+        if point.ttft_s is not None and point.ttft_s<self._waiting.limit_s and point.misses/point.n>1.5*(1-point.attainment):
+            return log-UNEXPLAINED
         if level is None:
             return log
         weight = BESIDE / (1 + FAR * math.log(level) ** 2)
         late = np.mean([late_share(load, depth, time, level) for time in times], axis=0)
         return np.asarray(log + weight * _binomial(moments, 1.0 - point.attainment, late), np.float64)
+
+    def line(self) -> FloatArray:
+        """Log likelihood of the scores, by root: they fall in a line that is 0 there, of whatever slope."""
+        log = np.zeros((len(self._rates), len(SLOPES)))
+        for point in self._points:
+            if point.score is None or not -0.9 < point.score < HIGHEST_SCORE:
+                continue
+            expected = SLOPES[None, :] * (1.0 - point.rate / self._rates)
+            error = math.hypot(min(point.score_error, 1.0), SCORE_ERROR, CURVATURE * point.score, (1 + point.score) * math.sqrt(CHANCE*self._clump / point.n))
+            away = (point.score - expected) / np.hypot(error, SLOPES[None, :] * RATE_ERROR)
+            log += np.log(np.exp(-0.5 * away**2) + SCORE_OUTLIER)
+        top = log.max()
+        return np.asarray(np.log(np.exp(log - top).mean(axis=1)) + top, np.float64)
 
     def _level(self, point: RatePoint) -> float | None:
         if point.ttft_s is None or not self._waiting.slack_s:
@@ -131,10 +151,7 @@ class Likelihoods:
         allowed = -math.log(min(point.attainment, 1 - 1e-6))
         over = STEEPNESS[None, :] * (point.rate / self._rates - 1.0)
         late = -np.expm1(-np.minimum(allowed * np.exp(np.clip(over, -40, 12)), 50.0))
-        log = _binomial(point.n / self._clump, point.misses / point.n, late)
-        if self._level(point) is not None:
-            log -= NOLEVEL
-        return log
+        return _binomial(point.n / self._clump, point.misses / point.n, late)
 
     def _of_mean(self, point: RatePoint, queue: bool) -> FloatArray:
         """By the part of the mean that is waiting; all of it where nothing is known of it."""
@@ -153,7 +170,7 @@ class Likelihoods:
         own = min(point.mean_error / share / waited, 1.0)
         error = np.sqrt(own**2 + chance**2 + MEAN_ERROR**2)
         away = (math.log(waited) - np.log(np.maximum(expected, 1e-6))) / error
-        return np.asarray(-0.5 * np.minimum(away**2, 40.0) - np.log(error), np.float64)
+        return np.asarray(-0.5 * np.minimum(away**2, 40.0) + np.log(MEAN_ERROR / error), np.float64)
 
     def _time(self, point: RatePoint, part: float) -> float:
         """In slacks since the trial's start."""

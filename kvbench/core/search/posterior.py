@@ -40,11 +40,11 @@ PASSES: Final = 3
 """Each on a grid about what the one before found."""
 LEVEL: Final = 0.9
 """Of the interval."""
-EFFECTS: Final = ((0.004, 0.35), (0.012, 0.3), (0.03, 0.2), (0.07, 0.1), (0.15, 0.05))
-WANDERS: Final = ((0.0, 1.0, 0.8), (0.02, 1.0, 0.1), (0.2, 0.08, 0.1))
+EFFECTS: Final = ((0.004, 0.62), (0.012, 0.2), (0.03, 0.06), (0.07, 0.04), (0.15, 0.08))
+WANDERS: Final = ((0.0, 1.0, 0.78), (0.02, 1.0, 0.04), (0.2, 0.08, 0.18))
 """(size, prior weight): standard deviations of the logarithm of a trial's own speed, and of a step between
 two trials."""
-QUEUE: Final = 0.6
+QUEUE: Final = 0.85
 """Prior weight of a queue, where TTFT is limited."""
 QUANTILES: Final = (0.001, 0.05, 0.5, 0.95, 0.999)
 
@@ -119,6 +119,7 @@ def _parts(
 ) -> Iterator[tuple[float, FloatArray, bool]]:
     """(log weight, density by rate, whether it wanders) of each kind and size."""
     likelihoods = Likelihoods(points, rates, waiting)
+    line = np.exp(likelihoods.line())
     kinds = [(VARIATION_PRIOR, QUEUE, True), (np.full(len(STEEPNESS), 1 / len(STEEPNESS)), 1 - QUEUE, False)]
     if not waiting.slack_s:
         kinds = [(kinds[1][0], 1.0, False)]
@@ -140,7 +141,13 @@ def _parts(
                     total = float(state.sum())
                     log += math.log(max(total, 1e-300))
                     state /= max(total, 1e-300)
-                yield log, np.asarray(state.sum(axis=1), np.float64), wanders
+                density = np.asarray(state.sum(axis=1), np.float64)
+                if not queue:
+                    density = density * line
+                    total = float(density.sum())
+                    log += math.log(max(total, 1e-300))
+                    density /= max(total, 1e-300)
+                yield log, density, wanders
 
 
 def _blur(size: int, step: float, spread: float) -> FloatArray:

@@ -36,6 +36,8 @@ class RatePoint:
     n: float = 0.0
     clump: float = 1.0
     attainment: float = 0.95
+    score: float | None = None
+    score_error: float = 0.0
     mean: float | None = None
     mean_error: float = 0.0
     begin_s: float = 0.0
@@ -119,6 +121,8 @@ def _of_share(found: RatePoint, measured: TrialFigures) -> RatePoint:
         n=measured.n,
         clump=measured.n / max(measured.effective_n, 1.0),
         attainment=measured.target,
+        score=measured.score,
+        score_error=measured.score_error if measured.score_error is not None else math.inf,
         ttft_s=measured.ttft_s,
     )
 

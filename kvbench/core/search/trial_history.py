@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,21 +68,15 @@ class TrialHistory:
 
     @cached_property
     def binding(self) -> tuple[TrialOutcome, ...]:
-        """All outcomes by the criterion that is broken at the lowest rate, or else came nearest to it."""
+        """All outcomes by the criterion that most requests came off worst by."""
         known = [each for each in self.outcomes if each.measured is not None and each.measured.criteria]
         if not known:
             return self.outcomes
-        scores = [
-            (each.rate, [row["score"] for row in each.measured.criteria]) for each in known if each.measured
-        ]
-        highest = max(scores)[1]
-        index = min(
-            range(len(highest)),
-            key=lambda place: (
-                min((rate for rate, score in scores if score[place] < 0), default=math.inf),
-                highest[place],
-            ),
-        )
+        worst: Counter[int] = Counter()
+        for measured in (each.measured for each in known if each.measured is not None):
+            scores = [row["score"] or 0.0 for row in measured.criteria]
+            worst[scores.index(min(scores))] += measured.n
+        index = worst.most_common(1)[0][0]
         return tuple(
             replace(each, measured=each.measured.of_criterion(index)) if each.measured else each
             for each in self.outcomes
