@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from .. import truth as truths
 from ..family import SEEDS, SIZES, draw, seed_of
-from .figures import figures, notes, table_of
+from .figures import Figures, figures, notes, table_of
 from .jobs import SearchJob
 from .judged import Judged
-from .many import rows_of
+from .many import code_version, rows_of
+from .twins import MOST, TwinFigures, TwinJob, Twins, twin_figures, twin_table
 
 COUNT = 30
 """Systems of a seed that has no name."""
@@ -34,27 +36,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn = {index: draw(seed_of(chosen.seed), index) for index in numbers}
     judgeable = {index: known[each.fingerprint] for index, each in drawn.items() if each.fingerprint in known}
     # All systems by the first seed, then by the next: what is broken off is of all kinds.
-    jobs = [
-        SearchJob(chosen.seed, index, true, chosen.run_seed + more, chosen.limit_s)
-        for more in range(chosen.searches)
-        for index, true in judgeable.items()
-    ]
-    judged = []
-    for row in rows_of(jobs, chosen.workers, chosen.rows):
-        each = Judged.from_json(row)
-        judged.append(each)
-        if chosen.seed != "release":
-            print(line_of(each), flush=True)
-        elif len(judged) % 50 == 0:
-            print(f"{len(judged)} of {len(jobs)} searches", flush=True)
-    if judged:
-        show(judged, chosen)
+    seeds = range(chosen.run_seed, chosen.run_seed + chosen.searches)
+    if chosen.twins:
+        there = [index for index, true in judgeable.items() if true.exists]
+        judge_pairs(
+            [TwinJob(chosen.seed, each, run, chosen.limit_s) for run in seeds for each in there], chosen
+        )
+    else:
+        jobs = [
+            SearchJob(chosen.seed, index, true, run, chosen.limit_s)
+            for run in seeds
+            for index, true in judgeable.items()
+        ]
+        judge_searches(jobs, chosen)
     if len(judgeable) < len(drawn):
         missing = len(drawn) - len(judgeable)
         print(
             f"{missing} systems have no true rate yet: python -m tools.random_systems --truth computes them"
         )
     return 0
+
+
+def judge_searches(jobs: Sequence[SearchJob], chosen: argparse.Namespace) -> None:
+    """Each search beside the truth, and the figures of all."""
+    judged = []
+    for row in rows_of(jobs, chosen.workers, chosen.rows):
+        each = Judged.from_json(row)
+        judged.append(each)
+        tell(line_of(each), chosen, len(judged), len(jobs))
+    if judged:
+        found = figures(judged, chosen.every_kind)
+        systems = len({each.name for each in judged})
+        show(table_of(found, f"{chosen.seed}: {systems} systems, 5 / 50 / 95 % of found / true"))
+        for note in notes(found[-1]):
+            print(note)
+        write(found, chosen)
+
+
+def judge_pairs(jobs: Sequence[TwinJob], chosen: argparse.Namespace) -> None:
+    """Each pair of twins, and how many are in the wrong order."""
+    twins = []
+    for row in rows_of(jobs, chosen.workers, chosen.rows):
+        each = Twins.from_json(row)
+        twins.append(each)
+        verdict = " (wrong)" if each.wrong else ""
+        line = (
+            f"{each.name} {each.kind} {each.number}: {each.form}, × {each.factor:.3f}: {each.told}{verdict}"
+        )
+        tell(line, chosen, len(twins), len(jobs))
+    if twins:
+        found = twin_figures(twins)
+        show(twin_table(found, f"{chosen.seed}: times × 1/{1 + MOST:g} … {1 + MOST:g}"))
+        write(found, chosen)
+
+
+def tell(line: str, chosen: argparse.Namespace, done: int, jobs: int) -> None:
+    """One result as it comes; of the release's only how many there are."""
+    if chosen.seed != "release":
+        print(line, flush=True)
+    elif done % 50 == 0:
+        print(f"{done} of {jobs}", flush=True)
+
+
+def show(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else 190).print(table)
+
+
+def write(found: Sequence[Figures] | Sequence[TwinFigures], chosen: argparse.Namespace) -> None:
+    """The table as JSON, where that is asked for."""
+    if chosen.figures:
+        data = {"seed": chosen.seed, "code": code_version(), "kinds": [each.to_json() for each in found]}
+        chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def line_of(each: Judged) -> str:
@@ -64,18 +116,6 @@ def line_of(each: Judged) -> str:
     return f"{each.name} {each.kind} {each.run_seed}: {each.outcome}{ratio}{held}, {each.trials} trials"
 
 
-def show(judged: Sequence[Judged], chosen: argparse.Namespace) -> None:
-    """Prints the table, and writes its figures where that is asked for."""
-    found = figures(judged, chosen.every_kind)
-    caption = f"{chosen.seed}: {len({each.name for each in judged})} systems, 5 / 50 / 95 % of found / true"
-    Console(width=None if sys.stdout.isatty() else 190).print(table_of(found, caption))
-    for note in notes(found[-1]):
-        print(note)
-    if chosen.figures:
-        data = {"seed": chosen.seed, "kinds": [each.to_json() for each in found]}
-        chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
-
-
 def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.random_systems.judge", description=(__doc__ or "").splitlines()[0]
@@ -83,8 +123,9 @@ def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", default="develop", help=f"of the family: {', '.join(SEEDS)} (develop)")
     parser.add_argument("--first-system", type=int, default=0, metavar="N", help="from system N on (0)")
     parser.add_argument("--count", type=int, help="so many systems (all that follow)")
-    parser.add_argument("--searches", type=int, default=1, metavar="N", help="of each system (1)")
+    parser.add_argument("--searches", type=int, default=1, metavar="N", help="or pairs, of each system (1)")
     parser.add_argument("--run-seed", type=int, default=1, help="the first of the searches' own (1)")
+    parser.add_argument("--twins", action="store_true", help="who is ahead of systems that hardly differ")
     parser.add_argument("--limit-s", type=float, default=300.0, help="real seconds of one search (300)")
     parser.add_argument(
         "--rows", type=Path, help="keep each search's row there, and go on with what is there"

@@ -109,9 +109,9 @@ def figures(judged: Sequence[Judged], every_kind: bool = False) -> list[Figures]
 
 _COLUMNS: Final[Sequence[tuple[str, Callable[[Figures], str]]]] = (
     ("searches", lambda of: str(of.searches)),
-    ("converged", lambda of: _of(of.converged, of.searches)),
-    ("within 5 %", lambda of: _of(of.near, of.converged)),
-    ("truth in interval", lambda of: _of(of.held, of.intervals)),
+    ("converged", lambda of: counted(of.converged, of.searches)),
+    ("within 5 %", lambda of: counted(of.near, of.converged)),
+    ("truth in interval", lambda of: counted(of.held, of.intervals)),
     ("± %", lambda of: NOTHING if of.half_width is None else f"{of.half_width:.1%}"),
     ("found / true", lambda of: _ratios(of)),
     ("virtual s", lambda of: _number(of.virtual_s)),
@@ -119,7 +119,7 @@ _COLUMNS: Final[Sequence[tuple[str, Callable[[Figures], str]]]] = (
     ("latencies", lambda of: _number(of.latencies)),
     ("wrong none", lambda of: str(of.wrong_none or NOTHING)),
     ("wrong ≥", lambda of: str(of.wrong_least or NOTHING)),
-    ("as promised", lambda of: _of(of.kept, of.promised)),
+    ("as promised", lambda of: counted(of.kept, of.promised)),
 )
 
 
@@ -139,7 +139,7 @@ def notes(overall: Figures) -> list[str]:
     said = [f"{count} {name}" for name, count in sorted(overall.outcomes.items())]
     found = [f"outcomes: {', '.join(said)}"]
     if overall.drifting:
-        share = _of(overall.held_some, overall.drifting)
+        share = counted(overall.held_some, overall.drifting)
         found.append(f"of systems that drifted meanwhile, a rate that was true at some time: {share}")
     if overall.right_none:
         found.append(f"where no rate meets the SLO, that was said {overall.right_none} times")
@@ -150,7 +150,8 @@ def _named(outcome: str) -> str:
     return outcome if outcome in NAMED else outcome.split(":")[0]
 
 
-def _of(part: int, whole: int) -> str:
+def counted(part: int, whole: int) -> str:
+    """``3/4 75%``; a dash of nothing."""
     return f"{part}/{whole} {part / whole:.0%}" if whole else NOTHING
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.errors import KvbenchError
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run
 
 from ..simulate import latency_s
 from ..system import System
 from ..truth import Truth
-from .search import TooLongError, carried_out, command_of, scratch, searched
+from .search import TooLongError, carried_out, command_of, failure, scratch, searched
 
 WITHIN: Final = 0.05
 TOO_LONG: Final = "too long to simulate"
@@ -132,8 +131,8 @@ def judge(system: System, true: Truth, run_seed: int, limit_s: float) -> Judged:
             run = searched(system, run_seed, Path(folder), limit_s)
         except TooLongError:
             found = unanswered(system, true, run_seed, TOO_LONG)
-        except KvbenchError as error:
-            found = unanswered(system, true, run_seed, f"failed: {error.message}")
+        except Exception as error:
+            found = unanswered(system, true, run_seed, failure(error))
         else:
             found = judged_run(system, true, run_seed, run)
     return replace(found, real_s=round(time.perf_counter() - start, 3))

@@ -47,13 +47,16 @@ def rows_of(
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(left)), mp_context=spawn) as pool:
+    pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=spawn)
+    try:
         for done in as_completed([pool.submit(_done, code, job) for job in left]):
             row = done.result()
             if path is not None:
                 with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             yield row
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _done(code: str, job: Job) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from kvbench.core.simulation.data import SimulatedLoad
+from kvbench.errors import KvbenchError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.provenance import SIMULATED
@@ -41,23 +42,32 @@ MEMORY: Final = Path("/dev/shm")
 """Run folders are synced with each line; in memory that costs nothing."""
 
 
+STRIDE: Final = 0x5DEECE66D1CE4E5B
+"""Far apart, so that no two trials' seeds meet."""
+
+
 class TooLongError(BaseException):
     """A search took more real time than it may. No ``Exception``: a sweep shall not take it for a failure."""
 
 
 class DrawnAnswers:
-    """A drawn system, asked in this process: what ``serve.py`` answers line by line."""
+    """A drawn system, asked in this process: what ``serve.py`` answers line by line.
 
-    def __init__(self, system: System) -> None:
+    ``dice``: another number draws all anew that is random in the system.
+    """
+
+    def __init__(self, system: System, dice: int = 0) -> None:
         self._system = system
+        self._dice = dice
         self._state = State()
 
     def answer(self, load: SimulatedLoad, seed: int, starts_at_s: float) -> SystemAnswer:
         arrivals, inputs, outputs = (
             np.asarray(each, np.float64) for each in (load.offsets_s, load.input_len, load.output_len)
         )
+        own = (seed + self._dice * STRIDE) % (1 << 63)
         first, last, self._state = trial(
-            self._system, arrivals, inputs, outputs, starts_at_s, seed, self._state
+            self._system, arrivals, inputs, outputs, starts_at_s, own, self._state
         )
         count = len(arrivals)
         return SystemAnswer(_known(first), _known(last), [()] * count, [""] * count)
@@ -90,8 +100,8 @@ def options_of(system: System, run_seed: int, command: str = "drawn") -> CliOpti
     )
 
 
-def searched(system: System, run_seed: int, folder: Path, limit_s: float) -> RunFolder:
-    """The run folder of a search in this process, made under ``folder``.
+def searched(system: System, run_seed: int, folder: Path, limit_s: float, dice: int = 0) -> RunFolder:
+    """The run folder of a search in this process, made under ``folder``. ``dice``: as of ``DrawnAnswers``.
 
     Raises TooLongError after ``limit_s`` of real time (in a main thread), and KvbenchError as a sweep does.
     """
@@ -99,7 +109,7 @@ def searched(system: System, run_seed: int, folder: Path, limit_s: float) -> Run
     plan = plan_of(scenario)
     about = RunInfo(kind="simulate", seed=scenario.seed, labels=(SIMULATED,))
     store = RunStore.create(folder, scenario.name, source, plan.to_json(), {}, about)
-    bench = SystemBench(scenario, store, answers=lambda: DrawnAnswers(system))
+    bench = SystemBench(scenario, store, answers=lambda: DrawnAnswers(system, dice))
     with store, at_most(limit_s):
         searching_sweep(scenario, plan, store, Silent(), bench).run()
     return load_run(store.path)
@@ -119,6 +129,11 @@ def at_most(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def failure(error: Exception) -> str:
+    """What is said of a search that ended so: it counts as one without an answer, and ends no others."""
+    return f"failed: {error.message}" if isinstance(error, KvbenchError) else f"crashed: {error!r}"
 
 
 def scratch() -> Path | None:
