@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import isotonic
 from .pipeline import FloatArray, Outcomes, System, offsets, run_closed, run_open
+from .roots import pchip_root
 from .trials import Found
 
 PROBE_S = 60.0
@@ -44,10 +46,16 @@ class Bench:
             run_open(self.system, offsets(self.system, rate, seconds, self.rng), self.rng, self.measured_s)
         )
 
-    def users(self, concurrency: int, seconds: float) -> tuple[Outcomes, float]:
-        """A closed loop; also its requests per second over the whole run."""
-        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng))
+    def users(
+        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
+    ) -> tuple[Outcomes, float]:
+        """A closed loop, by time or by number; also its requests per second over the whole run."""
+        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng, requests))
         return outcomes, len(outcomes.end_s) / float(outcomes.end_s.max())
+
+    def wait(self, seconds: float) -> None:
+        """Time that a rule takes without counting what it offers then."""
+        self.measured_s += seconds
 
     def _pay(self, outcomes: Outcomes) -> Outcomes:
         self.trials += 1
@@ -128,34 +136,22 @@ def vllm_rule(bench: Bench) -> float | None:
         if upper - lower <= 1:
             break
         rates = np.array(sorted(seen), dtype=np.float64)
-        root = _pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
+        root = pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
         margin(min(max(round(root), lower + 1), upper - 1))
     return float(max(rate for rate in seen if seen[rate] <= 0))
 
 
-def _pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
-    """Root of the monotone cubic (Fritsch and Carlson's slopes) through the points, between two of them."""
-    h, d = np.diff(x), np.diff(y) / np.diff(x)
-    slopes = np.empty_like(x)
-    slopes[0], slopes[-1] = d[0], d[-1]
-    for i in range(1, len(x) - 1):
-        if d[i - 1] * d[i] <= 0:
-            slopes[i] = 0.0
-        else:
-            left, right = 2 * h[i] + h[i - 1], h[i] + 2 * h[i - 1]
-            slopes[i] = (left + right) / (left / d[i - 1] + right / d[i])
-    i = int(np.searchsorted(x, low, side="right")) - 1
-    for _ in range(60):
-        middle = (low + high) / 2
-        t = (middle - x[i]) / h[i]
-        value = (
-            (1 + 2 * t) * (1 - t) ** 2 * y[i]
-            + t * (1 - t) ** 2 * h[i] * slopes[i]
-            + t**2 * (3 - 2 * t) * y[i + 1]
-            + t**2 * (t - 1) * h[i] * slopes[i + 1]
-        )
-        low, high = (middle, high) if value <= 0 else (low, middle)
-    return low
+def isotonic_rule(bench: Bench) -> float | None:
+    """AIPerf's default: concurrency by isotonic fits, 60 s of warm-up and 1000 requests at each point."""
+    rates: dict[int, float] = {}
+
+    def margin(users: int) -> float:
+        bench.wait(isotonic.WARMUP_S)
+        outcomes, rates[users] = bench.users(users, requests=isotonic.REQUESTS)
+        return bench.margin(outcomes)
+
+    users = isotonic.SmoothIsotonic(margin).run()
+    return None if users is None else rates[users]
 
 
 def aiperf_rule(bench: Bench) -> float | None:
@@ -193,6 +189,7 @@ def _by_concurrency(bench: Bench, start: int, precision: float, limit: int, most
 
 RULES: dict[str, Rule] = {
     "vLLM serve_sla": vllm_rule,
+    "AIPerf smooth isotonic": isotonic_rule,
     "AIPerf bisection": aiperf_rule,
     "GuideLLM goodput": guidellm_rule,
     "60 s bisection": plain_rule,
