@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,25 @@ from .trials import Found
 
 PROBE_S = 60.0
 Rule = Callable[["Bench"], float | None]
+
+
+class Offers(Protocol):
+    """What most rules need of a bench; one on other systems has it, too."""
+
+    @property
+    def idle_s(self) -> float: ...
+    @property
+    def min_rate(self) -> float: ...
+    @property
+    def max_rate(self) -> float: ...
+    def requests(self, rate: float, count: int) -> Outcomes: ...
+    def seconds(self, rate: float, seconds: float) -> Outcomes: ...
+    def users(
+        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
+    ) -> tuple[Outcomes, float]: ...
+    def wait(self, seconds: float) -> None: ...
+    def kept(self, outcomes: Outcomes) -> bool: ...
+    def margin(self, outcomes: Outcomes) -> float: ...
 
 
 @dataclass
@@ -33,6 +53,18 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([13, self.seed])
+
+    @property
+    def idle_s(self) -> float:
+        return self.system.idle_s
+
+    @property
+    def min_rate(self) -> float:
+        return self.system.min_rate
+
+    @property
+    def max_rate(self) -> float:
+        return self.system.max_rate
 
     def requests(self, rate: float, count: int) -> Outcomes:
         """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
@@ -79,30 +111,30 @@ def seed_rule(bench: Bench) -> float | None:
         out = bench.requests(rate, max(1, round(5 * rate)))
         return float(out.ttft_s.mean()) <= system.ttft_s and float(out.tpot_s.mean()) <= system.tpot_s
 
-    return _bisect(holds, system, 0.05)
+    return _bisect(holds, bench, 0.05)
 
 
-def plain_rule(bench: Bench) -> float | None:
+def plain_rule(bench: Offers) -> float | None:
     """60 s at each rate, the percentile of the whole run, doubling, then bisection to 5 %."""
-    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench.system, 0.05)
+    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench, 0.05)
 
 
-def _bisect(holds: Callable[[float], bool], system: System, precision: float) -> float | None:
+def _bisect(holds: Callable[[float], bool], bench: Offers, precision: float) -> float | None:
     """Double or halve from where the search of kvbench starts, then bisect."""
-    rate = min(max(4.0 / system.idle_s, system.min_rate), system.max_rate)
+    rate = min(max(4.0 / bench.idle_s, bench.min_rate), bench.max_rate)
     lower: float | None = None
     upper: float | None = None
     while lower is None or upper is None:
         if holds(rate):
             lower = rate
-            if rate >= system.max_rate:
+            if rate >= bench.max_rate:
                 return rate
-            rate = min(2 * rate, system.max_rate)
+            rate = min(2 * rate, bench.max_rate)
         else:
             upper = rate
-            if rate <= system.min_rate:
+            if rate <= bench.min_rate:
                 return None
-            rate = max(rate / 2, system.min_rate)
+            rate = max(rate / 2, bench.min_rate)
         if lower is not None and upper is not None and lower > upper:
             lower, upper = None, lower  # never seen in order: go on downwards
     while upper / lower > 1 + precision:
@@ -111,7 +143,7 @@ def _bisect(holds: Callable[[float], bool], system: System, precision: float) ->
     return lower
 
 
-def vllm_rule(bench: Bench) -> float | None:
+def vllm_rule(bench: Offers) -> float | None:
     """serve_sla (until 2026-02): whole rates from 1 to 65536, PCHIP through the margins of 3 runs of 1000.
 
     The first points are 65536 and 1; the next is the interpolated root, until the bracket is one wide.
@@ -141,7 +173,7 @@ def vllm_rule(bench: Bench) -> float | None:
     return float(max(rate for rate in seen if seen[rate] <= 0))
 
 
-def isotonic_rule(bench: Bench) -> float | None:
+def isotonic_rule(bench: Offers) -> float | None:
     """AIPerf's default: concurrency by isotonic fits, 60 s of warm-up and 1000 requests at each point."""
     rates: dict[int, float] = {}
 
@@ -154,17 +186,17 @@ def isotonic_rule(bench: Bench) -> float | None:
     return None if users is None else rates[users]
 
 
-def aiperf_rule(bench: Bench) -> float | None:
+def aiperf_rule(bench: Offers) -> float | None:
     """Concurrency: doubling to a bracket, then bisection to 5 %, 60 s a point; the rate is the throughput."""
     return _by_concurrency(bench, 1, 0.05, 1 << 12)
 
 
-def guidellm_rule(bench: Bench) -> float | None:
+def guidellm_rule(bench: Offers) -> float | None:
     """Goodput: concurrency from 4, doubling up to 1024, bisection to 10 %, at most 15 probes of 60 s."""
     return _by_concurrency(bench, 4, 0.10, 1024, most=15)
 
 
-def _by_concurrency(bench: Bench, start: int, precision: float, limit: int, most: int = 40) -> float | None:
+def _by_concurrency(bench: Offers, start: int, precision: float, limit: int, most: int = 40) -> float | None:
     rates: dict[int, float] = {}
 
     def holds(users: int) -> bool:

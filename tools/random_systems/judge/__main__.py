@@ -23,6 +23,7 @@ from .figures import Figures, figures, notes, table_of
 from .jobs import SearchJob
 from .judged import Judged
 from .many import code_version, rows_of
+from .rivals import RULES, RivalFigures, RivalFound, RivalJob, rival_table, rules_for
 from .twins import MOST, TwinFigures, TwinJob, Twins, twin_figures, twin_table
 
 COUNT = 30
@@ -42,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judge_pairs(
             [TwinJob(chosen.seed, each, run, chosen.limit_s) for run in seeds for each in there], chosen
         )
+    elif chosen.rivals:
+        rivals = [
+            RivalJob(chosen.seed, index, true, run, chosen.limit_s, rule)
+            for run in seeds
+            for index, true in judgeable.items()
+            for rule in rules_for(drawn[index])
+        ]
+        judge_rivals(rivals, chosen)
     else:
         jobs = [
             SearchJob(chosen.seed, index, true, run, chosen.limit_s)
@@ -90,6 +99,20 @@ def judge_pairs(jobs: Sequence[TwinJob], chosen: argparse.Namespace) -> None:
         write(found, chosen)
 
 
+def judge_rivals(jobs: Sequence[RivalJob], chosen: argparse.Namespace) -> None:
+    """Each search by another tool's rule, and the figures of each rule."""
+    rows = []
+    for row in rows_of(jobs, chosen.workers, chosen.rows):
+        each = RivalFound(**{name: row[name] for name in RivalFound.__dataclass_fields__})
+        rows.append(each)
+        ratio = f"{each.found / each.true:.3f} of the truth" if each.found and each.true else "none"
+        tell(f"{each.name} {each.kind} {each.rule}: {ratio}", chosen, len(rows), len(jobs))
+    if rows:
+        found = [RivalFigures.of(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
+        show(rival_table(found, f"{chosen.seed}; closed loops only where they are simulated"))
+        write(found, chosen)
+
+
 def tell(line: str, chosen: argparse.Namespace, done: int, jobs: int) -> None:
     """One result as it comes; of the release's only how many there are."""
     if chosen.seed != "release":
@@ -102,7 +125,9 @@ def show(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 190).print(table)
 
 
-def write(found: Sequence[Figures] | Sequence[TwinFigures], chosen: argparse.Namespace) -> None:
+def write(
+    found: Sequence[Figures] | Sequence[TwinFigures] | Sequence[RivalFigures], chosen: argparse.Namespace
+) -> None:
     """The table as JSON, where that is asked for."""
     if chosen.figures:
         data = {"seed": chosen.seed, "code": code_version(), "kinds": [each.to_json() for each in found]}
@@ -126,6 +151,7 @@ def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--searches", type=int, default=1, metavar="N", help="or pairs, of each system (1)")
     parser.add_argument("--run-seed", type=int, default=1, help="the first of the searches' own (1)")
     parser.add_argument("--twins", action="store_true", help="who is ahead of systems that hardly differ")
+    parser.add_argument("--rivals", action="store_true", help="other tools' rules instead")
     parser.add_argument("--limit-s", type=float, default=300.0, help="real seconds of one search (300)")
     parser.add_argument(
         "--rows", type=Path, help="keep each search's row there, and go on with what is there"

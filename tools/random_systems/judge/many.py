@@ -28,7 +28,7 @@ class Job(Protocol):
 def code_version() -> str:
     """Of all code that a row depends on: rows of other code are not taken over."""
     here = ROOT / "tools/random_systems"
-    own = [here / "judge" / f"{name}.py" for name in ("search", "judged", "twins")]
+    own = [here / "judge" / f"{name}.py" for name in ("search", "judged", "twins", "rivals", "closed")]
     digest = hashlib.sha256()
     for path in (*sorted((ROOT / "kvbench").rglob("*.py")), *sorted(here.glob("*.py")), *own):
         digest.update(path.read_bytes())
