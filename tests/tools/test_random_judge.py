@@ -49,6 +49,15 @@ def test_other_seeds_of_a_search_are_other_searches() -> None:
     assert 0.5 < one.ratio < 2
 
 
+def test_a_scenario_may_be_set_otherwise() -> None:
+    system, true = draw(SEEDS["develop"], CHEAP), known(CHEAP)
+    assert judge(system, true, 1, 60.0, ("search.max_trials=3",)).trials == 3
+    plain, other = (
+        SearchJob("develop", CHEAP, true, 1, 60.0, sets) for sets in ((), ("search.max_trials=3",))
+    )
+    assert plain.key != other.key
+
+
 def test_a_search_that_takes_too_long_is_said_so() -> None:
     system, true = draw(SEEDS["develop"], CHEAP), known(CHEAP)
     for found in (judge(system, true, 1, 0.05), judge_command(system, true, 1, 0.05, ("develop", CHEAP))):

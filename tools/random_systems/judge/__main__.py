@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judge_rivals(rivals, chosen)
     else:
         jobs = [
-            SearchJob(chosen.seed, index, true, run, chosen.limit_s)
+            SearchJob(chosen.seed, index, true, run, chosen.limit_s, tuple(chosen.set))
             for run in seeds
             for index, true in judgeable.items()
         ]
@@ -150,6 +150,7 @@ def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="so many systems (all that follow)")
     parser.add_argument("--searches", type=int, default=1, metavar="N", help="or pairs, of each system (1)")
     parser.add_argument("--run-seed", type=int, default=1, help="the first of the searches' own (1)")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="of each scenario")
     parser.add_argument("--twins", action="store_true", help="who is ahead of systems that hardly differ")
     parser.add_argument("--rivals", action="store_true", help="other tools' rules instead")
     parser.add_argument("--limit-s", type=float, default=300.0, help="real seconds of one search (300)")

@@ -19,11 +19,14 @@ class SearchJob:
     true: Truth
     run_seed: int
     limit_s: float
+    sets: tuple[str, ...] = ()
+    """What else of the scenario is set, as PATH=VALUE."""
 
     @property
     def key(self) -> str:
-        return f"search {self.seed} {self.index} {self.run_seed}"
+        return " ".join(("search", self.seed, str(self.index), str(self.run_seed), *self.sets))
 
     def row(self) -> dict[str, Any]:
         """``Judged`` as JSON."""
-        return judge(draw(seed_of(self.seed), self.index), self.true, self.run_seed, self.limit_s).to_json()
+        system = draw(seed_of(self.seed), self.index)
+        return judge(system, self.true, self.run_seed, self.limit_s, self.sets).to_json()

@@ -123,12 +123,12 @@ class Judged:
         return cls(**{**known, "kinds": tuple(row["kinds"])})
 
 
-def judge(system: System, true: Truth, run_seed: int, limit_s: float) -> Judged:
-    """Searches one system in this process, for at most ``limit_s`` of real time."""
+def judge(system: System, true: Truth, run_seed: int, limit_s: float, sets: tuple[str, ...] = ()) -> Judged:
+    """Searches one system in this process, for at most ``limit_s`` of real time. ``sets``: of a scenario."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvbench-judge-", dir=scratch()) as folder:
         try:
-            run = searched(system, run_seed, Path(folder), limit_s)
+            run = searched(system, run_seed, Path(folder), limit_s, sets=sets)
         except TooLongError:
             found = unanswered(system, true, run_seed, TOO_LONG)
         except Exception as error:

@@ -82,15 +82,15 @@ def _known(times: FloatArray) -> list[float | None]:
     return [each if np.isfinite(each) else None for each in times.tolist()]
 
 
-def options_of(system: System, run_seed: int, command: str = "drawn") -> CliOptions:
-    """What a user would ask for, with the search's own seed."""
+def options_of(system: System, run_seed: int, sets: tuple[str, ...] = ()) -> CliOptions:
+    """What a user would ask for, with the search's own seed. ``sets``: further PATH=VALUE of a scenario."""
     load, slo = system.workload, system.slo
     ttft_ms, tpot_ms = (
         None if each is None else float(f"{each:.12g}") for each in (slo.ttft_ms, slo.tpot_ms)
     )
     return CliOptions(
-        system=command,
-        overrides=(f"workload.burstiness={load.burstiness:g}", f"seed={run_seed}"),
+        system="drawn",
+        overrides=(f"workload.burstiness={load.burstiness:g}", f"seed={run_seed}", *sets),
         input_len=str(load.input_len),
         output_len=load.output_len,
         ttft_ms=ttft_ms,
@@ -100,12 +100,15 @@ def options_of(system: System, run_seed: int, command: str = "drawn") -> CliOpti
     )
 
 
-def searched(system: System, run_seed: int, folder: Path, limit_s: float, dice: int = 0) -> RunFolder:
-    """The run folder of a search in this process, made under ``folder``. ``dice``: as of ``DrawnAnswers``.
+def searched(
+    system: System, run_seed: int, folder: Path, limit_s: float, dice: int = 0, sets: tuple[str, ...] = ()
+) -> RunFolder:
+    """The run folder of a search in this process, made under ``folder``. ``dice``: as of ``DrawnAnswers``;
+    ``sets``: as of ``options_of``.
 
     Raises TooLongError after ``limit_s`` of real time (in a main thread), and KvbenchError as a sweep does.
     """
-    scenario, source = resolve(options_of(system, run_seed))
+    scenario, source = resolve(options_of(system, run_seed, sets))
     plan = plan_of(scenario)
     about = RunInfo(kind="simulate", seed=scenario.seed, labels=(SIMULATED,))
     store = RunStore.create(folder, scenario.name, source, plan.to_json(), {}, about)
