@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -63,8 +64,9 @@ def _nonzero(value: float) -> float:
     return value if abs(value) > _TINY else _TINY
 
 
+@lru_cache(4096)
 def beta_quantile(a: float, b: float, q: float) -> float:
-    """The x with I_x(a, b) = q, by bisection."""
+    """The x with I_x(a, b) = q, by bisection. Kept, since looks at a trial ask for the same ones."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

@@ -23,7 +23,6 @@ from tools.random_systems.batching import Engine, batching
 from tools.random_systems.clock import Clock
 from tools.random_systems.family import LEADS, SEEDS, SIZES, draw, family, seed_of
 from tools.random_systems.formulas import Mg1, erlang_c, mg1_mean_wait, mmc_mean, mmc_share
-from tools.random_systems.judge import Judged, judge
 from tools.random_systems.queues import fifo, shared
 from tools.random_systems.serve import BadLineError, serve
 from tools.random_systems.simulate import Jobs, State, end, run, trial
@@ -681,27 +680,3 @@ def test_jobs_that_left_before_they_came_are_nobodys() -> None:
     first, _ = run(PLAIN, Clock(PLAIN.disturbances), replace(jobs, gone_s=np.array([0.0, math.inf])))
     assert math.isnan(first[0])
     assert first[1] == pytest.approx(2.0)
-
-
-# --- the product's search on them
-
-
-def test_a_search_is_judged_by_the_rate_at_its_end() -> None:
-    judged = Judged("x", "drift", "converged", 10.0, 10.4, 9.0, None, 5, 60.0)
-    assert judged.ratio == pytest.approx(1.04)
-    assert judged.holds is True
-    assert Judged("x", "drift", "converged", 10.0, 10.4, 10.1, 10.5).holds is False
-    assert Judged("x", "none", "undecided", 0.0).ratio is None
-
-
-def test_the_product_searches_a_drawn_system() -> None:
-    system = draw(SEEDS["develop"], 1)
-    judged = judge("develop", 1, 110.0, (system, truth.truth_of(system)), 1)
-    assert judged.trials >= 2, judged
-    assert judged.ratio is not None, judged
-    assert 0.5 < judged.ratio < 2, judged
-
-
-def test_a_search_that_takes_too_long_is_said_so() -> None:
-    system = draw(SEEDS["develop"], 1)
-    assert "too long" in judge("develop", 1, 0.01, (system, truth.truth_of(system)), 1).outcome

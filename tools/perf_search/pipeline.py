@@ -199,10 +199,13 @@ class _Steps(dict[int, float]):
         return value
 
 
-def run_closed(system: System, concurrency: int, seconds: float, rng: np.random.Generator) -> Outcomes:
+def run_closed(
+    system: System, concurrency: int, seconds: float, rng: np.random.Generator, requests: int | None = None
+) -> Outcomes:
     """Serve ``concurrency`` users, each of whom sends the next request when its last has ended.
 
-    They begin spread over the latency of one request alone, not all at once, and are all counted.
+    Nothing is sent after ``seconds``, nor beyond so many requests. They begin spread over the latency of one
+    request alone, not all at once, and are all counted.
     """
     sigma = math.sqrt(math.log1p(system.variation**2))
     arrived = (np.arange(concurrency) * system.idle_s / concurrency).tolist()
@@ -222,7 +225,9 @@ def run_closed(system: System, concurrency: int, seconds: float, rng: np.random.
         link = max(link, free[server]) + system.transfer_s
         ready.append(max(link, ready[-1] if ready else 0.0))
 
-    for index in range(concurrency):
+    most = MANY if requests is None else requests
+    del arrived[most:]
+    for index in range(len(arrived)):
         admit(index)
     while head < len(ready):
         size = tail - head
@@ -239,7 +244,7 @@ def run_closed(system: System, concurrency: int, seconds: float, rng: np.random.
         now, clock = finish, done_at[head]
         end.append(now)
         head += 1
-        if now < seconds:
+        if now < seconds and len(arrived) < most:
             arrived.append(now)
             admit(len(arrived) - 1)
     n = len(end)

@@ -9,14 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from . import isotonic
 from .pipeline import FloatArray, Outcomes, System, offsets, run_closed, run_open
+from .roots import pchip_root
 from .trials import Found
 
 PROBE_S = 60.0
 Rule = Callable[["Bench"], float | None]
+
+
+class Offers(Protocol):
+    """What most rules need of a bench; one on other systems has it, too."""
+
+    @property
+    def idle_s(self) -> float: ...
+    @property
+    def min_rate(self) -> float: ...
+    @property
+    def max_rate(self) -> float: ...
+    def requests(self, rate: float, count: int) -> Outcomes: ...
+    def seconds(self, rate: float, seconds: float) -> Outcomes: ...
+    def users(
+        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
+    ) -> tuple[Outcomes, float]: ...
+    def wait(self, seconds: float) -> None: ...
+    def kept(self, outcomes: Outcomes) -> bool: ...
+    def margin(self, outcomes: Outcomes) -> float: ...
 
 
 @dataclass
@@ -32,6 +54,18 @@ class Bench:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([13, self.seed])
 
+    @property
+    def idle_s(self) -> float:
+        return self.system.idle_s
+
+    @property
+    def min_rate(self) -> float:
+        return self.system.min_rate
+
+    @property
+    def max_rate(self) -> float:
+        return self.system.max_rate
+
     def requests(self, rate: float, count: int) -> Outcomes:
         """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
         gaps = self.rng.gamma(self.system.burstiness, 1.0, count)
@@ -44,10 +78,16 @@ class Bench:
             run_open(self.system, offsets(self.system, rate, seconds, self.rng), self.rng, self.measured_s)
         )
 
-    def users(self, concurrency: int, seconds: float) -> tuple[Outcomes, float]:
-        """A closed loop; also its requests per second over the whole run."""
-        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng))
+    def users(
+        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
+    ) -> tuple[Outcomes, float]:
+        """A closed loop, by time or by number; also its requests per second over the whole run."""
+        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng, requests))
         return outcomes, len(outcomes.end_s) / float(outcomes.end_s.max())
+
+    def wait(self, seconds: float) -> None:
+        """Time that a rule takes without counting what it offers then."""
+        self.measured_s += seconds
 
     def _pay(self, outcomes: Outcomes) -> Outcomes:
         self.trials += 1
@@ -71,30 +111,30 @@ def seed_rule(bench: Bench) -> float | None:
         out = bench.requests(rate, max(1, round(5 * rate)))
         return float(out.ttft_s.mean()) <= system.ttft_s and float(out.tpot_s.mean()) <= system.tpot_s
 
-    return _bisect(holds, system, 0.05)
+    return _bisect(holds, bench, 0.05)
 
 
-def plain_rule(bench: Bench) -> float | None:
+def plain_rule(bench: Offers) -> float | None:
     """60 s at each rate, the percentile of the whole run, doubling, then bisection to 5 %."""
-    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench.system, 0.05)
+    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench, 0.05)
 
 
-def _bisect(holds: Callable[[float], bool], system: System, precision: float) -> float | None:
+def _bisect(holds: Callable[[float], bool], bench: Offers, precision: float) -> float | None:
     """Double or halve from where the search of kvbench starts, then bisect."""
-    rate = min(max(4.0 / system.idle_s, system.min_rate), system.max_rate)
+    rate = min(max(4.0 / bench.idle_s, bench.min_rate), bench.max_rate)
     lower: float | None = None
     upper: float | None = None
     while lower is None or upper is None:
         if holds(rate):
             lower = rate
-            if rate >= system.max_rate:
+            if rate >= bench.max_rate:
                 return rate
-            rate = min(2 * rate, system.max_rate)
+            rate = min(2 * rate, bench.max_rate)
         else:
             upper = rate
-            if rate <= system.min_rate:
+            if rate <= bench.min_rate:
                 return None
-            rate = max(rate / 2, system.min_rate)
+            rate = max(rate / 2, bench.min_rate)
         if lower is not None and upper is not None and lower > upper:
             lower, upper = None, lower  # never seen in order: go on downwards
     while upper / lower > 1 + precision:
@@ -103,7 +143,7 @@ def _bisect(holds: Callable[[float], bool], system: System, precision: float) ->
     return lower
 
 
-def vllm_rule(bench: Bench) -> float | None:
+def vllm_rule(bench: Offers) -> float | None:
     """serve_sla (until 2026-02): whole rates from 1 to 65536, PCHIP through the margins of 3 runs of 1000.
 
     The first points are 65536 and 1; the next is the interpolated root, until the bracket is one wide.
@@ -128,47 +168,35 @@ def vllm_rule(bench: Bench) -> float | None:
         if upper - lower <= 1:
             break
         rates = np.array(sorted(seen), dtype=np.float64)
-        root = _pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
+        root = pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
         margin(min(max(round(root), lower + 1), upper - 1))
     return float(max(rate for rate in seen if seen[rate] <= 0))
 
 
-def _pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
-    """Root of the monotone cubic (Fritsch and Carlson's slopes) through the points, between two of them."""
-    h, d = np.diff(x), np.diff(y) / np.diff(x)
-    slopes = np.empty_like(x)
-    slopes[0], slopes[-1] = d[0], d[-1]
-    for i in range(1, len(x) - 1):
-        if d[i - 1] * d[i] <= 0:
-            slopes[i] = 0.0
-        else:
-            left, right = 2 * h[i] + h[i - 1], h[i] + 2 * h[i - 1]
-            slopes[i] = (left + right) / (left / d[i - 1] + right / d[i])
-    i = int(np.searchsorted(x, low, side="right")) - 1
-    for _ in range(60):
-        middle = (low + high) / 2
-        t = (middle - x[i]) / h[i]
-        value = (
-            (1 + 2 * t) * (1 - t) ** 2 * y[i]
-            + t * (1 - t) ** 2 * h[i] * slopes[i]
-            + t**2 * (3 - 2 * t) * y[i + 1]
-            + t**2 * (t - 1) * h[i] * slopes[i + 1]
-        )
-        low, high = (middle, high) if value <= 0 else (low, middle)
-    return low
+def isotonic_rule(bench: Offers) -> float | None:
+    """AIPerf's default: concurrency by isotonic fits, 60 s of warm-up and 1000 requests at each point."""
+    rates: dict[int, float] = {}
+
+    def margin(users: int) -> float:
+        bench.wait(isotonic.WARMUP_S)
+        outcomes, rates[users] = bench.users(users, requests=isotonic.REQUESTS)
+        return bench.margin(outcomes)
+
+    users = isotonic.SmoothIsotonic(margin).run()
+    return None if users is None else rates[users]
 
 
-def aiperf_rule(bench: Bench) -> float | None:
+def aiperf_rule(bench: Offers) -> float | None:
     """Concurrency: doubling to a bracket, then bisection to 5 %, 60 s a point; the rate is the throughput."""
     return _by_concurrency(bench, 1, 0.05, 1 << 12)
 
 
-def guidellm_rule(bench: Bench) -> float | None:
+def guidellm_rule(bench: Offers) -> float | None:
     """Goodput: concurrency from 4, doubling up to 1024, bisection to 10 %, at most 15 probes of 60 s."""
     return _by_concurrency(bench, 4, 0.10, 1024, most=15)
 
 
-def _by_concurrency(bench: Bench, start: int, precision: float, limit: int, most: int = 40) -> float | None:
+def _by_concurrency(bench: Offers, start: int, precision: float, limit: int, most: int = 40) -> float | None:
     rates: dict[int, float] = {}
 
     def holds(users: int) -> bool:
@@ -193,6 +221,7 @@ def _by_concurrency(bench: Bench, start: int, precision: float, limit: int, most
 
 RULES: dict[str, Rule] = {
     "vLLM serve_sla": vllm_rule,
+    "AIPerf smooth isotonic": isotonic_rule,
     "AIPerf bisection": aiperf_rule,
     "GuideLLM goodput": guidellm_rule,
     "60 s bisection": plain_rule,

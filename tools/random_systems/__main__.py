@@ -88,7 +88,9 @@ def compute(systems: Sequence[System], path: Path, workers: int, again: bool = F
             missing, pool.imap(partial(truths.compute_again, kept), missing), strict=True
         ):
             truths.keep({**truths.known(path), system.fingerprint: true}, path)
-            print(f"{system.name}: {_rate(true)} by {true.how}, {true.seconds:.0f} s", flush=True)
+            # Of the release's systems nothing is shown one by one unless it is asked for.
+            shown = f": {_rate(true)} by {true.how}, {true.seconds:.0f} s"
+            print(system.name + ("" if system.name.startswith("release-") else shown), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,11 +77,16 @@ class Distribution:
     @classmethod
     def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
         """Figures of the values that are there, each times ``scale``."""
-        data = np.array([value for value in values if value is not None], dtype=np.float64) * scale
+        if isinstance(values, np.ndarray):
+            data = values * scale
+        else:
+            data = np.array([value for value in values if value is not None], dtype=np.float64) * scale
         if not len(data):
             return cls()
+        known = np.percentile(data, list(MIN_VALUES)).tolist()
         p50, p90, p99 = (
-            float(np.percentile(data, q)) if len(data) >= least else None for q, least in MIN_VALUES.items()
+            figure if len(data) >= least else None
+            for figure, least in zip(known, MIN_VALUES.values(), strict=True)
         )
         return cls(len(data), float(data.mean()), p50, p90, p99, float(data.max()))
 
@@ -252,11 +257,12 @@ def summarise(
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
     """The distributions of answered requests, in ms."""
+    gaps = [np.asarray(record.itl_s, np.float64) for record in done if len(record.itl_s)]
     return {
         "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
         "ttft_sent_ms": Distribution.of((record.ttft_sent_s for record in done), 1e3),
         "tpot_ms": Distribution.of((record.tpot_s for record in done), 1e3),
-        "itl_ms": Distribution.of((gap for record in done for gap in record.itl_s), 1e3),
+        "itl_ms": Distribution.of(np.concatenate(gaps) if gaps else (), 1e3),
         "e2el_ms": Distribution.of((record.e2el_s for record in done), 1e3),
     }
 

@@ -6,7 +6,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvbench.core.records import RequestError, RequestRecord
 from kvbench.core.simulation.data import SimulatedLoad
@@ -128,13 +130,14 @@ class Replay:
             f"sim-{index}", arrival_s, load.input_len[index], tokens, sent_s=arrival_s, error=error
         )
         record.error_detail = self._detail(error)
-        times = [each for each in self._token_times(index) if each <= end_s]
+        times = self._token_times(index)
+        times = times[: np.searchsorted(times, end_s, side="right")]
         if not error:
             record.output_len, record.status = tokens, 200
-        if times:
+        if len(times):
             record.status = 200
-            record.first_token_s, record.last_token_s = times[0], times[-1]
-            record.itl_s = array("f", [later - earlier for earlier, later in pairwise(times)])
+            record.first_token_s, record.last_token_s = float(times[0]), float(times[-1])
+            record.itl_s = array("f", np.diff(times).astype(np.float32).tobytes())
         if not error:
             record.last_token_s = end_s  # later than its token, if it has but one
         return record
@@ -147,19 +150,20 @@ class Replay:
             return "the trial was stopped"
         return "as the system answered" if error else ""
 
-    def _token_times(self, index: int) -> list[float]:
-        """Of all its tokens: as told, else evenly between the first and the last."""
+    def _token_times(self, index: int) -> NDArray[np.float64]:
+        """Of all its tokens, ascending: as told, else evenly between the first and the last."""
         first_s, last_s = self._answer.first_token_s[index], self._answer.last_token_s[index]
         if first_s is None:
-            return []
+            return np.empty(0)
         first_s = max(first_s, self._load.offsets_s[index])
         if events := self._answer.events_s[index]:
-            return [max(each, first_s) for each in events]
+            return np.maximum(events, first_s)
         if last_s is None or self._load.output_len[index] < 2:
-            return [first_s]
+            return np.array([first_s])
         gaps, last_s = self._load.output_len[index] - 1, max(last_s, first_s)
-        # The last as it was told: a sum of gaps may be off by a rounding, and beyond the request's end.
-        return [*(first_s + (last_s - first_s) * place / gaps for place in range(gaps)), last_s]
+        times = first_s + (last_s - first_s) * np.arange(gaps + 1.0) / gaps
+        times[-1] = last_s  # as it was told: a sum of gaps may be off by a rounding, and beyond its end
+        return times
 
     def _dropped(self, records: Sequence[RequestRecord]) -> list[int]:
         given_up = ("cancelled", "timeout", "no_answer")

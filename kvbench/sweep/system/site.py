@@ -7,7 +7,7 @@ single requests is learned here in the same way, but on a virtual clock that onl
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
-from kvbench.sweep.system.answer_check import SystemAnswer, read_answer
+from kvbench.sweep.system.answer_check import SystemAnswer
+from kvbench.sweep.system.answering import Answering, CommandAnswers
 from kvbench.sweep.system.replay import Replay, Replayed
 from kvbench.sweep.system.simulator_process import SimulatorProcess
 from kvbench.sweep.trial.idle import Idleness
@@ -58,42 +59,20 @@ class VirtualClock:
 class AskedSystem:
     """A simulator and its clock. As a deployment it tells nothing of itself, and answers single requests."""
 
-    def __init__(self, scenario: Scenario, process: SimulatorProcess) -> None:
+    def __init__(self, scenario: Scenario, answering: Answering) -> None:
         self.clock = VirtualClock()
         self._scenario = scenario
-        self._process = process
+        self._answering = answering
         self._singles = 0
 
     def ask(self, load: SimulatedLoad, seed: int) -> SystemAnswer:
         """What becomes of a load from now on, if all of it is sent. Raises KvbenchError."""
-        line = self._process.ask(
-            {
-                "type": "trial",
-                "seed": seed,
-                "starts_at_s": self.clock.now(),
-                "timeout_s": load.timeout_s,
-                "arrivals_s": list(load.offsets_s),
-                "input_len": list(load.input_len),
-                "output_len": list(load.output_len),
-            }
-        )
-        try:
-            return read_answer(line, load.offsets_s)
-        except ValueError as error:
-            raise self._process.nonsense(f"an answer that cannot be used: {error}; the line", line) from error
+        return self._answering.answer(load, seed, self.clock.now())
 
     def ended(self, replayed: Replayed) -> None:
         """Tells what came of the load that was asked last; the clock stands at its end then."""
-        ended_at_s = replayed.load.duration_s
-        self._process.tell(
-            {
-                "type": "end",
-                "cut_at_s": replayed.cut_at_s,
-                "cancelled": replayed.dropped,
-                "ended_at_s": ended_at_s,
-            }
-        )
-        self.clock.sleep(ended_at_s)
+        self._answering.ended(replayed)
+        self.clock.sleep(replayed.load.duration_s)
 
     def under_way(self) -> None:
         """It has no gauges."""
@@ -180,14 +159,24 @@ class SystemSite:
 
 
 class SystemBench:
-    """Starts the scenario's simulator anew for each deployment. ``trace``: what trials replay, if any."""
+    """Starts the scenario's simulator anew for each deployment. ``trace``: what trials replay, if any.
+
+    ``answers``: makes what answers in this process, in place of the simulator's command.
+    """
 
     alike = True
 
-    def __init__(self, scenario: Scenario, store: RunStore, trace: Sequence[TracedRequest] = ()) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        store: RunStore,
+        trace: Sequence[TracedRequest] = (),
+        answers: Callable[[], Answering] | None = None,
+    ) -> None:
         self._scenario = scenario
         self._store = store
         self._trace = trace
+        self._answers = answers
 
     def open(self) -> AbstractContextManager[Scenario]:
         return nullcontext(self._scenario)
@@ -204,10 +193,16 @@ class SystemBench:
         told = dict(self._store.manifest.get("simulated_with") or {})
         who = f"somebody else's simulator, the command: {simulator.command}"
         self._store.update(simulated_with=told | {planned.label: who})
-        logs = self._store.logs / "-".join(filter(None, (planned.label, round_)))
+        with self._answering("-".join(filter(None, (planned.label, round_)))) as answering:
+            yield SystemSite(self._scenario, AskedSystem(self._scenario, answering), self._store, self._trace)
+
+    @contextmanager
+    def _answering(self, name: str) -> Iterator[Answering]:
+        if self._answers is not None:
+            yield self._answers()
+            return
         with tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path)) as specs:
-            launcher = LocalLauncher(self._store.run_tag, logs, Path(specs))
+            launcher = LocalLauncher(self._store.run_tag, self._store.logs / name, Path(specs))
+            simulator = self._scenario.deployment.engine_options.simulator
             with SimulatorProcess(simulator, launcher) as process:
-                yield SystemSite(
-                    self._scenario, AskedSystem(self._scenario, process), self._store, self._trace
-                )
+                yield CommandAnswers(process)

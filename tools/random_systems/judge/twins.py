@@ -1,0 +1,206 @@
+"""Two systems that hardly differ: is the right one said to be ahead, if one is?
+
+Both are searched with the same options, and compared as ``kvbench compare`` does it. A pair that cannot be
+told apart ("?") takes no part; of equal twins whichever order is told is wrong. Which of two is truly ahead
+needs no truth of the second: a system all of whose times are longer holds a lower rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from rich.table import Table
+
+from kvbench.report.side_by_side import compared_runs
+from kvbench.results.run import RunFolder
+
+from ..family import draw, seed_of
+from ..system import System
+from .figures import ALL, NOTHING, counted
+from .search import TooLongError, failure, scratch, searched
+
+Form = Literal["slower or faster", "equal, other dice", "equal, other load"]
+FORMS: Final[Sequence[Form]] = (
+    "slower or faster",
+    "equal, other dice",
+    "slower or faster",
+    "equal, other load",
+)
+"""In turn. Dice are all that is drawn in the system: work, noise, co-tenants. The load is the arrivals."""
+MOST: Final = 0.1
+"""All times of one are up to so much longer or shorter than the other's."""
+OTHER_LOAD: Final = 1_000_003
+"""Between the run seeds of two twins whose arrivals differ."""
+UNTOLD: Final = "?"
+
+
+@dataclass(frozen=True)
+class Twins:
+    """A pair. ``factor``: times of B by those of A. ``truly``: who is ahead, "" if they are equal.
+
+    ``told``: A, B, "?", or why there is nothing to compare. ``rates``: what was found of both.
+    """
+
+    name: str
+    kind: str
+    form: Form
+    number: int
+    factor: float
+    truly: str
+    told: str
+    rates: tuple[float | None, float | None] = (None, None)
+    real_s: float = 0.0
+
+    @property
+    def ordered(self) -> bool:
+        return self.told in ("A", "B")
+
+    @property
+    def wrong(self) -> bool:
+        return self.ordered and self.told != self.truly
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "rates": list(self.rates)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Twins:
+        known = {each.name: row[each.name] for each in dataclasses.fields(cls)}
+        return cls(**{**known, "rates": tuple(row["rates"])})
+
+
+@dataclass(frozen=True)
+class TwinJob:
+    """One pair of a family's system and its twin, each search for at most ``limit_s`` of real time."""
+
+    seed: str
+    index: int
+    run_seed: int
+    limit_s: float
+
+    @property
+    def key(self) -> str:
+        return f"twins {self.seed} {self.index} {self.run_seed}"
+
+    def row(self) -> dict[str, Any]:
+        """``Twins`` as JSON."""
+        place = seed_of(self.seed), self.index
+        rng = np.random.default_rng([*place, self.run_seed, 3])
+        form = FORMS[(self.index + self.run_seed) % len(FORMS)]
+        factor = 1.0
+        if form == "slower or faster":
+            factor = math.exp(math.log1p(MOST) * float(rng.uniform(-1, 1)))
+        return judge_twins(draw(*place), form, factor, self.run_seed, self.limit_s).to_json()
+
+
+def slower(system: System, factor: float) -> System:
+    """The same with all times of service so many times as long, and the same SLO."""
+    batch = system.batch
+    if batch is not None:
+        batch = replace(
+            batch,
+            step_s=batch.step_s * factor,
+            sequence_s=batch.sequence_s * factor,
+            token_s=batch.token_s * factor,
+        )
+    return replace(
+        system,
+        prefill_s=system.prefill_s * factor,
+        token_s=system.token_s * factor,
+        slope_s=system.slope_s * factor,
+        batch=batch,
+    )
+
+
+def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_s: float) -> Twins:
+    """Searches a system and its twin, and asks the product who is ahead."""
+    start = time.perf_counter()
+    truly = "" if factor == 1.0 else "A" if factor > 1.0 else "B"
+    pair = Twins(system.name, system.kinds[0], form, run_seed, factor, truly, "")
+    other_seed = run_seed + OTHER_LOAD if form == "equal, other load" else run_seed
+    with tempfile.TemporaryDirectory(prefix="kvbench-twins-", dir=scratch()) as folder:
+        try:
+            runs = [
+                searched(system, run_seed, Path(folder), limit_s),
+                searched(slower(system, factor), other_seed, Path(folder), limit_s, dice=1),
+            ]
+        except TooLongError:
+            told = "too long to simulate"
+        except Exception as error:
+            told = failure(error)
+        else:
+            told = who_is_ahead(runs)
+            found = [(each.answer or {}).get("max_request_rate") for run in runs for each in run.cells[:1]]
+            pair = replace(pair, rates=(found[0], found[1]) if len(found) == 2 else (None, None))
+    return replace(pair, told=told, real_s=round(time.perf_counter() - start, 3))
+
+
+def who_is_ahead(runs: Sequence[RunFolder]) -> str:
+    """What the product says of two runs: A, B, "?", or "no answer" if one has none."""
+    # Of runs whose load differs in its seed alone it is said so, and they are compared if one asks for it.
+    pairs = compared_runs(runs, force=True).searched
+    if len(pairs) != 1:
+        return "no answer"
+    if pairs[0].ratio is None:
+        return UNTOLD
+    return pairs[0].ahead.rpartition("@")[2]
+
+
+# -- figures ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwinFigures:
+    """Of one form or kind of twins: all, those with two answers, those in an order, and in the wrong one."""
+
+    kind: str
+    pairs: int
+    answered: int
+    ordered: int
+    wrong: int
+
+    @classmethod
+    def of(cls, kind: str, twins: Sequence[Twins]) -> TwinFigures:
+        ordered = [each for each in twins if each.ordered]
+        untold = sum(each.told == UNTOLD for each in twins)
+        return cls(kind, len(twins), len(ordered) + untold, len(ordered), sum(each.wrong for each in ordered))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self),
+            "wrong_share": self.wrong / self.ordered if self.ordered else None,
+        }
+
+
+def twin_figures(twins: Sequence[Twins]) -> list[TwinFigures]:
+    """By form, by kind, and of all."""
+    of: Sequence[Callable[[Twins], str]] = (lambda each: each.form, lambda each: each.kind)
+    groups = [(name, key) for key in of for name in sorted({key(each) for each in twins})]
+    parts = [TwinFigures.of(name, [each for each in twins if key(each) == name]) for name, key in groups]
+    return [*parts, TwinFigures.of(ALL, twins)]
+
+
+def twin_table(found: Sequence[TwinFigures], caption: str) -> Table:
+    """A row a form, a kind, and all of them."""
+    table = Table(title="who is ahead of twins", caption=caption)
+    table.add_column("twins", no_wrap=True)
+    for name in ("pairs", "with two answers", "in an order", "in the wrong one"):
+        table.add_column(name, justify="right", no_wrap=True)
+    forms = len({each.kind for each in found} & set(FORMS))
+    for place, each in enumerate(found):
+        table.add_row(
+            each.kind,
+            str(each.pairs),
+            counted(each.answered, each.pairs),
+            counted(each.ordered, each.answered),
+            counted(each.wrong, each.ordered) if each.ordered else NOTHING,
+            end_section=place in (forms - 1, len(found) - 2),
+        )
+    return table
