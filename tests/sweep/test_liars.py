@@ -24,7 +24,7 @@ def test_each_lie_is_caught_by_its_gate(case: Case, tmp_path: Path) -> None:
     if reason := unable(case):
         pytest.skip(reason)
     outcome = run_case(case, tmp_path)
-    assert outcome.caught, (outcome.verdict, outcome.told, outcome.reason)
+    assert outcome.caught, (outcome.verdict, outcome.findings, outcome.reason)
     # It can never be mistaken for an honest run.
     assert tuple(label for label in outcome.labels if label != "emulated") == (
         labels_of(case.lie) if case.lie in LIES else ()

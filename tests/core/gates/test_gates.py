@@ -253,7 +253,7 @@ LIES += [
     ("answer_at_once", "invalid", evidence([request(i, gap_s=0.0) for i in range(N)])),
     (
         "same_answers",
-        "warning",
+        "invalid",
         evidence(
             [replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
             engines=engines(decode={"generation_tokens": 9 * N}),
