@@ -39,7 +39,7 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
     for parts, names in alike.items():
         listed = "; ".join(f"{why}: {', '.join(gates)}" for why, gates in parts)
         yield Note(
-            f"what no gate could see of {', '.join(names)}, so that no finding there proves nothing: {listed}",
+            f"gates that saw nothing of {', '.join(names)}, so that their silence proves nothing: {listed}",
             "`kvbench doctor --gates` says what each would prove",
         )
 
