@@ -9,12 +9,16 @@ from typing import Final
 
 from kvbench import transfer
 from kvbench.core.records import TrialRecord
+from kvbench.core.search.methods import STEADY_GATES
 
 from .cases import EASY
+from .random_honest import honest_trials
 from .trials import deployed, running
 
 PAIRS: Final = ("mooncake", "nixl", "tcp")
 LATE_GATES: Final = frozenset({"client_limited", "router_limited", "emulator_behind"})
+NO_ACCUSATION: Final = STEADY_GATES | LATE_GATES | {"machine_disturbed"}
+"""Warnings of the load, of kvbench's own parts, and of the machine."""
 TAKEN: Final = 0.25
 """With more of the CPU than this taken by others, kvbench's own processes may well be late."""
 
@@ -28,7 +32,7 @@ def honest(connector: str, trials: int, folder: Path) -> Iterator[TrialRecord]:
 
 
 def false_alarms(record: TrialRecord) -> list[str]:
-    """The gates that refuse a trial wrongly, if it is an honest one.
+    """The gates that refuse a trial wrongly, or warn of the servers, if it is an honest one.
 
     That kvbench's own processes are late is no false alarm where others take the machine's CPU.
     """
@@ -36,11 +40,35 @@ def false_alarms(record: TrialRecord) -> list[str]:
     disturbed = (findings["machine_disturbed"].evidence if "machine_disturbed" in findings else {}) or {}
     taken = max(disturbed.get("other_cpu_share") or 0.0, disturbed.get("steal_share") or 0.0) > TAKEN
     refused = [name for name, finding in findings.items() if finding.level == "invalid"]
-    return [name for name in refused if not (taken and name in LATE_GATES)]
+    warned = [name for name, finding in findings.items() if finding.level == "warning"]
+    return [
+        *(name for name in refused if not (taken and name in LATE_GATES)),
+        *(name for name in warned if name not in NO_ACCUSATION),
+    ]
+
+
+def honest_random(trials: int) -> int:
+    """So many trials on random systems, as printed; how many raised an alarm."""
+    wrong = 0
+    verdicts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for each in honest_trials(trials):
+        wrong += bool(each.alarms)
+        verdicts[each.verdict] += 1
+        counts.update(f"{finding.gate} ({finding.level})" for finding in each.others)
+        for finding in each.alarms:
+            print(f"{each.system.name} at {each.load:.0%}: ALARM by {finding.gate}: {finding.message}")
+    print(
+        f"{trials} honest trials on random systems: {wrong} alarms; "
+        + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        + "; findings about the load: "
+        + (", ".join(f"{count} × {gate}" for gate, count in counts.most_common()) or "none")
+    )
+    return wrong
 
 
 def honest_deployments(trials: int, folder: Path) -> int:
-    """So many real trials over the connectors that are here, as printed; how many were refused wrongly."""
+    """So many real trials over the connectors that are here, as printed; how many raised an alarm."""
     names = ["aggregated", *(name for name in PAIRS if transfer.check(name) is None)]
     done = late = wrong = 0
     counts: Counter[str] = Counter()
@@ -53,9 +81,9 @@ def honest_deployments(trials: int, folder: Path) -> int:
             wrong += bool(alarms)
             late += record.verdict == "invalid" and not alarms
             if alarms:
-                print(f"honest trial of {name} REFUSED by {', '.join(alarms)}: {record.reason}")
+                print(f"honest trial of {name} ALARM by {', '.join(alarms)}: {record.reason}")
     print(
-        f"{done} honest trials over {', '.join(names)}: {wrong} refused wrongly, {late} since other "
+        f"{done} honest trials over {', '.join(names)}: {wrong} alarms, {late} refused since other "
         "processes took the CPU; findings: "
         + (", ".join(f"{count} × {gate}" for gate, count in sorted(counts.items())) or "none")
     )

@@ -20,6 +20,8 @@ LEAST_RATIO: Final = 1.3
 """Of the two medians."""
 BY_CHANCE: Final = 1e-6
 """A test that would err more seldom than once in a million trials."""
+STRETCHES: Final = 3.0
+"""Standard errors by which neighbours are more alike than by chance."""
 LONGEST_TURN: Final = 8
 """Servers taken in turn that are looked for."""
 LEAST_TURN_SPREAD: Final = 0.5
@@ -53,8 +55,8 @@ def two_populations(evidence: Evidence) -> Finding | None:
     two kinds if on a log scale the middle third between two medians is emptier than a single hill allows:
     against the same width at the smaller kind, with an error of 1 in a million. Slow ones that come in turn,
     as each second request does behind two servers, are a warning: prompts do not come in turn.
-    limits: a note where they come in no such order, as caches, preemption, pauses and bursts may part them,
-    too; kinds that overlap are not seen.
+    limits: a note where they come in no such order, as caches and preemption may part them, too; silent where
+    they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap.
     """
     if evidence.reuse_expected:
         return None
@@ -80,8 +82,8 @@ def two_populations(evidence: Evidence) -> Finding | None:
         f"{slow_ms:.4g} ms of the other {kinds.share:.0%}{order}",
         "servers that are taken in turn are not alike: measure each alone, and look what slows one of them"
         if kinds.turn
-        else "prompts that a cache knows, preemption, pauses or unequal servers part latencies so: it may be "
-        "one kind alone that meets the SLO",
+        else "prompts that a cache knows, preemption or unequal servers part latencies so: one kind alone may "
+        "meet the SLO",
         {"metric": name, "fast_ms": fast_ms, "slow_ms": slow_ms, "slow_share": kinds.share,
          "turn": kinds.turn},
     )  # fmt: skip
@@ -103,8 +105,11 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
     low, high = float(np.median(rest[~slow])), float(np.median(rest[slow]))
     if high - low < math.log(LEAST_RATIO) or not _parted(rest, low, high):
         return None
+    turn = _turn(slow)
+    if not turn and _in_stretches(slow):
+        return None
     medians = float(np.exp(np.median(logs[~slow]))), float(np.exp(np.median(logs[slow])))
-    return Populations(slow, medians, _turn(slow))
+    return Populations(slow, medians, turn)
 
 
 def _cut(ordered: FloatArray) -> float:
@@ -144,6 +149,16 @@ def _with_length(logs: FloatArray, lengths: FloatArray) -> FloatArray:
     for part in np.array_split(order, max(1, len(logs) // PER_LENGTH)):
         found[part] = np.median(logs[part])
     return found
+
+
+def _in_stretches(slow: npt.NDArray[np.bool_]) -> bool:
+    """Whether neighbours are alike more often than by chance: then it is the time that parts them, as queues,
+    bursts and pauses do.
+    """
+    share, pairs = float(slow.mean()), len(slow) - 1
+    alike = share**2 + (1 - share) ** 2
+    found = float((slow[1:] == slow[:-1]).mean())
+    return found - alike > STRETCHES * math.sqrt(alike * (1 - alike) / pairs)
 
 
 def _turn(slow: npt.NDArray[np.bool_]) -> int:

@@ -33,15 +33,20 @@ def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecor
     return [each for each in evidence.records if each.ok and each.output_len >= least]
 
 
+def _received(evidence: Evidence) -> list[RequestRecord]:
+    """Those that came over a socket: a simulator may be faster than any model, and holds nothing back."""
+    return [each for each in _answers(evidence) if each.stamps]
+
+
 def answer_at_once(evidence: Evidence) -> Finding | None:
     """Answers come token by token while they are made, and are not buffered until they are done.
 
     evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
     and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
     is judged: the one is the whole latency then, the other none.
-    limits: silent where the load generator itself read too late to tell.
+    limits: silent where the load generator itself read too late to tell, and of what came over no socket.
     """
-    answers = _answers(evidence)
+    answers = _received(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
         return None
@@ -81,7 +86,7 @@ def impossible_answers(evidence: Evidence) -> Finding | None:
     text, no less than 0.1 ms for prompts of 64 tokens and more. limits: an answer from a list that is given
     out as slowly as a model's looks like one, unless its text shows it.
     """
-    answers = [each for each in _answers(evidence) if not _at_once(each)]
+    answers = [each for each in _received(evidence) if not _at_once(each)]
     tpots = [each.tpot_s for each in answers if each.tpot_s is not None and len(each.itl_s)]
     ttfts = [
         each.ttft_sent_s

@@ -38,7 +38,7 @@ def request(
     record = RequestRecord(
         f"r{i}", at, INPUT, 5, sent_s=at, first_token_s=first, last_token_s=first + 4 * gap_s, output_len=5
     )
-    return replace(record, itl_s=[gap_s] * 4, status=200, **changes)
+    return replace(record, itl_s=[gap_s] * 4, status=200, stamps="kernel", **changes)
 
 
 def failed(i: int, error: str = "http_error") -> RequestRecord:

@@ -236,7 +236,16 @@ def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_pa
 
 def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float] = ()) -> RequestRecord:
     return RequestRecord(
-        f"r-{i}", i / 10, 8, tokens, i / 10, i / 10 + first_s, i / 10 + last_s, tokens, itl_s=itl_s
+        f"r-{i}",
+        i / 10,
+        8,
+        tokens,
+        i / 10,
+        i / 10 + first_s,
+        i / 10 + last_s,
+        tokens,
+        itl_s=itl_s,
+        stamps="kernel",
     )
 
 
