@@ -66,6 +66,7 @@ test: setup-tests lint
 
 liars: setup
 	@$(BIN)/python -m tools.liars
+	@$(BIN)/python -m tools.random_systems.honest
 
 .PHONY: kills soak
 kills: setup

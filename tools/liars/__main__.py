@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cases import CASES
-from .honest import honest_deployments, honest_random
+from .honest import honest_deployments
 from .trials import run_case, unable
 
 
@@ -18,9 +18,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs the bench; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--honest", type=int, default=50, metavar="N", help="honest trials (default: 50)")
-    parser.add_argument(
-        "--random", type=int, default=200, metavar="N", help="honest trials on random systems (default: 200)"
-    )
     parser.add_argument(
         "--only", action="append", default=[], metavar="LIE", help="only this lie; repeatable"
     )
@@ -45,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
                 + f" ({others})" * bool(others)
             )
             sys.stdout.flush()
-        bad += honest_random(wanted.random)
         bad += honest_deployments(wanted.honest, folder)
     return 1 if bad else 0
 

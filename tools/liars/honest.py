@@ -12,7 +12,6 @@ from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import STEADY_GATES
 
 from .cases import EASY
-from .random_honest import honest_trials
 from .trials import deployed, running
 
 PAIRS: Final = ("mooncake", "nixl", "tcp")
@@ -45,26 +44,6 @@ def false_alarms(record: TrialRecord) -> list[str]:
         *(name for name in refused if not (taken and name in LATE_GATES)),
         *(name for name in warned if name not in NO_ACCUSATION),
     ]
-
-
-def honest_random(trials: int) -> int:
-    """So many trials on random systems, as printed; how many raised an alarm."""
-    wrong = 0
-    verdicts: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for each in honest_trials(trials):
-        wrong += bool(each.alarms)
-        verdicts[each.verdict] += 1
-        counts.update(f"{finding.gate} ({finding.level})" for finding in each.others)
-        for finding in each.alarms:
-            print(f"{each.system.name} at {each.load:.0%}: ALARM by {finding.gate}: {finding.message}")
-    print(
-        f"{trials} honest trials on random systems: {wrong} alarms; "
-        + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        + "; findings about the load: "
-        + (", ".join(f"{count} × {gate}" for gate, count in counts.most_common()) or "none")
-    )
-    return wrong
 
 
 def honest_deployments(trials: int, folder: Path) -> int:

@@ -82,8 +82,8 @@ def two_populations(evidence: Evidence) -> Finding | None:
         f"{slow_ms:.4g} ms of the other {kinds.share:.0%}{order}",
         "servers that are taken in turn are not alike: measure each alone, and look what slows one of them"
         if kinds.turn
-        else "prompts that a cache knows, preemption or unequal servers part latencies so: one kind alone may "
-        "meet the SLO",
+        else "prompts that a cache knows, preemption or unequal servers part latencies so: perhaps one kind "
+        "alone meets the SLO",
         {"metric": name, "fast_ms": fast_ms, "slow_ms": slow_ms, "slow_share": kinds.share,
          "turn": kinds.turn},
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _turn(slow: npt.NDArray[np.bool_]) -> int:
     whose tail is bounded here by Chernoff's (x/d · e^(1 − x/d))^(d/2). Queues and pauses make neighbours
     alike, but no places of a turn.
     """
-    share = float(slow.mean())
+    share, best, widest = float(slow.mean()), 0, LEAST_TURN_SPREAD
     for turn in range(2, LONGEST_TURN + 1):
         places = [slow[place::turn] for place in range(turn)]
         shares = [float(each.mean()) for each in places]
@@ -176,10 +176,9 @@ def _turn(slow: npt.NDArray[np.bool_]) -> int:
             len(each) * (mine - share) ** 2 / (share * (1 - share))
             for each, mine in zip(places, shares, strict=True)
         )
-        free = turn - 1
-        ratio = squares / free
-        if ratio <= 1 or max(shares) - min(shares) < LEAST_TURN_SPREAD:
-            continue
-        if free / 2 * (math.log(ratio) + 1 - ratio) < math.log(BY_CHANCE / LONGEST_TURN):
-            return turn
-    return 0
+        free, spread = turn - 1, max(shares) - min(shares)
+        ratio = max(1.0, squares / free)
+        by_chance = free / 2 * (math.log(ratio) + 1 - ratio)
+        if by_chance < math.log(BY_CHANCE / LONGEST_TURN) and spread >= widest + 0.01 * (best > 0):
+            best, widest = turn, spread
+    return best

@@ -102,6 +102,9 @@ EVENTS: Final = Source(
     "no times of single events", lambda e: any(len(each.itl_s) for each in e.records if each.ok)
 )
 EVENT_TIMES: Final = Source("no times of events without text", _answered(lambda each: each.first_event_s))
+SOCKET: Final = Source(
+    "nothing came over a socket", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
+)
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
     "too few answers",
@@ -138,8 +141,8 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     answers.wrong_prompt_length: Need((PROMPT_USAGE,)),
     answers.same_answers: Need((FRESH_PROMPTS, TEXTS, LONG_ANSWERS)),
     answers.empty_answers: Need((TEXTS,)),
-    streaming.answer_at_once: Need((IN_TIME,)),
-    streaming.impossible_answers: Need((EVENTS, IN_TIME)),
+    streaming.answer_at_once: Need((SOCKET, IN_TIME)),
+    streaming.impossible_answers: Need((SOCKET, EVENTS, IN_TIME)),
     streaming.inflated_usage: Need((EVENTS, TEXTS)),
     streaming.early_first_token: Need((EVENTS,)),
     streaming.empty_first_event: Need((EVENT_TIMES,)),

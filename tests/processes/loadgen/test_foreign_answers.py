@@ -168,9 +168,24 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
             "mostly 4 prompt tokens where 8 were sent",
         ),
         (trouble("wrong_prompt", prompt_off=1), "wrong_prompt_length", "note", "mostly 9 prompt tokens"),
-        (trouble("merged", per_event=4), "tokens_per_event", "note", "4.0 tokens an event"),
+        (
+            {"text": " a" * 4, **trouble("merged", per_event=4)},
+            "tokens_per_event",
+            "warning",
+            "4.0 tokens an event",
+        ),
+        (
+            trouble("inflated", per_event=8),
+            "inflated_usage",
+            "invalid",
+            "more tokens than there are: 30 of 30",
+        ),
         (trouble("at_once"), "answer_at_once", "invalid", "came whole at their end"),
-        (trouble("canned"), "same_answers", "warning", "30 of 30 answers have the same text"),
+        (trouble("canned"), "same_answers", "invalid", "30 of 30 answers have the same text"),
+        (trouble("empty", spared=10), "empty_answers", "invalid", "20 of 30 answers are without any text"),
+        (trouble("empty_first"), "empty_first_event", "warning", "TTFT by the first event would be"),
+        (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent ahead: in 30 of 30"),
+        ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "no model answers so fast"),
     ],
 )
 def test_each_oddity_is_named(

@@ -1,15 +1,19 @@
-"""Honest trials on systems drawn at random, with the product's own planning, live rule, gates and verdicts.
+"""``python -m tools.random_systems.honest``: honest trials on drawn systems; none may raise an alarm.
 
-Nothing runs: ``tools/random_systems`` answers, and its answers become records as an honest server's stream
-would leave them, with usage, texts and events. What is an alarm: a gate that refuses, or warns of the server.
+Planning, live rule, gates and verdicts are the product's own. Nothing runs: the answers of simulate.py become
+records as an honest server's stream would leave them, with usage, texts and events. An alarm is a gate that
+refuses a trial, or warns of the server; not one that finds the load too high, or the trial too short.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -25,10 +29,11 @@ from kvbench.sweep.trial.judging import evidence_of, judged
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
-from tools.random_systems.family import draw
-from tools.random_systems.serve import Session
-from tools.random_systems.simulate import latency_s
-from tools.random_systems.system import System
+
+from .family import draw
+from .serve import Session
+from .simulate import latency_s
+from .system import System
 
 SEED: Final = 60_406
 """Of the family: none of those that a search is judged by."""
@@ -118,7 +123,8 @@ def _scenario(system: System) -> Scenario:
 def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:
     """The records with what an honest server's streams tell besides their times."""
     rng = np.random.default_rng([seed, 4])
-    stamps = "kernel" if system.workload.output_len == 1 or system.idle_tpot_s >= FASTEST_TOKEN_S else ""
+    slow_enough = system.workload.output_len == 1 or system.idle_tpot_s >= FASTEST_TOKEN_S
+    stamps: Literal["", "kernel"] = "kernel" if slow_enough else ""
     return [
         replace(
             each,
@@ -130,3 +136,33 @@ def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list
         )
         for each in records
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what came of the trials; exit code 1 if one raised an alarm."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.random_systems.honest", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--count", type=int, default=200, help="trials, each on a system of its own (200)")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the family ({SEED})")
+    chosen = parser.parse_args(arguments)
+    wrong = 0
+    verdicts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for each in honest_trials(chosen.count, chosen.seed):
+        wrong += bool(each.alarms)
+        verdicts[each.verdict] += 1
+        counts.update(f"{finding.gate} ({finding.level})" for finding in each.others)
+        for finding in each.alarms:
+            print(f"{each.system.name} at {each.load:.0%}: ALARM by {finding.gate}: {finding.message}")
+    print(
+        f"{chosen.count} honest trials on random systems: {wrong} alarms; "
+        + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        + "; findings about the load: "
+        + (", ".join(f"{count} × {gate}" for gate, count in counts.most_common()) or "none")
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
