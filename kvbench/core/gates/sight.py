@@ -11,8 +11,6 @@ from typing import Final
 
 from kvbench.core.gates import (
     answers,
-    client,
-    machine,
     physics,
     populations,
     requests,
@@ -52,7 +50,10 @@ PROMPT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.computed_
 OUTPUT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.generation_tokens))
 HITS: Final = Source(COUNTERS, _counted(lambda engine: engine.hit_rate))
 ANY_COUNTS: Final = Source(COUNTERS, lambda evidence: bool(evidence.engines))
-BY_INSTANCE: Final = Source(COUNTERS, lambda evidence: any(each.served for each in evidence.engines.values()))
+BY_INSTANCE: Final = Source(
+    "no counters of each instance",
+    lambda evidence: any(engine.served for engine in evidence.engines.values()),
+)
 BY_SOURCE: Final = Source(
     "no counter of D's prompt tokens by source",
     lambda evidence: any(
@@ -81,19 +82,11 @@ KV_TIMES: Final = Source(
 )
 TRANSPORT: Final = Source("nobody tells which transport ran", lambda evidence: bool(evidence.transport_ran))
 NICS: Final = Source(
-    "no NICs were asked for, or their counters cannot be read here",
-    lambda evidence: bool(evidence.nics_asked) and evidence.engines_here and bool(evidence.nics),
+    "no counters of the servers' NICs", lambda evidence: evidence.engines_here and bool(evidence.nics)
 )
 PEAK: Final = Source(
     "unknown GPUs or model parameters",
     lambda evidence: evidence.prefill_work is not None and bool(evidence.prefill_flops),
-)
-ROUTER: Final = Source("no router of kvbench's", lambda evidence: evidence.router.cpu_s is not None)
-CLIENT: Final = Source(
-    "no figures of a load generator", lambda evidence: evidence.client.send_lag_p99_ms is not None
-)
-HOST: Final = Source(
-    "no figures of the servers' machine", lambda evidence: evidence.host.other_cpu_share is not None
 )
 PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answered(lambda each: each.prompt_tokens))
 TEXTS: Final = Source("answers' texts were not looked at", _answered(lambda each: each.text_crc))
@@ -103,7 +96,7 @@ EVENTS: Final = Source(
 )
 EVENT_TIMES: Final = Source("no times of events without text", _answered(lambda each: each.first_event_s))
 SOCKET: Final = Source(
-    "nothing came over a socket", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
+    "nothing was sent or received", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
 )
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
@@ -124,6 +117,11 @@ def _paired(evidence: Evidence) -> bool:
     return evidence.disaggregated or "prefill" in evidence.engines
 
 
+def _perhaps_several(evidence: Evidence) -> bool:
+    """A role has several instances, or nobody knows how many."""
+    return not evidence.engines or any(each.instances > 1 for each in evidence.engines.values())
+
+
 def _always(_: Evidence) -> bool:
     return True
 
@@ -138,19 +136,19 @@ class Need:
 
 NEEDS: Final[Mapping[Gate, Need]] = {
     requests.server_restarted: Need((ANY_COUNTS,)),
-    answers.wrong_prompt_length: Need((PROMPT_USAGE,)),
-    answers.same_answers: Need((FRESH_PROMPTS, TEXTS, LONG_ANSWERS)),
-    answers.empty_answers: Need((TEXTS,)),
+    answers.wrong_prompt_length: Need((SOCKET, PROMPT_USAGE)),
+    answers.same_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, LONG_ANSWERS)),
+    answers.empty_answers: Need((SOCKET, TEXTS)),
     streaming.answer_at_once: Need((SOCKET, IN_TIME)),
-    streaming.impossible_answers: Need((SOCKET, EVENTS, IN_TIME)),
-    streaming.inflated_usage: Need((EVENTS, TEXTS)),
+    streaming.impossible_answers: Need((SOCKET, IN_TIME)),
+    streaming.inflated_usage: Need((SOCKET, EVENTS, TEXTS)),
     streaming.early_first_token: Need((EVENTS,)),
-    streaming.empty_first_event: Need((EVENT_TIMES,)),
+    streaming.empty_first_event: Need((SOCKET, EVENT_TIMES)),
     streaming.tokens_per_event: Need((EVENTS,)),
     transfer.kv_failures: Need((KV_LOSSES,), _paired),
     transfer.kv_expired: Need((KV_LOSSES,), _paired),
-    transfer.wrong_transport: Need((TRANSPORT,), _paired),
-    transfer.wrong_nics: Need((NICS,), _paired),
+    transfer.wrong_transport: Need((TRANSPORT,), lambda evidence: bool(evidence.transport_asked)),
+    transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.nics_asked)),
     work.warm_cache: Need((FRESH_PROMPTS, HITS)),
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),
     work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _paired(evidence) and evidence.whole_prompt),
@@ -160,14 +158,11 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     requests.failed_elsewhere: Need((REQUEST_COUNTS,)),
     physics.impossible_prefill: Need((FRESH_PROMPTS, PEAK)),
     physics.impossible_transfer: Need((KV_TIMES,), _paired),
-    client.client_limited: Need((CLIENT,)),
-    client.router_limited: Need((ROUTER,)),
     steady.slot_capped: Need((SLOTS,)),
-    work.unequal_instances: Need((BY_INSTANCE,)),
+    work.unequal_instances: Need((ANY_COUNTS, BY_INSTANCE), _perhaps_several),
     populations.two_populations: Need((FRESH_PROMPTS, MANY_ANSWERS)),
-    machine.machine_disturbed: Need((HOST,)),
 }
-"""Of the gates that need more than the requests' times and outcomes."""
+"""Of the gates on the servers that need more than the requests' times and outcomes."""
 
 
 def unseen(evidence: Evidence) -> dict[str, list[str]]:

@@ -42,7 +42,9 @@ class Playwright:
         self._spec = spec
         self._trouble = spec.troubles()
         self.token = wire.event(spec.model, [wire.choice(spec.text)])
-        self._last_token = wire.event(spec.model, [wire.choice(LAST_TEXT, "length")])
+        # As long as the others, where these are longer: bundles of tokens.
+        last_text = spec.text[len(LAST_TEXT) :] + LAST_TEXT
+        self._last_token = wire.event(spec.model, [wire.choice(last_text, "length")])
         self._empty = wire.event(spec.model, [wire.choice("")])
         self._blank = wire.event(spec.model, [wire.choice(" ")])
 

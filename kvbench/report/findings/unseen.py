@@ -39,7 +39,7 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
     for parts, names in alike.items():
         listed = "; ".join(f"{why}: {', '.join(gates)}" for why, gates in parts)
         yield Note(
-            f"gates that saw nothing of {', '.join(names)}, so that their silence proves nothing: {listed}",
+            f"gates that saw nothing of {', '.join(names)}, and prove nothing by their silence: {listed}",
             "`kvbench doctor --gates` says what each would prove",
         )
 

@@ -10,7 +10,7 @@ from kvbench.core.metrics.ttft_breakdown import PARTS
 _LATENCY: Final = {
     "ttft": "time to first token, from the scheduled send",
     "ttft_sent": "time to first token, from the real send",
-    "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1)",
+    "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1), less if events bundle",
     "itl": "gap between two events that brought text",
     "e2el": "time to the last token, from the scheduled send",
 }

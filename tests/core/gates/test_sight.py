@@ -42,7 +42,7 @@ def test_a_foreign_server_s_trial_names_what_its_counters_would_have_shown() -> 
     [
         ({"prompt_tokens": None}, {"wrong_prompt_length"}),
         ({"text_crc": None}, {"empty_answers", "inflated_usage"}),
-        ({"itl_s": []}, {"early_first_token", "tokens_per_event", "impossible_answers"}),
+        ({"itl_s": []}, {"early_first_token", "tokens_per_event", "inflated_usage"}),
         ({"first_event_s": None}, {"empty_first_event"}),
         ({"stamps": ""}, {"answer_at_once", "impossible_answers"}),
     ],

@@ -197,6 +197,17 @@ def test_each_oddity_is_named(
     assert finding.advice
 
 
+@pytest.mark.parametrize("way", ["compiled", "python"])
+def test_bundles_have_the_time_of_their_tokens(tmp_path: Path, way: str) -> None:
+    """16 tokens each 80 ms are 5 ms each, and not the 3.8 of (last - first) / 63."""
+    if way == "compiled" and READS is None:
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
+    spec = {"text": " word" * 16, "gap_s": 0.08, **trouble("merged", per_event=16)}
+    evidence = loaded(tmp_path, way, spec=spec, output_len=64)
+    assert evidence.summary.tpot_ms.p50 == pytest.approx(5.0, rel=0.08)  # the last text is a shorter one
+    assert evidence.summary.itl_ms.p50 == pytest.approx(80.0, rel=0.1)
+
+
 def test_an_exact_server_is_odd_in_nothing(tmp_path: Path, way: str) -> None:
     evidence = loaded(tmp_path, way, spec={})
     names = {finding.gate for finding in judge(evidence)[2]}
