@@ -25,12 +25,12 @@ def main(argv: Sequence[str]) -> int:
     bad = 0
     with tempfile.TemporaryDirectory(prefix="kvbench-liars-") as name:
         folder = Path(name)
-        print(f"{'lie':24} {'verdict':9} {'seconds':>7}  caught by")
+        print(f"{'lie':27} {'verdict':9} {'seconds':>7}  caught by")
         for case in CASES:
             if wanted.only and case.lie not in wanted.only:
                 continue
             if reason := unable(case):
-                print(f"{case.name:24} not run: {reason}")
+                print(f"{case.name:27} not run: {reason}")
                 continue
             outcome = run_case(case, folder)
             bad += not outcome.caught
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             seen = f"nobody: {case.gate} says that it saw nothing" if case.unseen else case.gate
             word = seen if outcome.caught else f"NOT CAUGHT by {case.gate}: {outcome.reason}"
             print(
-                f"{case.name:24} {outcome.verdict:9} {outcome.seconds:7.1f}  {word}"
+                f"{case.name:27} {outcome.verdict:9} {outcome.seconds:7.1f}  {word}"
                 + f" ({others})" * bool(others)
             )
             sys.stdout.flush()
