@@ -6,6 +6,7 @@ They need nothing but the streams, so that they hold for servers of which kvbenc
 from __future__ import annotations
 
 from collections import Counter
+from statistics import median
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
@@ -17,6 +18,10 @@ LEAST_ANSWERS: Final = 20
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
 SAME_SHARE: Final = 0.9
+COMPUTED_TOKENS: Final = 2048
+LONGER: Final = 8
+LENGTH_SHARE: Final = 1.1
+"""Prompts of so many tokens, that are so many times as long as others, take longer than this share."""
 
 
 def wrong_prompt_length(evidence: Evidence) -> Finding | None:
@@ -97,4 +102,36 @@ def empty_answers(evidence: Evidence) -> Finding | None:
         "ask it for one by hand: a server that sends empty answers under load, or ends of sequence alone "
         "(ignore_eos), has no TTFT to be measured",
         {"empty": len(empty), "answers": len(counted)},
+    )
+
+
+def prompts_unread(evidence: Evidence) -> Finding | None:
+    """Longer prompts take longer to their first text, where lengths differ: they are computed.
+
+    evidence: TTFT (from the send) of the shortest and of the longest quarter of the prompts, of 2,048 tokens
+    and more and eight times as long: their medians are within 10 % of each other. A warning.
+    limits: silent where all prompts are of one length or share beginnings, and where TTFT is of a queue: 90 %
+    of the short ones' within twice the least of them.
+    """
+    answers = sorted(
+        (each for each in evidence.records if each.ok and each.ttft_sent_s is not None and each.stamps),
+        key=lambda each: each.input_len,
+    )
+    quarter = len(answers) // 4
+    if quarter < LEAST_ANSWERS or evidence.reuse_expected:
+        return None
+    short, long = answers[:quarter], answers[-quarter:]
+    if long[0].input_len < max(COMPUTED_TOKENS, LONGER * short[-1].input_len):
+        return None
+    short_s, long_s = (sorted(each.ttft_sent_s or 0.0 for each in part) for part in (short, long))
+    if short_s[quarter * 9 // 10] > 2 * short_s[0] or median(long_s) > LENGTH_SHARE * median(short_s):
+        return None
+    return Finding(
+        "prompts_unread",
+        "warning",
+        f"prompts of {long[0].input_len:,} tokens and more have their first text after "
+        f"{1e3 * median(long_s):.2f} ms, those of {short[-1].input_len:,} and less after "
+        f"{1e3 * median(short_s):.2f} ms: the prompts may not be computed at all",
+        "look for a cache or a stand-in before the server, and for prompts that are cut",
+        {"short_ms": 1e3 * median(short_s), "long_ms": 1e3 * median(long_s), "answers": 2 * quarter},
     )

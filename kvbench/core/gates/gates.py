@@ -71,6 +71,7 @@ GATES: Final[tuple[Gate, ...]] = (
     streaming.answer_at_once,
     streaming.early_first_token,
     answers.same_answers,
+    answers.prompts_unread,
     streaming.impossible_answers,
     requests.shedding,
     transfer.kv_failures,

@@ -90,6 +90,9 @@ PEAK: Final = Source(
 )
 PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answered(lambda each: each.prompt_tokens))
 TEXTS: Final = Source("answers' texts were not looked at", _answered(lambda each: each.text_crc))
+LENGTHS: Final = Source(
+    "all prompts are of one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
+)
 FRESH_PROMPTS: Final = Source("prompts repeat", lambda evidence: not evidence.reuse_expected)
 EVENTS: Final = Source(
     "no times of single events", lambda e: any(len(each.itl_s) for each in e.records if each.ok)
@@ -138,6 +141,7 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     requests.server_restarted: Need((ANY_COUNTS,)),
     answers.wrong_prompt_length: Need((SOCKET, PROMPT_USAGE)),
     answers.same_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, LONG_ANSWERS)),
+    answers.prompts_unread: Need((FRESH_PROMPTS, SOCKET, LENGTHS)),
     answers.empty_answers: Need((SOCKET, TEXTS)),
     streaming.answer_at_once: Need((SOCKET, IN_TIME)),
     streaming.impossible_answers: Need((SOCKET, IN_TIME)),

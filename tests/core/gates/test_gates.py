@@ -262,6 +262,21 @@ LIES += [
 ]
 
 
+def of_lengths(token_s: float) -> list[RequestRecord]:
+    """Prompts of 128 and 4,096 tokens in turn, computed at that speed after 10 ms."""
+    lengths = [128 if i % 2 else 4096 for i in range(N)]
+    return [replace(request(i, 0.01 + token_s * n), input_len=n) for i, n in enumerate(lengths)]
+
+
+LIES += [("prompts_unread", "warning", evidence(of_lengths(0.0), engines={}, kv_bytes_per_request=None))]
+
+
+def test_prompts_that_take_their_time_by_length_are_read() -> None:
+    for records in (of_lengths(1e-5), of_lengths(1e-6), [replace(r, stamps="") for r in of_lengths(0.0)]):
+        assert "prompts_unread" not in fired(evidence(records, engines={}))
+    assert "prompts_unread" not in fired(evidence(of_lengths(0.0), reuse_expected=True))
+
+
 @pytest.mark.parametrize(
     ("gate", "level", "lie"), LIES, ids=[f"{gate}-{i}" for i, (gate, _, _) in enumerate(LIES)]
 )
