@@ -192,6 +192,7 @@ class CellRunner:
                     searched=strategy.searched,
                     latency_s=latency_s,
                     thorough=ask.thorough,
+                    least_s=ask.least_s,
                 )
                 again = bool(stored)
                 if again:

@@ -19,6 +19,7 @@ class Ask:
     purpose: str
     tier: str = ""
     thorough: bool = False
+    least_s: float = 0.0
     """The search leans on the trial's figures."""
 
 
@@ -98,7 +99,7 @@ class Tiered:
         for tier, search in self._searches.items():
             probe = search.ask()
             if probe is not None:
-                return Ask(probe.rate, probe.purpose, tier, probe.thorough)
+                return Ask(probe.rate, probe.purpose, tier, probe.thorough, probe.least_s)
         return None
 
     def tell(self, record: TrialRecord) -> None:

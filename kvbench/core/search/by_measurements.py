@@ -22,6 +22,7 @@ widens, and there are more trials.
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import Final, Literal
 
 from kvbench.core.search.data import Probe, Purpose, SearchAnswer, Status, TrialOutcome
@@ -42,8 +43,12 @@ UP_MOST: Final = 3.0
 BELOW_CAPACITY: Final = 0.97
 """The longest step up, as a factor, and as a share of the capacity."""
 BEYOND: Final = 1.1
+ROUGH: Final = 1.0
+STRETCH: Final = ((9, 3.0),)
 WAITS: Final = 25.0
-SURE: Final = 0.9
+SURE: Final = 0.86
+SURE_ELSE: Final = 0.92
+PLAIN: Final = 0.8
 WIDTH: Final = 1.2
 NEAR: Final = 1.7
 SHIFT: Final = 0.4
@@ -90,8 +95,16 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if unusable < math.inf and sum(each.rate == target for each in tried) >= 2:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
-    thorough = target > CLOSE * capacity or (some_good and some_bad)
-    return Probe(target, purpose, thorough, WAITS * history.waiting.slack_s if thorough else 0.0)
+    thorough = estimate.width < ROUGH and (target > CLOSE * capacity or (some_good and some_bad))
+    return Probe(target, purpose, thorough, _least_s(history) if thorough else 0.0)
+
+
+def _least_s(history: TrialHistory) -> float:
+    """For how long a thorough trial goes on: what waits must be seen, and the longer the search, the more."""
+    waits_s = WAITS * history.waiting.slack_s
+    lengths = [each.measured.duration_s for each in history.tried if each.thorough and each.measured]
+    stretch = next((factor for after, factor in STRETCH if len(history.tried) >= after), 0.0)
+    return max(waits_s, stretch * median(lengths[:3])) if lengths else waits_s
 
 
 def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
@@ -173,7 +186,8 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     met = [each.rate for each in history.tried if reached_target(each) and each.thorough]
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
-    return median if median and estimate.within(median, precision) >= SURE else None
+    needed = SURE if estimate.plain >= PLAIN else SURE_ELSE
+    return median if median and estimate.within(median, precision) >= needed else None
 
 
 def _some_in_time(outcome: TrialOutcome) -> bool:

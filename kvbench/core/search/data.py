@@ -115,7 +115,9 @@ class TrialFigures:
     def to_json(self) -> dict[str, Any]:
         """What is known, as finite numbers; what is not is left out."""
         row = {name: value for name, value in asdict(self).items() if name != "criteria" and _known(value)}
-        each = [{name: value if _known(value) else None for name, value in row.items()} for row in self.criteria]
+        each = [
+            {name: value if _known(value) else None for name, value in row.items()} for row in self.criteria
+        ]
         return {**row, "criteria": each} if each else row
 
     def of_criterion(self, index: int) -> TrialFigures:

@@ -41,12 +41,16 @@ def log_normal_cdf(z: FloatArray) -> FloatArray:
     return np.asarray(np.where(z > 0, np.log1p(-np.exp(np.minimum(tail, -1e-12))), tail), np.float64)
 
 
-def late_share(load: FloatArray, depth: FloatArray, time: float, level: float | FloatArray = 1.0) -> FloatArray:
+def late_share(
+    load: FloatArray, depth: FloatArray, time: float, level: float | FloatArray = 1.0
+) -> FloatArray:
     """P(W > level) at a time since the queue was empty, the level and the time in slacks."""
     drift = load - 1.0
     spread = np.sqrt(2.0 * time / depth)
     free = np.exp(log_normal_cdf((drift * time - level) / spread))
-    reflected = np.clip(level * depth * drift, -300.0, 300.0) + log_normal_cdf(-(level + drift * time) / spread)
+    reflected = np.clip(level * depth * drift, -300.0, 300.0) + log_normal_cdf(
+        -(level + drift * time) / spread
+    )
     return np.asarray(np.clip(free + np.exp(np.minimum(reflected, 0.0)), 0.0, 1.0), np.float64)
 
 

@@ -285,7 +285,6 @@ class LiveTrial:
             )
         return Decision(verdict, reason, t_s, (start, end), measured)
 
-
     def _figures(
         self, index: int, look: LookResult, inside: BoolArray, window_s: tuple[float, float]
     ) -> dict[str, Any]:
@@ -296,9 +295,10 @@ class LiveTrial:
         # Who is not known yet, or failed, waits for longer than all the others.
         waited = np.sort(np.nan_to_num(waited, nan=math.inf))
         known = bool(limit_s and len(waited))
+        kept = 0.5 if share is None else share
         usual_s, fast_s = (
             float(waited[min(int(at * len(waited)), len(waited) - 1)]) if known else math.inf
-            for at in (0.5 if share is None else share, FAST)
+            for at in (kept, FAST)
         )
         slack_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
         own_rate = queue_rate(self._offsets, self.config.rate, window_s, max(slack_s, 0.02 * limit_s), share)

@@ -19,7 +19,7 @@ from kvbench.core.search.burst import burst_requests
 from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
 from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, trial_length_s
 from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.slo import Slo
+from kvbench.core.slo import Criterion, Slo
 from kvbench.planning.trace_files import burst_plan
 from kvbench.sweep.trial.load_progress import Progress, Settled
 
@@ -43,6 +43,8 @@ class Wanted:
     """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
     confirms: bool = False
     """Other trials have found this rate; this one is to agree with them."""
+    least_s: float = 0.0
+    """For how long it goes on at least, as far as a trial may be prolonged."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class TrialPlan:
     seed_key: str = ""
     latency_s: float = 0.0
     thorough: bool = False
+    least_s: float = 0.0
     requests: tuple[TracedRequest, ...] = ()
 
     @property
@@ -92,6 +95,7 @@ class TrialPlan:
             self.latency_s,
             self.thorough,
             self.purpose == "confirm",
+            self.least_s,
         )
 
 
@@ -149,7 +153,9 @@ def num_requests(scenario: Scenario, wanted: Wanted) -> int:
     if wanted.ceiling:
         seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * wanted.latency_s)
     elif wanted.searched:
-        seconds = search.max_trial_s or max(seconds, trial_length_s(wanted.rate, wanted.latency_s))
+        seconds = search.max_trial_s or max(
+            seconds, trial_length_s(wanted.rate, wanted.latency_s, wanted.least_s)
+        )
     return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
 
 
@@ -181,9 +187,10 @@ class TrialWatch:
                     confidence=scenario.search.confidence,
                     thorough=wanted.thorough,
                     confirms=wanted.confirms,
+                    least_s=wanted.least_s,
                     hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
                 ),
-                [CriterionTarget(kind, target) for kind, target in slo.criteria()],
+                [_target(criterion) for criterion in slo.all_criteria()],
             )
             for name, slo in self._tiers.items()
         }
@@ -239,6 +246,14 @@ class PlannedTrial:
         return cls(
             plan, trace, offered, TrialWatch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier)
         )
+
+
+def _target(criterion: Criterion) -> CriterionTarget:
+    """With its limit on TTFT, or else on the whole latency: waiting is a part of both."""
+    limits = {each.metric: each.limit / 1e3 for each in criterion.limits}
+    wait_s = limits.get("ttft_ms")
+    whole = wait_s is None and set(limits) == {"e2el_ms"}
+    return CriterionTarget(criterion.kind, criterion.target, wait_s or limits.get("e2el_ms", 0.0), whole)
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
