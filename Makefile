@@ -18,7 +18,7 @@ help:
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make setup-tests  and what only tests need: sshd, nft and openssl by apt-get, where it may; starts no service"
 	@echo "make lint    set up, then everything of make test but the tests"
-	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught (some four minutes)"
+	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught, and honest trials left alone (some seven minutes)"
 	@echo "make kills   set up, then kill a real sweep a hundred times at random moments, and resume it (KILLS_ARGS=)"
 	@echo "make soak    set up, then sweeps on virtual systems with faults for half an hour: nothing grows (SOAK_ARGS=)"
 	@echo "make faults  set up, then do every fault to real processes, and write docs/faults.md (some five minutes)"
@@ -66,6 +66,7 @@ test: setup-tests lint
 
 liars: setup
 	@$(BIN)/python -m tools.liars
+	@$(BIN)/python -m tools.random_systems.honest
 
 .PHONY: kills soak
 kills: setup

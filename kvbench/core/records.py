@@ -95,6 +95,17 @@ class RequestRecord:
     """The prompt's length as the server's usage reports it; None if it does not."""
     text_crc: int | None = None
     """CRC-32 of the answer's text, by which equal answers are recognised; None if there was none."""
+    text_bytes: int | None = None
+    """Its length in UTF-8; None if it was not looked at."""
+    first_event_s: float | None = None
+    """The first event of the stream, which may be without text; None if it was not looked at."""
+    untimed_tokens: float = 1.0
+    """Tokens that came with the first text, or not between the first and the last, as far as can be told
+    (core/metrics/untimed_tokens.py)."""
+    empty_events: int = 0
+    """Events of the stream that brought no text."""
+    first_blank: bool = False
+    """The first text was nothing but blanks."""
 
     @property
     def ok(self) -> bool:
@@ -104,6 +115,11 @@ class RequestRecord:
     def ttft_s(self) -> float | None:
         """First token − scheduled send (wrk2's rule: waiting to be sent is part of the latency)."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
+
+    @property
+    def first_event_ttft_s(self) -> float | None:
+        """First event, be it without text − scheduled send: what TTFT would be by any event."""
+        return None if self.first_event_s is None else self.first_event_s - self.scheduled_s
 
     @property
     def ttft_sent_s(self) -> float | None:
@@ -119,10 +135,10 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """(e2el − ttft) / (output_len − 1); undefined for fewer than two tokens."""
-        if self.first_token_s is None or self.last_token_s is None or self.output_len < 2:
+        """(e2el − ttft) / (output_len − 1), less if events bundle tokens; undefined if all came at once."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_len <= self.untimed_tokens:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.output_len - 1)
+        return (self.last_token_s - self.first_token_s) / (self.output_len - self.untimed_tokens)
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict: a trial may hold a million gaps, which that copies one by one

@@ -65,6 +65,10 @@ class ExternalOptions(EngineOptions):
         "the key itself is written nowhere",
     )
 
+    dummy_weights: bool = Field(
+        False, description="its weights are made up, so that different prompts may have the same answer"
+    )
+
     @field_validator("base_url")
     @classmethod
     def _usable(cls, url: str) -> str:
@@ -78,6 +82,10 @@ class ExternalOptions(EngineOptions):
         if problem := next(filter(None, map(url_problem, each_url(urls))), ""):
             raise PydanticCustomError("kvbench", "{text}", {"text": problem})
         return urls
+
+    @property
+    def answers_alike(self) -> bool:
+        return self.dummy_weights
 
     @property
     def server(self) -> RunningServer:

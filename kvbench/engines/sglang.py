@@ -50,6 +50,10 @@ class SglangOptions(EngineOptions):
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
 
+    dummy_weights: bool = Field(
+        False, description="its weights are made up, so that different prompts may have the same answer"
+    )
+
     @field_validator("engine_args", "prefill_args", "decode_args")
     @classmethod
     def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +65,10 @@ class SglangOptions(EngineOptions):
     @property
     def served_from(self) -> str:
         return self.model
+
+    @property
+    def answers_alike(self) -> bool:
+        return self.dummy_weights or self.arguments("decode").get("load-format") == "dummy"
 
     @property
     def executable(self) -> str:

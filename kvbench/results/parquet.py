@@ -23,9 +23,12 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
         "sent_kernel_s": pa.float64(),
         **dict.fromkeys(("scheduled_s", "sent_s", "first_token_s", "last_token_s"), pa.float64()),
         **dict.fromkeys(ROUTER_TIMES, pa.float64()),
-        **dict.fromkeys(("input_len", "requested_output_len", "output_len", "status"), pa.int32()),
+        **dict.fromkeys(
+            ("input_len", "requested_output_len", "output_len", "status", "empty_events"), pa.int32()
+        ),
         "prompt_tokens": pa.int32(),
-        "text_crc": pa.int64(),
+        **dict.fromkeys(("text_crc", "text_bytes"), pa.int64()),
+        "first_event_s": pa.float64(),
     }
     rows = [request.to_json() for request in requests]
     columns = {}

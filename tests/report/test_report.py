@@ -30,6 +30,7 @@ from kvbench.errors import InputError, NewerSchemaError
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
+from kvbench.report.sections.build import build
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.router_cost import router_costs
@@ -246,6 +247,24 @@ def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -
     assert len(text) == 1
     assert "nixl at 512, 2,048" in text[0].text
     assert text[0].advice == "use fewer streams"
+
+
+def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: RunFolder) -> None:
+    lacking = {"no /metrics": ["warm_cache", "output_miscounted"], "no usage": ["wrong_prompt_length"]}
+    trials = [replace(trial, summary={**trial.summary, "unseen": lacking}) for trial in full.trials]
+    *rest, last = trials  # which knows more: a gate is named if it was blind in all that count
+    last = replace(last, summary={**last.summary, "unseen": {"no /metrics": ["warm_cache"]}})
+    blind = replace(full, trials=[*rest, last])
+    rows = summary_table(blind)
+    found = [note.text for note in notes(blind, rows) if "prove nothing by their silence" in note.text]
+    assert found
+    assert all("no /metrics: warm_cache" in text for text in found)
+    assert len(found) <= len({row.name for row in rows})
+    for name in ("terminal", "markdown", "html", "notebook"):
+        report = build(blind, writers=(name,))  # type: ignore[arg-type]
+        blocks = [block for section in report.sections for block in section.blocks]
+        assert any("prove nothing by their silence" in n.text for block in blocks for n in block.notes), name
+    assert not [note for note in notes(full, rows) if "silence" in note.text]  # of an older kvbench
 
 
 def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:

@@ -12,23 +12,26 @@ from commands import EASY, kvbench, the_run
 from kvbench import transfer
 from kvbench.core.gates.gates import gate_table
 from kvbench.core.gates.lies import LIES, labels_of
-from tools.liars import CASES, Case, false_alarms, honest, run_case, unable
+from tools.liars.cases import CASES, Case
+from tools.liars.honest import false_alarms, honest
+from tools.liars.trials import run_case, unable
+from tools.random_systems.honest import honest_trials
 
 pytestmark = pytest.mark.timeout(180)
 
 HOG = "import time; end = time.time() + 12\nwhile time.time() < end: pass"
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.lie for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_each_lie_is_caught_by_its_gate(case: Case, tmp_path: Path) -> None:
     if reason := unable(case):
         pytest.skip(reason)
     outcome = run_case(case, tmp_path)
-    assert outcome.caught, (outcome.verdict, outcome.told, outcome.reason)
+    assert outcome.caught, (outcome.verdict, outcome.findings, outcome.reason)
     # It can never be mistaken for an honest run.
-    assert tuple(label for label in outcome.labels if label != "emulated") == (
-        labels_of(case.lie) if case.lie in LIES else ()
-    )
+    planted = case.lie in LIES and not case.servers
+    labels = tuple(label for label in outcome.labels if label != "emulated")
+    assert labels == (labels_of(case.lie) if planted else ())
 
 
 @pytest.mark.parametrize("connector", ["aggregated", "mooncake", "nixl", "tcp"])
@@ -38,6 +41,14 @@ def test_honest_trials_are_not_refused(connector: str, tmp_path: Path) -> None:
     for record in honest(connector, 2, tmp_path):
         assert not false_alarms(record), record.reason
         assert record.labels == ["emulated"]
+
+
+def test_honest_trials_on_random_systems_raise_no_alarm() -> None:
+    """Three of each kind; the bench has 200 of them."""
+    trials = list(honest_trials(45))
+    assert {each.verdict for each in trials} >= {"met", "missed"}
+    for each in trials:
+        assert not each.alarms, (each.system.name, each.load, each.alarms)
 
 
 def test_every_lie_is_in_the_bench_and_has_a_gate() -> None:

@@ -1,4 +1,4 @@
-"""Gates on what answers themselves show, of any server: to this prompt, token by token, and by a model?
+"""Gates on what answers themselves show, of any server: are they to this prompt, and by a model?
 
 They need nothing but the streams, so that they hold for servers of which kvbench knows nothing else.
 """
@@ -6,29 +6,22 @@ They need nothing but the streams, so that they hold for servers of which kvbenc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from statistics import median
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
-from kvbench.core.records import Finding, RequestRecord
+from kvbench.core.records import Finding
 
 BOS: Final = 1
 """So many tokens of difference are what a tokenizer adds on its own."""
-MERGED: Final = 1.05
-"""More tokens than this an event, on average, are no accident of a few."""
-LEAST_TOKENS: Final = 4
-"""A shorter answer may come at once: what P and D say first is often sent together."""
-AT_ONCE_TOKEN_S: Final = 1e-4
-"""No model decodes one sequence faster than this a token, and a flushed answer comes faster."""
-AT_ONCE_SHARE: Final = 0.05
-"""Of the time since the request was sent, in which all of its answer came."""
-PROMPT_LOOK_MS: Final = 2.5
-"""A client that is in time looks at its sockets each millisecond: half of the chunks that it reads together
-came within twice that."""
 LEAST_ANSWERS: Final = 20
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
 SAME_SHARE: Final = 0.9
+COMPUTED_TOKENS: Final = 2048
+LONGER: Final = 8
+LENGTH_SHARE: Final = 1.1
+"""Prompts of so many tokens, that are so many times as long as others, take longer than this share."""
 
 
 def wrong_prompt_length(evidence: Evidence) -> Finding | None:
@@ -63,88 +56,82 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     )
 
 
-def tokens_per_event(evidence: Evidence) -> Finding | None:
-    """Each event of a stream brings one token.
-
-    evidence: tokens by the answers' usage against the events with text. limits: a note; TPOT counts tokens
-    by usage and stays right, but ITL is then the time between events.
-    """
-    streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
-    events, tokens = sum(len(each.itl_s) + 1 for each in streamed), sum(each.output_len for each in streamed)
-    if not events or tokens <= MERGED * events:
-        return None
-    return Finding(
-        "tokens_per_event",
-        "note",
-        f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens came in {events} events "
-        "with text. ITL is the time from event to event; TPOT is by the tokens of the usage",
-        "for the time of each token, ask the server to send each by itself (vLLM: stream interval 1, no "
-        "speculation); tokens without text, as parts of a character, count here, too",
-        {"tokens": tokens, "events": events},
-    )
-
-
-def answer_at_once(evidence: Evidence) -> Finding | None:
-    """Answers come token by token while they are made, and not whole when they are done.
-
-    evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
-    and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
-    is judged: the one is the whole latency then, the other none.
-    limits: silent where the load generator itself read too late to tell.
-    """
-    answers = [each for each in evidence.records if each.ok and each.output_len >= LEAST_TOKENS]
-    flushed = [each for each in answers if _at_once(each)]
-    if not flushed or 2 * len(flushed) < len(answers):
-        return None
-    if (evidence.client.token_error_p50_ms or 0.0) > PROMPT_LOOK_MS:
-        return None  # it may have been the client that let them pile up
-    judged = any(evidence.slo.tightest(metric) is not None for metric in ("ttft_ms", "tpot_ms"))
-    whole = flushed[0]
-    took_ms = 1e3 * ((whole.last_token_s or 0.0) - (whole.first_token_s or 0.0))
-    return Finding(
-        "answer_at_once",
-        "invalid" if judged else "warning",
-        f"{len(flushed)} of {len(answers)} answers came whole at their end, as {whole.output_len} tokens "
-        f"within {took_ms:.2f} ms: TTFT is then the whole latency, and TPOT means nothing",
-        "something on the way collects the stream: turn buffering off in the proxy (nginx: proxy_buffering "
-        "off), and see that the server streams; or judge e2el_ms alone",
-        {"at_once": len(flushed), "answers": len(answers), "tokens": whole.output_len, "took_ms": took_ms},
-    )
-
-
-def _at_once(record: RequestRecord) -> bool:
-    first, last = record.first_token_s, record.last_token_s
-    if first is None or last is None:
-        return False
-    since = record.scheduled_s if record.sent_s is None else record.sent_s
-    took_s = last - first
-    return took_s <= AT_ONCE_TOKEN_S * record.output_len and took_s <= AT_ONCE_SHARE * (last - since)
-
-
 def same_answers(evidence: Evidence) -> Finding | None:
     """Different prompts get different answers: what answers is a model, and it reads them.
 
     evidence: the texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are
-    equal. limits: a warning, as weights that are made up, too, answer all alike; silent where prompts repeat.
+    equal. limits: only a warning with dummy weights, which may answer all alike; silent where prompts repeat.
     """
     found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
         return None
-    count = _most(crcs)
+    count = Counter(crcs).most_common(1)[0][1]
     if count < SAME_SHARE * len(crcs):
         return None
     return Finding(
         "same_answers",
-        "warning",
+        "warning" if evidence.dummy_weights else "invalid",
         f"{count} of {len(crcs)} answers have the same text, though no two prompts are alike: the server may "
         "not read them at all",
-        "ask it two questions by hand: a cache before it, a canned answer or broken weights look like this; "
-        "with dummy weights it means nothing",
+        "with dummy weights it means nothing"
+        if evidence.dummy_weights
+        else "ask it two questions by hand: a cache before it, a canned answer or broken weights look like "
+        "this; if its weights are dummies, say so (deployment.engine_options.dummy_weights=true)",
         {"same": count, "answers": len(crcs)},
     )
 
 
-def _most(values: Sequence[int]) -> int:
-    """How often the value comes that comes most often."""
-    return Counter(values).most_common(1)[0][1]
+def empty_answers(evidence: Evidence) -> Finding | None:
+    """Answers have text: the tokens that the usage counts are there to be read.
+
+    evidence: answers whose usage counts tokens and whose events brought none of their text: more than 1 % of
+    them are refused, since nobody can tell when their tokens came.
+    limits: a single token may be without text, as half of a character is.
+    """
+    counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
+    empty = [each for each in counted if not each.text_bytes]
+    if not empty:
+        return None
+    share = len(empty) / len(counted)
+    return Finding(
+        "empty_answers",
+        "invalid" if share > evidence.limits.wrong_length_share else "warning",
+        f"{len(empty)} of {len(counted)} answers are without any text, though their usage counts "
+        f"{empty[0].output_len} tokens",
+        "ask it for one by hand: a server that sends empty answers under load, or ends of sequence alone "
+        "(ignore_eos), has no TTFT to be measured",
+        {"empty": len(empty), "answers": len(counted)},
+    )
+
+
+def prompts_unread(evidence: Evidence) -> Finding | None:
+    """Longer prompts take longer to their first text, where lengths differ: they are computed.
+
+    evidence: TTFT (from the send) of the shortest and of the longest quarter of the prompts, of 2,048 tokens
+    and more and eight times as long: their medians are within 10 % of each other. A warning.
+    limits: silent where all prompts are of one length or share beginnings, and where TTFT is of a queue: 90 %
+    of the short ones' within twice the least of them.
+    """
+    answers = sorted(
+        (each for each in evidence.records if each.ok and each.ttft_sent_s is not None and each.stamps),
+        key=lambda each: each.input_len,
+    )
+    quarter = len(answers) // 4
+    if quarter < LEAST_ANSWERS or evidence.reuse_expected:
+        return None
+    short, long = answers[:quarter], answers[-quarter:]
+    if long[0].input_len < max(COMPUTED_TOKENS, LONGER * short[-1].input_len):
+        return None
+    short_s, long_s = (sorted(each.ttft_sent_s or 0.0 for each in part) for part in (short, long))
+    if short_s[quarter * 9 // 10] > 2 * short_s[0] or median(long_s) > LENGTH_SHARE * median(short_s):
+        return None
+    return Finding(
+        "prompts_unread",
+        "warning",
+        f"prompts of {long[0].input_len:,} tokens and more have their first text after "
+        f"{1e3 * median(long_s):.2f} ms, those of {short[-1].input_len:,} and less after "
+        f"{1e3 * median(short_s):.2f} ms: the prompts may not be computed at all",
+        "look for a cache or a stand-in before the server, and for prompts that are cut",
+        {"short_ms": 1e3 * median(short_s), "long_ms": 1e3 * median(long_s), "answers": 2 * quarter},
+    )

@@ -96,6 +96,8 @@ class Evidence:
     """P computes the prompts, and D the answers."""
     whole_prompt: bool = True
     """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
+    dummy_weights: bool = False
+    """The model's weights are made up, as the scenario says: its answers may be all alike."""
     stopped_as: Literal["", "met", "missed"] = ""
     logged: Sequence[Finding] = ()
     router: RouterFigures = field(default_factory=RouterFigures)

@@ -12,6 +12,11 @@ EXTERNAL: Final = "external_kv_transfer"
 """The sources of prompt tokens as vLLM names them in ``vllm:prompt_tokens_by_source_total``."""
 
 
+PROMPT_LOOK_MS: Final = 2.5
+"""A client that is in time looks at its sockets each millisecond: half of the chunks that it reads together
+came within twice that."""
+
+
 @dataclass(frozen=True)
 class ClientFigures:
     """What the load generator says of itself; of several processes the worst.
@@ -65,6 +70,11 @@ class ClientFigures:
         if self.stamps == "kernel":
             return error_ms
         return max(error_ms, self.loop_lag_p99_ms or 0.0, self.chunk_lag_p99_ms or 0.0)
+
+    @property
+    def reads_in_time(self) -> bool:
+        """Whether what is read together came together: it was not the client that let it pile up."""
+        return (self.token_error_p50_ms or 0.0) <= PROMPT_LOOK_MS
 
     @property
     def worst_send_ms(self) -> float:
@@ -152,6 +162,8 @@ class EngineFigures:
     slots: int | None = None
     """``max_num_seqs`` of one instance, where it is known."""
     instances: int = 1
+    served: tuple[float, ...] = ()
+    """Requests that each instance has finished, or tokens where it does not count these; () if unknown."""
 
     @property
     def computed_tokens(self) -> float | None:

@@ -30,7 +30,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvbench.core.gates import answers, client, machine, physics, requests, steady, transfer, work
+from kvbench.core.gates import (
+    answers,
+    client,
+    machine,
+    physics,
+    populations,
+    requests,
+    steady,
+    streaming,
+    transfer,
+    work,
+)
 from kvbench.core.gates.evidence import Evidence, GateLimits
 from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures, HostFigures
 from kvbench.core.metrics.criteria import CriterionResult
@@ -55,8 +66,13 @@ GATES: Final[tuple[Gate, ...]] = (
     requests.server_restarted,
     requests.wrong_length,
     answers.wrong_prompt_length,
-    answers.answer_at_once,
+    answers.empty_answers,
+    streaming.inflated_usage,
+    streaming.answer_at_once,
+    streaming.early_first_token,
     answers.same_answers,
+    answers.prompts_unread,
+    streaming.impossible_answers,
     requests.shedding,
     transfer.kv_failures,
     transfer.kv_expired,
@@ -81,8 +97,11 @@ GATES: Final[tuple[Gate, ...]] = (
     steady.one_batch,
     steady.not_steady,
     steady.too_short,
+    work.unequal_instances,
+    populations.two_populations,
     machine.machine_disturbed,
-    answers.tokens_per_event,
+    streaming.empty_first_event,
+    streaming.tokens_per_event,
 )
 """In the order of importance: the first refusal becomes the verdict's reason."""
 

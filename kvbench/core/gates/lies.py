@@ -40,6 +40,11 @@ Lie = Literal[
     "merged_tokens",
     "answer_at_once",
     "canned_answers",
+    "empty_first",
+    "blank_first",
+    "empty_text",
+    "slow_turns",
+    "idle_decode",
 ]
 
 
@@ -83,6 +88,11 @@ LIES: Final[dict[str, Deceit]] = {
     "merged_tokens": Deceit("four tokens share an event", "tokens_per_event"),
     "answer_at_once": Deceit("a stream is held back until it is whole", "answer_at_once"),
     "canned_answers": Deceit("every prompt has the same answer", "same_answers"),
+    "empty_first": Deceit("an event without text comes at once, the answer later", "empty_first_event"),
+    "blank_first": Deceit("a blank comes at once, the answer later", "early_first_token"),
+    "empty_text": Deceit("answers have no text, and claim all tokens in their usage", "empty_answers"),
+    "slow_turns": Deceit("each second request goes to a slower server", "two_populations"),
+    "idle_decode": Deceit("the router sends all requests to one D of several", "unequal_instances", "router"),
 }
 """By name, as in ``engine_options.lie``."""
 

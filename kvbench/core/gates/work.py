@@ -1,13 +1,22 @@
-"""Gates on the work: did prefill prefill, and did decode decode?
+"""Gates on the work: did prefill prefill, did decode decode, and each instance its part?
 
 They compare the servers' own counters of prompt tokens with the requests that were sent.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from kvbench.core.gates.evidence import Evidence, span
 from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures
 from kvbench.core.records import Finding
+
+IDLE: Final = 0.1
+"""An instance with less than this part of an equal share has done nothing for the rate."""
+UNEQUAL: Final = 0.5
+BY_CHANCE: Final = 4.0
+"""Standard deviations by which a request's instance, taken by lot, leaves one short of its share."""
 
 
 def warm_cache(evidence: Evidence) -> Finding | None:
@@ -137,3 +146,35 @@ def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
     # One token beyond whole blocks: the last token's logits are computed where decoding begins.
     partial = (length % engine.block_tokens + 1 for length in sent)
     return sum(max(few, min(tokens, length / 2)) for tokens, length in zip(partial, sent, strict=True))
+
+
+def unequal_instances(evidence: Evidence) -> Finding | None:
+    """Each instance of a role served its part of the requests: none stood idle.
+
+    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and
+    4 standard deviations less than if each request were sent to one by lot.
+    limits: a warning, as the rate is true, of those that worked; needs the counters of each instance.
+    """
+    sent = sum(record.sent_s is not None for record in evidence.records)
+    for role, engine in evidence.engines.items():
+        total, count = sum(engine.served), len(engine.served)
+        if count < 2 or total <= 0 or min(engine.served) < 0:
+            continue
+        equal = total / count
+        requests = sent / count
+        least = min(engine.served)
+        missing = requests * (1 - least / equal)
+        if least >= UNEQUAL * equal or missing <= BY_CHANCE * math.sqrt(requests):
+            continue
+        idle = sum(each < IDLE * equal for each in engine.served)
+        shares = ", ".join(f"{each / total:.0%}" for each in engine.served)
+        return Finding(
+            "unequal_instances",
+            "warning",
+            f"{idle} of {count} {role} instances stood idle: they served {shares} of the load"
+            if idle
+            else f"the {count} {role} instances served {shares} of the load",
+            "the rate is not that of so many instances: look into the router's list and its policy",
+            {"role": role, "served": list(engine.served), "idle": idle},
+        )
+    return None

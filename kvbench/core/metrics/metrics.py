@@ -180,6 +180,8 @@ class Summary:
     tpot_ms: Distribution = field(default_factory=Distribution)
     itl_ms: Distribution = field(default_factory=Distribution)
     e2el_ms: Distribution = field(default_factory=Distribution)
+    first_event_ms: Distribution = field(default_factory=Distribution)
+    """From the scheduled send to the first event, which may be without text."""
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
@@ -245,6 +247,7 @@ def summarise(
         effective_n=effective_n,
         **_rates(records, slo, duration_s, window),
         **_latencies_of(done),
+        first_event_ms=Distribution.of((record.first_event_ttft_s for record in done), 1e3),
         peak_waiting=waiting.peak(),
         peak_in_flight=in_flight_series(records, ended_s).peak(),
         waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,

@@ -231,7 +231,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
     found = capacity_of(readings)
     if found is None:
         return None
-    (capacity, error), per_s = found, readings.rate - found[0]
+    (capacity, error, _), per_s = found, readings.rate - found[0]
     if readings.rate <= capacity + CAPACITY_ERRORS * error or not readings.material(per_s):
         return None
     return QueueGrowth(per_s, error, readings.by_chance(readings.now_s), capacity)
@@ -259,8 +259,8 @@ def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
     return QueueGrowth(slope.per_s, slope.error, by_chance)
 
 
-def capacity_of(readings: QueueReadings) -> tuple[float, float] | None:
-    """(first tokens per second, standard error) over the latest stretch with a queue never empty."""
+def capacity_of(readings: QueueReadings) -> tuple[float, float, float] | None:
+    """(first tokens per second, standard error, how many) over the latest stretch with a queue never empty."""
     times, queued, firsts = readings.times_s, readings.queued, readings.firsts
     floor = np.maximum(max(6.0, 0.25 * float(queued.max(initial=0.0))), QUEUED * readings.waiting)
     low = np.flatnonzero((queued < floor) | (times < readings.filled_s))
@@ -277,4 +277,4 @@ def capacity_of(readings: QueueReadings) -> tuple[float, float] | None:
     per_s = counts / (edges[1] - edges[0])
     # A count is whole: a deterministic server's sections differ by one.
     error = max(float(per_s.std(ddof=1)) / math.sqrt(len(counts)), 1.0 / length_s)
-    return float(per_s.mean()), error
+    return float(per_s.mean()), error, float(counts.sum())

@@ -114,6 +114,11 @@ class EngineOptions(BaseModel):
         return None
 
     @property
+    def answers_alike(self) -> bool:
+        """Its weights are made up, so that different prompts may have the same answer."""
+        return False
+
+    @property
     def slots(self) -> int | None:
         """Sequences that run at the same time (``max_num_seqs``); None: not said."""
         return None

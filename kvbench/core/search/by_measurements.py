@@ -43,7 +43,7 @@ BELOW_CAPACITY: Final = 0.97
 """The longest step up, as a factor, and as a share of the capacity."""
 BEYOND: Final = 1.1
 WAITS: Final = 25.0
-SURE: Final = 0.88
+SURE: Final = 0.9
 WIDTH: Final = 1.2
 NEAR: Final = 1.7
 SHIFT: Final = 0.4
@@ -62,7 +62,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return None
     limits, tried, tallies = history.limits, history.tried, history.bracket.tallies
     lowest, highest = min(each.rate for each in tried), max(each.rate for each in tried)
-    good, bad = _bracket(history)
+    good, bad = _bracket(history, estimate)
     some_good, some_bad = good > 0, bad < math.inf
     if not some_good and lowest <= limits.min_rate:
         return history.confirm_lowest()
@@ -78,7 +78,8 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         step = lowest / (DOWN_NEAR if near else step_factor(DOWN_COLD, len(tried)))
         target = max(target, step) if near or len(tried) < 3 else step
     else:
-        target = min(max(target, good / BEYOND), bad * BEYOND)
+        outside = good < bad and not good / BEYOND <= target <= bad * BEYOND
+        target = math.sqrt(good * bad) if outside else target
     unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
     sharp = estimate.width <= limits.precision * NEAR
     if sharp and some_good and some_bad:
@@ -134,10 +135,15 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
     return "exhausted", f"max_trials = {limits.max_trials} came before the precision asked for"
 
 
-def _bracket(history: TrialHistory) -> tuple[float, float]:
-    """(the highest rate that kept what is asked, the lowest that did not), by what was measured."""
+def _bracket(history: TrialHistory, estimate: RateEstimate) -> tuple[float, float]:
+    """(the highest rate that kept what is asked, the lowest that did not), by what was measured.
+
+    Those that all the others contradict are left out, if there are some.
+    """
     good = [each.rate for each in history.tried if _kept(each) is True]
     bad = [each.rate for each in history.tried if _kept(each) is False]
+    good = [rate for rate in good if rate <= estimate.upper] or good
+    bad = [rate for rate in bad if rate >= estimate.lower] or bad
     return max(good, default=0.0), min(bad, default=math.inf)
 
 

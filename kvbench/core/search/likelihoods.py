@@ -33,7 +33,10 @@ CURVATURE=.25
 RATE_ERROR=.015
 SCORE_OUTLIER=.05
 CHANCE=2.0
+FEW=20.
+MOST_TOGETHER=100.
 UNEXPLAINED=4.0
+OTHER_VARIATION=2.0
 TWO=0
 KNOWN=.8
 LEFT=.15
@@ -63,6 +66,10 @@ class Likelihoods:
         known = sum(point.n for point in points)
         # A trial that had no bursts by chance shows small clumps, so all trials share one figure.
         self._clump = (sum(each.n * each.clump**2 for each in points) / known) ** 0.5 if known else 1.0
+        # Few misses don't show in what clumps they come: who was under way together may be one.
+        misses = sum(min(each.misses, each.n - each.misses) / each.clump for each in points)
+        together = sum(each.n * each.together for each in points) / known if known else 1.0
+        self._shared = (misses * self._clump + FEW * max(self._clump, min(together, MOST_TOGETHER))) / (misses + FEW)
         shares=[each.attainment for each in points if each.n]
         self._allowed = -math.log(max(1-max(shares),1e-6)) if shares else 1.0
         self._logs: dict[tuple[int, bool], FloatArray] = {}
@@ -77,21 +84,18 @@ class Likelihoods:
         if key not in self._logs:
             self._logs[key] = self._log(point, queue)
         table = effect @ np.exp(np.maximum(self._logs[key], -200.0)) + DOUBT
+        variation = VARIATION[None, :] if queue else np.full((1, len(STEEPNESS)), OTHER_VARIATION)
         if point.bound:
+            chance = variation / max(point.rate * point.end_s, 1.0)
             sign = -1.0 if point.bound == "above" else 1.0
-            away = sign * np.log(self._rates / point.rate) / math.hypot(BOUND_ERROR, size)
+            away = sign * np.log(self._rates / point.rate) / np.sqrt(BOUND_ERROR**2 + size**2 + chance)
             table = table * (OUTLIER + (1 - OUTLIER) * _logistic(away))
         if point.capacity is not None:
-            error = max(math.hypot(point.capacity_error / point.capacity, size), CAPACITY_ERROR)
-            if queue and TWO and point.clump != -1:
-                allowed = self._allowed
-                capacity = self._rates + allowed * VARIATION[None, :] / (2.0 * self._waiting.slack_s)
-                error = max(math.hypot(point.capacity_error / point.capacity, size), TWO)
-                away = np.log(point.capacity / capacity) / error
-                table = table * (CAP2 + (1 - CAP2) * np.exp(-0.5 * away**2))
-            else:
-                room = np.log(point.capacity / self._rates) / error
-                table = table * (CAPACITY_OUTLIER + (1 - CAPACITY_OUTLIER) * _logistic(room + 1.0))
+            # How long so many services took is a matter of chance, too; their arrivals are none here.
+            chance = np.maximum(variation - 1.0, 0.0) / max(point.capacity_n, 1.0) if point.capacity_n else 0.0
+            error = np.sqrt((point.capacity_error / point.capacity) ** 2 + size**2 + CAPACITY_ERROR**2 + chance)
+            room = np.log(point.capacity / self._rates) / error
+            table = table * (CAPACITY_OUTLIER + (1 - CAPACITY_OUTLIER) * _logistic(room + 1.0))
         return np.asarray(table, np.float64)
 
     def _log(self, point: RatePoint, queue: bool) -> FloatArray:
@@ -100,6 +104,10 @@ class Likelihoods:
         if point.n:
             return self._of_queue(point) if queue else self._of_share(point)
         return np.zeros((len(self._rates), len(VARIATION) if queue else len(STEEPNESS)))
+
+    def steepness(self, queue: bool, rate: float) -> FloatArray:
+        """d ln misses / d ln rate of each column, if that were the root."""
+        return 2.0 * self._waiting.slack_s * rate / VARIATION if queue else STEEPNESS
 
     def _queue(self, point: RatePoint, allowed: float) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(load, depth, independent moments at most) by root and variation. ``allowed``: −ln of the share."""
@@ -151,7 +159,7 @@ class Likelihoods:
         allowed = -math.log(min(point.attainment, 1 - 1e-6))
         over = STEEPNESS[None, :] * (point.rate / self._rates - 1.0)
         late = -np.expm1(-np.minimum(allowed * np.exp(np.clip(over, -40, 12)), 50.0))
-        return _binomial(point.n / self._clump, point.misses / point.n, late)
+        return _binomial(point.n / self._shared, point.misses / point.n, late)
 
     def _of_mean(self, point: RatePoint, queue: bool) -> FloatArray:
         """By the part of the mean that is waiting; all of it where nothing is known of it."""

@@ -41,9 +41,10 @@ PASSES: Final = 3
 LEVEL: Final = 0.9
 """Of the interval."""
 EFFECTS: Final = ((0.004, 0.62), (0.012, 0.2), (0.03, 0.06), (0.07, 0.04), (0.15, 0.08))
-WANDERS: Final = ((0.0, 1.0, 0.78), (0.02, 1.0, 0.04), (0.2, 0.08, 0.18))
+WANDERS: Final = ((0.0, 1.0, 0.74), (0.02, 1.0, 0.04), (0.2, 0.08, 0.22))
 """(size, prior weight): standard deviations of the logarithm of a trial's own speed, and of a step between
 two trials."""
+BIAS=0.05
 QUEUE: Final = 0.85
 """Prior weight of a queue, where TTFT is limited."""
 QUANTILES: Final = (0.001, 0.05, 0.5, 0.95, 0.999)
@@ -127,6 +128,12 @@ def _parts(
         ((1 - often) * np.eye(len(rates)) + often * _blur(len(rates), step, size), weight, size > 0)
         for size, often, weight in WANDERS
     ]
+    smears = {}
+    for _, _, queue in kinds:
+        steep = likelihoods.steepness(queue, math.sqrt(rates[0] * rates[-1]))
+        smears[queue] = [
+            _blur(len(rates), step, min(BIAS / each, 0.5)) if BIAS / each > 0.3 * step else None for each in steep.tolist()
+        ]
     for size, weight in EFFECTS:
         effect = _blur(len(rates), step, size)
         for prior, share, queue in kinds:
@@ -141,7 +148,9 @@ def _parts(
                     total = float(state.sum())
                     log += math.log(max(total, 1e-300))
                     state /= max(total, 1e-300)
-                density = np.asarray(state.sum(axis=1), np.float64)
+                density = np.zeros(len(rates))
+                for column, smear in enumerate(smears[queue]):
+                    density += smear @ state[:, column] if smear is not None else state[:, column]
                 if not queue:
                     density = density * line
                     total = float(density.sum())

@@ -24,7 +24,7 @@ class RatePoint:
     """One trial: its rate, and what it says; times in seconds since the trial's start.
 
     ``misses`` of ``n`` broke the SLO where ``attainment`` of them should not, and ``clump`` of them count as
-    one (n = 0: nothing is known). ``mean``: a mean in units of its limit, with its standard error.
+    one (n = 0: nothing is known); ``together`` of them were under way at once. ``mean``: a mean in units of its limit, with its standard error.
     ``begin_s`` and ``end_s``: when those arrived. ``ttft_s``: the TTFT that the share asked for stayed within.
     ``queue_rate`` and ``gap_variation``: see ``TrialFigures``.
     ``bound``: the rate is known to be "above" or "below" the root, and no more is. ``capacity`` with its
@@ -35,6 +35,7 @@ class RatePoint:
     misses: float = 0.0
     n: float = 0.0
     clump: float = 1.0
+    together: float = 1.0
     attainment: float = 0.95
     score: float | None = None
     score_error: float = 0.0
@@ -48,6 +49,7 @@ class RatePoint:
     bound: Literal["", "above", "below"] = ""
     capacity: float | None = None
     capacity_error: float = 0.0
+    capacity_n: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,14 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
         return None if outcome.verdict == "undecided" else RatePoint(rate, bound=bound)
     capacity, capacity_error = measured.capacity, measured.capacity_error or 0.0
     if measured.grows or measured.attainment is None or not measured.n:
-        return RatePoint(rate, bound=bound, capacity=capacity, capacity_error=capacity_error)
+        return RatePoint(
+            rate,
+            end_s=measured.duration_s,
+            bound=bound,
+            capacity=capacity,
+            capacity_error=capacity_error,
+            capacity_n=measured.capacity_n,
+        )
     begin_s, end_s = _steady(measured)
     if measured.offered_rate:
         surplus = (measured.offered_rate / rate) ** ARRIVALS
@@ -109,6 +118,7 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
         gap_variation=measured.gap_variation,
         capacity=capacity,
         capacity_error=capacity_error,
+        capacity_n=measured.capacity_n,
     )
     return _of_mean(found, measured) if measured.target is None else _of_share(found, measured)
 
@@ -120,6 +130,7 @@ def _of_share(found: RatePoint, measured: TrialFigures) -> RatePoint:
         misses=(1.0 - measured.attainment) * measured.n,
         n=measured.n,
         clump=measured.n / max(measured.effective_n, 1.0),
+        together=max(1.0, found.rate * measured.latency_s),
         attainment=measured.target,
         score=measured.score,
         score_error=measured.score_error if measured.score_error is not None else math.inf,

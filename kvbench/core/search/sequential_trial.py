@@ -266,8 +266,10 @@ class LiveTrial:
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found
-        capacity = capacity_of(self._readings(t_s)) or (None, None)
-        measured = TrialFigures(duration_s=t_s, grows=grows, capacity=capacity[0], capacity_error=capacity[1])
+        measured = TrialFigures(duration_s=t_s, grows=grows, latency_s=self._latency_s())
+        if (capacity := capacity_of(self._readings(t_s))) is not None:
+            per_s, error, n = capacity
+            measured = replace(measured, capacity=per_s, capacity_error=error, capacity_n=n)
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
             inside = (self._offsets >= start) & (self._offsets <= end)

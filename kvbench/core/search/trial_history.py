@@ -68,15 +68,13 @@ class TrialHistory:
 
     @cached_property
     def binding(self) -> tuple[TrialOutcome, ...]:
-        """All outcomes by the criterion that most requests came off worst by."""
+        """All outcomes by the criterion that came off worst in most of those trials that broke one."""
         known = [each for each in self.outcomes if each.measured is not None and each.measured.criteria]
         if not known:
             return self.outcomes
-        worst: Counter[int] = Counter()
-        for measured in (each.measured for each in known if each.measured is not None):
-            scores = [row["score"] or 0.0 for row in measured.criteria]
-            worst[scores.index(min(scores))] += measured.n
-        index = worst.most_common(1)[0][0]
+        scores = [[row["score"] or 0.0 for row in each.measured.criteria] for each in known if each.measured]
+        broken = [each for each in scores if min(each) < 0] or scores
+        index = Counter(each.index(min(each)) for each in broken).most_common(1)[0][0]
         return tuple(
             replace(each, measured=each.measured.of_criterion(index)) if each.measured else each
             for each in self.outcomes

@@ -42,8 +42,11 @@ class Playwright:
         self._spec = spec
         self._trouble = spec.troubles()
         self.token = wire.event(spec.model, [wire.choice(spec.text)])
-        self._last_token = wire.event(spec.model, [wire.choice(LAST_TEXT, "length")])
+        # As long as the others, where these are longer: bundles of tokens.
+        last_text = spec.text[len(LAST_TEXT) :] + LAST_TEXT
+        self._last_token = wire.event(spec.model, [wire.choice(last_text, "length")])
         self._empty = wire.event(spec.model, [wire.choice("")])
+        self._blank = wire.event(spec.model, [wire.choice(" ")])
 
     def script(self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool) -> Script:
         """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
@@ -83,12 +86,15 @@ class Playwright:
             )
         if kind in CUT_SHORT:
             return self._cut_short(script, trouble)
-        if kind == "empty_first":
-            return replace(script, head=b"", early=script.head + self._empty)
-        if kind == "merged":
+        if kind in ("empty_first", "blank_first"):
+            early = self._empty if kind == "empty_first" else self._blank
+            return replace(script, head=b"", early=script.head + early)
+        if kind in ("merged", "inflated"):
             return replace(script, plain=-(-(script.plain + 1) // trouble.per_event) - 1)
-        if kind == "at_once":
+        if kind in ("at_once", "empty"):
             whole = self.token * script.plain + script.last
+            if kind == "empty":
+                whole = self._empty * (script.plain + 1) + script.last[len(self._last_token) :]
             return replace(script, plain=0, last=whole, later_gaps=script.plain, last_tokens=script.plain + 1)
         return script
 

@@ -22,8 +22,11 @@ TROUBLES: Final = (
     "never_answer",
     "late",
     "empty_first",
+    "blank_first",
+    "empty",
     "wrong_prompt",
     "merged",
+    "inflated",
     "at_once",
     "canned",
     "refuse",
@@ -40,9 +43,11 @@ class Trouble:
     ``error_body_200``, ``redirect`` and ``status`` (number ``status``) answer at the time of the first
     token. ``never_answer`` does nothing, ``late`` comes ``late_s`` later, and ``refuse`` stops listening
     after ``connections``. ``empty_first`` sends the head and an event without text as soon as it is asked,
+    ``blank_first`` one with a blank; ``empty`` sends events without text when the last token is due.
     ``wrong_prompt`` reports ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
-    into each event, ``at_once`` sends all when the last token is due, and ``canned`` answers every prompt
-    alike.
+    into each event (``text`` and ``gap_s`` are an event's then), ``inflated`` sends one token where its usage
+    claims ``per_event``, ``at_once`` sends all when the last token is due, and ``canned`` answers every
+    prompt alike.
     """
 
     kind: str
@@ -50,6 +55,8 @@ class Trouble:
     """Each so-manyth request: the first one is in trouble, then each ``every``-th after it."""
     at: list[int] = field(default_factory=list)
     """Or only these, counted from 0 in order of arrival."""
+    spared: int = 0
+    """The first so many requests are in no trouble, as before any load."""
     after_tokens: int = 1
     usage_off: int = -1
     prompt_off: int = -1
@@ -60,7 +67,7 @@ class Trouble:
 
     def hits(self, index: int) -> bool:
         """Whether request number ``index`` is mistreated."""
-        if self.kind == "refuse":
+        if self.kind == "refuse" or index < self.spared:
             return False
         return index in self.at if self.at else index % self.every == 0
 

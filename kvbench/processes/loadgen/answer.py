@@ -84,18 +84,18 @@ class ServerAnswer:
         reads: list[bytes | int],
         stamps: memoryview,
         doubts: memoryview | None = None,
-        crc: int | None = None,
+        text: int | None = None,
     ) -> None:
         """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
 
         A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A
-        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``crc`` is
-        the text's up to the last read that is a number.
+        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``text`` is
+        ``stream.text_so_far`` up to the last read that is a number.
         """
         if doubts is None:
             doubts = memoryview(bytes(4 * len(reads))).cast("i")
-        if crc is not None and reads and isinstance(reads[0], int):
-            self.stream.text_crc = crc  # numbers come before all bytes that are not taken in yet
+        if text is not None and reads and isinstance(reads[0], int):
+            self.stream.text_so_far = text  # numbers come before all bytes that are not taken in yet
         position = 0
         while position < len(reads):
             if self._regular():
@@ -113,11 +113,13 @@ class ServerAnswer:
                     position += 1
 
     def expected(self) -> tuple[bytes, bytes, int] | None:
-        """If the next byte begins a chunk: what stood around the text of those before, once known; the CRC-32
-        of the text so far.
+        """If the next byte begins a chunk: what stood around the text of those before, once known; the text
+        so far.
         """
         known = self._known
-        return (known.begin, known.after, known.crc) if known.begin and self._regular() else None
+        return (
+            (known.begin, known.after, self.stream.text_so_far) if known.begin and self._regular() else None
+        )
 
     def closed(self) -> None:
         """The connection was closed in order: the end of an answer without a length."""
@@ -154,6 +156,8 @@ class ServerAnswer:
             return 0
         if self.first_body_ns is None:
             self.first_body_ns = stamps[0]
+        if self.stream.first_event_stamp is None:
+            self.stream.first_event_stamp = stamps[0]
         # The usage and the end mark come behind all tokens, and mostly in a read without one.
         with_tokens = count if tokens[-1] else count - 1
         assert isinstance(self.stream.token_stamps, array)

@@ -155,13 +155,13 @@ class HttpRequest:
             return False
         run, answer = self.owner.run, self.answer
         taken = log.take(READS_AT_ONCE, self.sent_ns, run.clock.offset_ns)
-        reads, came_ns, lags_ns, doubts_ns, useless, crc = taken
+        reads, came_ns, lags_ns, doubts_ns, useless, text = taken
         run.figures.read(lags_ns, useless)
         stamps = memoryview(came_ns).cast("q")
         self.reads += len(stamps)
         self.last_ns = stamps[-1]
         self.fallbacks += useless
-        answer.take(reads, stamps, memoryview(doubts_ns).cast("i"), crc)
+        answer.take(reads, stamps, memoryview(doubts_ns).cast("i"), text)
         if answer.complete:
             self._finish()
         elif answer.malformed:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from kvbench.core.metrics.untimed_tokens import StreamShape, untimed_tokens
 from kvbench.core.records import ROUTER_TIMES, RequestRecord, timing_header
 from kvbench.processes.loadgen.answer import ServerAnswer
 from kvbench.processes.loadgen.http_request import Failure, HttpRequest, RequestRun
@@ -125,6 +126,9 @@ class InFlightRequest:
         record.prompt_tokens = stream.prompt_tokens
         if http_request.reads:
             record.stamps = "read" if http_request.fallbacks else "kernel"
+        if stream.event_seen and answer.status == 200:
+            record.text_bytes, record.empty_events = stream.text_bytes, stream.empty_events
+            record.first_event_s = relative_s(stream.first_event_stamp, start_ns)
         tokens = stream.token_stamps
         if not tokens and self._one_without_text() and http_request.last_ns is not None:
             # A token without text, as half of a character is: it came no later than the answer's end.
@@ -135,6 +139,14 @@ class InFlightRequest:
             record.last_token_s = relative_s(tokens[-1], start_ns)
             assert isinstance(tokens, array)
             record.itl_s = array("f", gaps(tokens))
+            first = stream.first_event
+            if first is not None:
+                record.first_blank = first.blank
+                outside = first.empty_before + stream.empty_after
+                shape = StreamShape(
+                    first.text_bytes, stream.text_bytes, first.told_tokens, stream.empty_events, outside
+                )
+                record.untimed_tokens = untimed_tokens(record.output_len, record.itl_s, shape)
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 
     def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:

@@ -48,13 +48,13 @@ class Known:
         """Of the read's token events so far."""
 
     @property
-    def crc(self) -> int:
-        """Of the stream's text so far."""
-        return self._stream.text_crc
+    def text_so_far(self) -> int:
+        """The stream's, in one number."""
+        return self._stream.text_so_far
 
-    @crc.setter
-    def crc(self, crc: int) -> None:
-        self._stream.text_crc = crc
+    @text_so_far.setter
+    def text_so_far(self, text: int) -> None:
+        self._stream.text_so_far = text
 
     def add_text(self, text: bytes) -> None:
         """The text of an event that was not decoded."""
@@ -76,12 +76,14 @@ class Known:
             raise UnusualError
         count, self._plain, self._text = 0, True, b""
         stream = self._stream
-        before = stream.text_crc, stream.empty_events
+        before = stream.text_so_far, stream.empty_events, stream.first_event
+        empty_after = stream.empty_after
         try:
             for chunk in chunks:
                 count += self._is_token(chunk)
         except UnusualError:  # the general way takes all of it again
-            stream.text_crc, stream.empty_events = before
+            stream.text_so_far, stream.empty_events, stream.first_event = before
+            stream.empty_after = empty_after
             raise
         if rest:
             self.end = read
@@ -99,7 +101,7 @@ class Known:
         text = self._known_text(event)
         if text is not None:
             if not text:
-                stream.empty_events += 1
+                stream.add_empty()
                 self._plain = False
                 return False
             self._keep_length(len(chunk), size + mark)
@@ -178,7 +180,8 @@ def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: 
 def _usual_compiled(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
     """The same in C; reads that were found so as they came are numbers already."""
     count: int
-    count, known.crc = READS.usual(reads, start, known.begin, known.after, counts, known.crc)
+    so_far = known.text_so_far
+    count, known.text_so_far = READS.usual(reads, start, known.begin, known.after, counts, so_far)
     return count
 
 

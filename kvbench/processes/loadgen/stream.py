@@ -29,6 +29,19 @@ def clipped(data: bytes | str) -> str:
     return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"
 
 
+@dataclass(frozen=True)
+class FirstEvent:
+    """The first token event: bytes of its text, whether that is nothing but blanks, and the tokens that the
+    server had told by then in its usage, if it does so all along.
+    """
+
+    text_bytes: int
+    blank: bool
+    told_tokens: int | None
+    empty_before: int
+    """Events without text that came before it."""
+
+
 @dataclass
 class StreamReader:
     """Reads server-sent events (LF, CRLF or CR lines, comments, events split over reads).
@@ -42,6 +55,8 @@ class StreamReader:
     token_stamps: MutableSequence[int] = field(default_factory=list)
     empty_events: int = 0
     """Events with ``choices`` and without text."""
+    empty_after: int = 0
+    """Those after the last text."""
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
     """The prompt's length as the server counted it."""
@@ -49,6 +64,12 @@ class StreamReader:
     """Of the last token event that was decoded."""
     text_crc: int = 0
     """CRC-32 of the answer's whole text (UTF-8), which finds equal answers without keeping them."""
+    text_bytes: int = 0
+    """Its length."""
+    first_event: FirstEvent | None = None
+    """What the first token event brought."""
+    first_event_stamp: int | None = None
+    """Of the first event of any kind: one that only says that something began comes before the text."""
     done: bool = False
     half: bool = False
     """The stream ended in the middle of an event; known after ``finish``."""
@@ -94,6 +115,8 @@ class StreamReader:
         for line in lines:
             if not line:
                 if self._data:
+                    if self.first_event_stamp is None:
+                        self.first_event_stamp = stamp
                     if self.event(b"\n".join(self._data)):
                         self.token_stamps.append(stamp)
                     self._data = []
@@ -141,15 +164,38 @@ class StreamReader:
             return False
         text = text_in(choices)
         if not text:
-            self.empty_events += 1
+            self.add_empty()
             return False
         self.text = text
-        self.add_text(text.encode("utf-8", "surrogatepass"))
+        encoded = text.encode("utf-8", "surrogatepass")
+        if self.first_event is None:
+            self.first_event = FirstEvent(
+                len(encoded), text.isspace(), self.completion_tokens, self.empty_events
+            )
+        self.add_text(encoded)
         return True
 
     def add_text(self, text: bytes) -> None:
         """A token event's text, which may have come without being decoded."""
         self.text_crc = crc32(text, self.text_crc)
+        self.text_bytes += len(text)
+        self.empty_after = 0
+
+    def add_empty(self) -> None:
+        """An event without text."""
+        self.empty_events += 1
+        self.empty_after += 1
+
+    @property
+    def text_so_far(self) -> int:
+        """CRC-32 and length of the text in one number, as the compiled log counts on: CRC + length · 2³²."""
+        return self.text_bytes << 32 | self.text_crc
+
+    @text_so_far.setter
+    def text_so_far(self, text: int) -> None:
+        if text >> 32 != self.text_bytes:
+            self.empty_after = 0
+        self.text_bytes, self.text_crc = text >> 32, text & 0xFFFFFFFF
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
         for name in ("completion_tokens", "prompt_tokens"):

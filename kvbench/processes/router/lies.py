@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 from kvbench.connectors.base import Connector
@@ -41,6 +42,10 @@ class Liar:
         if self._lie == "router_retry" and late > 0 and late % RETRY_EVERY == 0 and p is not None:
             await asyncio.shield(self._try_in_vain(request, body, f"{request_id}-first", p))
         return p
+
+    def decode_of(self, in_turn: RouterBackend, backends: Sequence[RouterBackend]) -> RouterBackend:
+        """The decode server to send it to in truth; ``in_turn``: whose turn it is."""
+        return backends[0] if self._lie == "idle_decode" and self._count > QUIET else in_turn
 
     async def _try_in_vain(
         self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend

@@ -107,7 +107,10 @@ class RoutedRequest:
 
     def _send(self, p: RouterBackend | None) -> None:
         self._p = p
-        d = next(self._dispatch.next_decode)
+        dispatch = self._dispatch
+        d = next(dispatch.next_decode)
+        if dispatch.liar is not None:
+            d = dispatch.liar.decode_of(d, dispatch.decodes)
         self._decode = Splice(
             d, self, self._response, {"x-request-id": self._timing.request_id}, self._timing
         )

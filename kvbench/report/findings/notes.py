@@ -8,6 +8,7 @@ from typing import Final
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, unequal_text
 from kvbench.report.findings.findings import as_notes, refused, warned
+from kvbench.report.findings.unseen import unseen_gates
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row
 from kvbench.report.value import Note
@@ -24,7 +25,7 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
 
     ``gates``: also what the gates found, where that does not stand under the findings.
     """
-    found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows)]
+    found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows), *unseen_gates(run, rows)]
     return [*found, *as_notes([*refused(run), *warned(run, rows)])] if gates else found
 
 

@@ -10,7 +10,7 @@ from kvbench.core.metrics.ttft_breakdown import PARTS
 _LATENCY: Final = {
     "ttft": "time to first token, from the scheduled send",
     "ttft_sent": "time to first token, from the real send",
-    "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1)",
+    "tpot": "time per output token after the first: (e2el − ttft) / (output_len − 1), less if events bundle",
     "itl": "gap between two events that brought text",
     "e2el": "time to the last token, from the scheduled send",
 }
@@ -170,6 +170,11 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "stamps": "where the times of what was received come from: kernel or read",
         "prompt_tokens": "the prompt's length as the server's usage tells it (tokens)",
         "text_crc": "CRC-32 of the answer's text, equal for equal answers",
+        "text_bytes": "length of the answer's text (bytes)",
+        "first_event_s": "when the first event of the stream came, with text or without (s)",
+        "untimed_tokens": "tokens that did not come between the first text and the last; TPOT is of the rest",
+        "empty_events": "events of the stream without text",
+        "first_blank": "whether the first text was nothing but blanks",
     },
     "telemetry": {
         "trial_id": _ABOUT["trial_id"],

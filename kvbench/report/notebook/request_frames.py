@@ -37,8 +37,10 @@ _DERIVED: Final[Mapping[str, _Derivation]] = {
     "ttft_sent_ms": (("first_token_s", "sent_s"), lambda first, sent: (first - sent) * 1e3),
     "e2el_ms": (("last_token_s", "scheduled_s"), lambda last, planned: (last - planned) * 1e3),
     "tpot_ms": (
-        ("last_token_s", "first_token_s", "output_len"),
-        lambda last, first, tokens: (last - first) / (tokens - 1).where(tokens > 1) * 1e3,
+        ("last_token_s", "first_token_s", "output_len", "untimed_tokens"),
+        lambda last, first, tokens, untimed: (
+            (last - first) / (tokens - untimed.fillna(1.0)).where(tokens > untimed.fillna(1.0)) * 1e3
+        ),
     ),
     "ok": (("error",), lambda error: error == ""),
 }

@@ -21,6 +21,7 @@ from kvbench.report.plots.panels import (
     rated_trials,
     request_times,
     supporting,
+    tpot_s,
 )
 from kvbench.report.plots.style import (
     PALETTES,
@@ -124,9 +125,8 @@ def _values(run: RunFolder, trial: TrialRecord) -> dict[str, Values]:
     window = trial.summary.get("window") or {}
     start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
     done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
-    long = done[done.output_len > 1]
     ttft = (done.first_token_s - done.scheduled_s).dropna()
-    tpot = ((long.last_token_s - long.first_token_s) / (long.output_len - 1)).dropna()
+    tpot = tpot_s(done).dropna()
     values = {"ttft": np.sort(ttft.to_numpy(float)) * 1e3, "tpot": np.sort(tpot.to_numpy(float)) * 1e3}
     return {name: each for name, each in values.items() if len(each) >= MIN_VALUES and each[-1] > 0}
 

@@ -24,6 +24,7 @@ from kvbench.report.plots.panels import (
     rated_trials,
     request_times,
     series_of,
+    tpot_s,
 )
 from kvbench.report.plots.style import (
     PALETTES,
@@ -195,11 +196,9 @@ def _from_requests(run: RunFolder, trial: TrialRecord, share: float) -> Latencie
     start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
     done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
     ttft = done.first_token_s - done.scheduled_s
-    long = done[done.output_len > 1]
-    tpot = (long.last_token_s - long.first_token_s) / (long.output_len - 1)
     return {
         name: float(values.quantile(share)) * 1e3 if values.count() >= MIN_VALUES else None
-        for name, values in (("ttft", ttft), ("tpot", tpot))
+        for name, values in (("ttft", ttft), ("tpot", tpot_s(done)))
     }
 
 

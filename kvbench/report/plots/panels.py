@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -82,11 +82,22 @@ def _way(trial: TrialRecord) -> str:
 
 
 def request_times(run: RunFolder, trial_id: str) -> pd.DataFrame | None:
-    """Times, output length and error of a trial's requests; None where they were not kept."""
+    """Times, tokens and error of a trial's requests; None where they were not kept."""
+    columns = [*TIMES, "output_len", "error"]
     try:
-        return run.requests(trial_id, [*TIMES, "output_len", "error"])
+        return run.requests(trial_id, [*columns, "untimed_tokens"])
+    except StoreError:
+        pass  # kept by an older kvbench, perhaps
+    try:
+        return run.requests(trial_id, columns).assign(untimed_tokens=1.0)
     except StoreError:
         return None
+
+
+def tpot_s(requests: pd.DataFrame) -> pd.Series[Any]:
+    """Of rows of ``request_times``, as RequestRecord has it; missing where it is undefined."""
+    tokens = requests.output_len - requests.untimed_tokens
+    return (requests.last_token_s - requests.first_token_s) / tokens.where(tokens > 0)
 
 
 def light_records(run: RunFolder, trial_id: str) -> list[RequestRecord]:

@@ -97,7 +97,18 @@ def _figures_of(pages: Pages) -> EngineFigures:
         generation_tokens=grown(pages, "vllm:generation_tokens_total"),
         restarts=_restarts(pages),
         instances=len(pages),
+        served=_served(pages),
     )
+
+
+def _served(pages: Pages) -> tuple[float, ...]:
+    """What each instance finished: requests, else output tokens, else prompt tokens; () if one says none."""
+    for name in ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"):
+        counts = [grown([page], name) for page in pages]
+        known = [count for count in counts if count is not None]
+        if known and len(known) == len(counts):
+            return tuple(known)
+    return ()
 
 
 def _restarts(pages: Pages) -> float | None:

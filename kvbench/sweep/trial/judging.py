@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import ClientFigures
+from kvbench.core.gates.sight import unseen
 from kvbench.core.load.traces import expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
@@ -47,6 +48,7 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Ev
         summary=summarise(load.records, slo, trial.plan.rate, load.duration_s, window),
         slo=slo,
         client=ClientFigures.from_json(load.client),
+        dummy_weights=scenario.deployment.engine_options.answers_alike,
         reuse_expected=bool(trial.trace) and shares_prefixes(trial.trace),
         stopped_as=stopped_as(load, decision),
         method="sustained" if method == "equal_rate" else method,
@@ -60,6 +62,7 @@ def judged(scenario: Scenario, trial: PlannedTrial, load: LoadResult, evidence: 
     summary = evidence.summary.to_json()
     if len(scenario.slo.by_tier()) > 1:
         summary["tiers"] = _by_tier(scenario, trial, evidence, load)
+    summary["unseen"] = unseen(evidence)
     if watch.decision is not None:
         summary["live"] = live_json(watch.decision)
     if flood is not None:

@@ -38,7 +38,7 @@ def request(
     record = RequestRecord(
         f"r{i}", at, INPUT, 5, sent_s=at, first_token_s=first, last_token_s=first + 4 * gap_s, output_len=5
     )
-    return replace(record, itl_s=[gap_s] * 4, status=200, **changes)
+    return replace(record, itl_s=[gap_s] * 4, status=200, stamps="kernel", **changes)
 
 
 def failed(i: int, error: str = "http_error") -> RequestRecord:
@@ -253,13 +253,28 @@ LIES += [
     ("answer_at_once", "invalid", evidence([request(i, gap_s=0.0) for i in range(N)])),
     (
         "same_answers",
-        "warning",
+        "invalid",
         evidence(
             [replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
             engines=engines(decode={"generation_tokens": 9 * N}),
         ),
     ),
 ]
+
+
+def of_lengths(token_s: float) -> list[RequestRecord]:
+    """Prompts of 128 and 4,096 tokens in turn, computed at that speed after 10 ms."""
+    lengths = [128 if i % 2 else 4096 for i in range(N)]
+    return [replace(request(i, 0.01 + token_s * n), input_len=n) for i, n in enumerate(lengths)]
+
+
+LIES += [("prompts_unread", "warning", evidence(of_lengths(0.0), engines={}, kv_bytes_per_request=None))]
+
+
+def test_prompts_that_take_their_time_by_length_are_read() -> None:
+    for records in (of_lengths(1e-5), of_lengths(1e-6), [replace(r, stamps="") for r in of_lengths(0.0)]):
+        assert "prompts_unread" not in fired(evidence(records, engines={}))
+    assert "prompts_unread" not in fired(evidence(of_lengths(0.0), reuse_expected=True))
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,10 @@ def test_the_last_event_without_text_is_no_token(tmp_path: Path) -> None:
         assert record.ok, record
         assert (len(record.itl_s), record.prompt_tokens) == (2, 8)
         assert record.e2el_s is not None
-        assert record.tpot_s is not None
-        assert record.tpot_s < 0.05
+        assert record.last_token_s is not None
+        assert record.first_token_s is not None
+        assert record.last_token_s - record.first_token_s < 0.05
+        assert record.tpot_s is None or record.tpot_s < 0.05  # none if the three came in one instant
 
 
 EMPTY = b'data: {"choices":[{"index":0,"text":""}]}\n\n'
@@ -166,9 +168,24 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
             "mostly 4 prompt tokens where 8 were sent",
         ),
         (trouble("wrong_prompt", prompt_off=1), "wrong_prompt_length", "note", "mostly 9 prompt tokens"),
-        (trouble("merged", per_event=4), "tokens_per_event", "note", "4.0 tokens an event"),
+        (
+            {"text": " a" * 4, **trouble("merged", per_event=4)},
+            "tokens_per_event",
+            "warning",
+            "4.0 tokens an event",
+        ),
+        (
+            trouble("inflated", per_event=8),
+            "inflated_usage",
+            "invalid",
+            "more tokens than there are: 30 of 30",
+        ),
         (trouble("at_once"), "answer_at_once", "invalid", "came whole at their end"),
-        (trouble("canned"), "same_answers", "warning", "30 of 30 answers have the same text"),
+        (trouble("canned"), "same_answers", "invalid", "30 of 30 answers have the same text"),
+        (trouble("empty", spared=10), "empty_answers", "invalid", "20 of 30 answers are without any text"),
+        (trouble("empty_first"), "empty_first_event", "warning", "TTFT by the first event would be"),
+        (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent ahead: in 30 of 30"),
+        ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "no model answers so fast"),
     ],
 )
 def test_each_oddity_is_named(
@@ -178,6 +195,17 @@ def test_each_oddity_is_named(
     assert finding is not None
     assert (finding.level, words in finding.message) == (level, True), finding.message
     assert finding.advice
+
+
+@pytest.mark.parametrize("way", ["compiled", "python"])
+def test_bundles_have_the_time_of_their_tokens(tmp_path: Path, way: str) -> None:
+    """16 tokens each 80 ms are 5 ms each, and not the 3.8 of (last - first) / 63."""
+    if way == "compiled" and READS is None:
+        pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
+    spec = {"text": " word" * 16, "gap_s": 0.08, **trouble("merged", per_event=16)}
+    evidence = loaded(tmp_path, way, spec=spec, output_len=64)
+    assert evidence.summary.tpot_ms.p50 == pytest.approx(5.0, rel=0.08)  # the last text is a shorter one
+    assert evidence.summary.itl_ms.p50 == pytest.approx(80.0, rel=0.1)
 
 
 def test_an_exact_server_is_odd_in_nothing(tmp_path: Path, way: str) -> None:
@@ -234,7 +262,16 @@ def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_pa
 
 def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float] = ()) -> RequestRecord:
     return RequestRecord(
-        f"r-{i}", i / 10, 8, tokens, i / 10, i / 10 + first_s, i / 10 + last_s, tokens, itl_s=itl_s
+        f"r-{i}",
+        i / 10,
+        8,
+        tokens,
+        i / 10,
+        i / 10 + first_s,
+        i / 10 + last_s,
+        tokens,
+        itl_s=itl_s,
+        stamps="kernel",
     )
 
 

@@ -76,7 +76,7 @@ def said_by(answer: ServerAnswer) -> dict[str, Any]:
         "reusable": answer.keep_alive and not answer.surplus,
         "malformed": bool(answer.malformed),
         "tokens": list(stream.token_stamps),
-        "text": stream.text_crc,
+        "text": (stream.text_so_far, stream.first_event, stream.empty_after),
         "empty": stream.empty_events,
         "usage": stream.completion_tokens,
         "prompt": stream.prompt_tokens,
@@ -186,8 +186,8 @@ def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, 
             theirs.sendall(read)
             assert streams.turn(epoll.fileno(), 1000, 1, NEVER_NS, [], []) == 1
             if place in ends or place == len(reads):
-                brought, _, _, _, _, crc = log.take(1000, 0, 0)
-                answer.take(brought, stamps_of(range(place - len(brought), place)), crc=crc)
+                brought, _, _, _, _, text = log.take(1000, 0, 0)
+                answer.take(brought, stamps_of(range(place - len(brought), place)), text=text)
                 if answer.complete or answer.malformed:
                     break
                 if (expected := answer.expected()) is not None:
@@ -263,8 +263,9 @@ def test_compiled_or_not_the_same_chunks_are_usual(
     }
     reads, start = [b"".join(read) for read in sized], min(start, len(sized))
     counts: list[int] = []
-    found, crc = READS.usual(reads, start, first, after, counts, 7)
-    assert crc == crc32(b"".join(b"".join(read) for read in texts[start : start + found]), 7)
+    found, text = READS.usual(reads, start, first, after, counts, 3 << 32 | 7)
+    joined = b"".join(b"".join(read) for read in texts[start : start + found])
+    assert text == (3 + len(joined)) << 32 | crc32(joined, 7)
     assert counts == [len(read) for read in sized[start : start + found]]
     for one in (one for read in sized[start : start + found] for one in read):
         # Python knows a length once it has seen it; one of an event without text it is never told.

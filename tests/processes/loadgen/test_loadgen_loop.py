@@ -473,11 +473,11 @@ def test_chunks_as_expected_are_counted_and_others_kept() -> None:
 
     usual, odd = token(b" word"), token(b"a quote \\" + b'" in it')
     assert sent(usual) == [usual]  # nothing is expected yet
-    owner.log.expect(BEGIN, AFTER, crc32(b"before"))
+    owner.log.expect(BEGIN, AFTER, 6 << 32 | crc32(b"before"))
     assert sent(usual, usual + token(b"~ ~")) == [1, 2]
     assert owner.log.held < 100
-    *_, crc = owner.log.take(100, 0, 0)
-    assert crc == crc32(b" word word~ ~", crc32(b"before"))
+    *_, text = owner.log.take(100, 0, 0)
+    assert text == (6 + len(b" word word~ ~")) << 32 | crc32(b" word word~ ~", crc32(b"before"))
     assert sent(usual, odd, usual) == [1, odd, usual]  # after another read nothing is expected any more
     for other in (
         usual[:-1],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,6 +14,7 @@ from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.emulator.server import EngineServer
 
 MERGED: Final = 4
+HELD_S: Final = 0.6
 
 
 def _in_streams(server: EngineServer, spoil: Callable[[StreamAnswer], None]) -> None:
@@ -97,9 +100,58 @@ def canned_answers(server: EngineServer) -> None:
     _in_streams(server, can)
 
 
+def _sent_ahead(text: str) -> Callable[[EngineServer], None]:
+    """An event at once, and the answer after a while."""
+
+    def plant(server: EngineServer) -> None:
+        def ahead(answer: StreamAnswer) -> None:
+            answer.response.start_stream(200, "text/event-stream; charset=utf-8")
+            event = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+            answer.response.write(f"data: {event}\n\n".encode())
+
+        _held(server, 1)
+        _in_streams(server, ahead)
+
+    return plant
+
+
+def _held(server: EngineServer, every: int) -> None:
+    """Each so-manyth request waits before it is served."""
+    turn = Turns(every)
+
+    def submit(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
+        if turn():
+            asyncio.get_running_loop().call_later(HELD_S, later, original, live)
+        else:
+            original(live)
+
+    def later(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
+        if not live.ended:
+            original(live)
+
+    if role(server) != "prefill":
+        wrap(server.engine, "submit", submit)
+
+
+def slow_turns(server: EngineServer) -> None:
+    _held(server, 2)
+
+
+def empty_text(server: EngineServer) -> None:
+    def empty(answer: StreamAnswer) -> None:
+        answer.plain = False
+        wrap(answer, "_event", lambda event, content, reason: event({**content, "text": ""}, reason))
+
+    _in_streams(server, empty)
+
+
 PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
     "cut_prompt": cut_prompt,
     "merged_tokens": merged_tokens,
     "answer_at_once": answer_at_once,
     "canned_answers": canned_answers,
+    "empty_first": _sent_ahead(""),
+    "blank_first": _sent_ahead(" "),
+    "empty_text": empty_text,
+    "slow_turns": slow_turns,
 }

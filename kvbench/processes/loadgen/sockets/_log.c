@@ -16,7 +16,7 @@ struct log {
     Py_ssize_t count, room;  /* of times: as many as reads, and as fit */
     Py_ssize_t bytes;        /* of the reads that are kept */
     PyObject *begin, *after; /* what is expected around a chunk's text; NULL: nothing */
-    uint32_t crc;            /* of the answer's text up to the last read that was as expected */
+    uint64_t text;           /* of the answer up to the last read that was as expected: as usual()'s `text` */
 };
 
 static const char USUAL_END[4] = {'\n', '\n', '\r', '\n'};
@@ -82,14 +82,15 @@ size_line(const char *data, const char *end, Py_ssize_t *size)
 }
 
 /* How many chunks a read brings if each is a size line, `begin`, plain text and `after`; else 0. An event without
-   text is no token, and so not usual. `crc` goes on over the texts. */
+   text is no token, and so not usual. `text` (CRC-32, and the length times 2^32) goes on over the texts. */
 static long
-usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *after, uint32_t *crc)
+usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *after, uint64_t *so_far)
 {
     const char *end = data + bytes;
     Py_ssize_t begin_size = PyBytes_GET_SIZE(begin), after_size = PyBytes_GET_SIZE(after), size, line;
     long count = 0;
-    uint32_t on = *crc;
+    uint32_t on = (uint32_t)*so_far;
+    uint64_t length = *so_far >> 32;
     for (; data < end; data += size, count++) {
         line = size_line(data, end, &size);
         data += line;
@@ -101,27 +102,29 @@ usual_chunks(const char *data, Py_ssize_t bytes, PyObject *begin, PyObject *afte
         if (!is_plain(text, text_end))
             return 0;
         on = crc_on(on, text, text_end);
+        length += text_end - text;
     }
-    *crc = on;
+    *so_far = length << 32 | on;
     return count;
 }
 
 PyDoc_STRVAR(usual_doc,
-"usual(reads, start, begin, after, counts, crc) -> (int, crc)\n\n"
+"usual(reads, start, begin, after, counts, text) -> (int, text)\n\n"
 "How many reads, from `start` on, are chunks whose texts alone are new, each `begin`, then characters that JSON\n"
 "does not escape, at least one, then `after`, or have been found so before; how many there are in each goes to\n"
-"`counts`. The CRC-32 of the texts goes on from `crc`, without those that were found so before.");
+"`counts`. The texts' CRC-32 and length (CRC + length * 2**32) go on from `text`, without those that were found\n"
+"so before.");
 
 static PyObject *
 usual(PyObject *module, PyObject *arguments)
 {
     PyObject *reads, *begin, *after, *counts;
     Py_ssize_t start, index;
-    unsigned int given;
-    if (!PyArg_ParseTuple(arguments, "O!nSSO!I", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts,
+    unsigned long long given;
+    if (!PyArg_ParseTuple(arguments, "O!nSSO!K", &PyList_Type, &reads, &start, &begin, &after, &PyList_Type, &counts,
                           &given))
         return NULL;
-    uint32_t crc = given;
+    uint64_t text = given;
     if (start < 0)
         return PyErr_Format(PyExc_ValueError, "start is %zd", start);
     for (index = start; index < PyList_GET_SIZE(reads); index++) {
@@ -129,7 +132,7 @@ usual(PyObject *module, PyObject *arguments)
         if (PyBytes_Check(read)) {
             Py_ssize_t known = PyBytes_GET_SIZE(begin);
             long count =
-                known ? usual_chunks(PyBytes_AS_STRING(read), PyBytes_GET_SIZE(read), begin, after, &crc) : 0;
+                known ? usual_chunks(PyBytes_AS_STRING(read), PyBytes_GET_SIZE(read), begin, after, &text) : 0;
             if (count == 0)
                 break;
             number = PyLong_FromLong(count);
@@ -141,7 +144,7 @@ usual(PyObject *module, PyObject *arguments)
         if (failed)
             return NULL;
     }
-    return Py_BuildValue("nI", index - start, (unsigned int)crc);
+    return Py_BuildValue("nK", index - start, (unsigned long long)text);
 }
 
 /* the log of a stream */
@@ -193,7 +196,7 @@ keep_read(Log *self, const char *data, Py_ssize_t size, const struct times *time
 {
     *kept = NULL;
     if (self->begin != NULL) {
-        long chunks = usual_chunks(data, size, self->begin, self->after, &self->crc);
+        long chunks = usual_chunks(data, size, self->begin, self->after, &self->text);
         if (chunks > 0)
             return note(self, PyLong_FromLong(chunks), times);
         expect_nothing(self);
@@ -234,17 +237,17 @@ log_add(Log *self, PyObject *arguments)
 }
 
 PyDoc_STRVAR(log_expect_doc,
-"expect(begin, after, crc) -> None\n\n"
+"expect(begin, after, text) -> None\n\n"
 "The next byte begins a chunk. A read in which each chunk is ``begin``, characters that JSON does not escape (one\n"
 "at least) and ``after`` is from now on kept as their number alone, until a read comes that is not; the CRC-32 of\n"
-"the text goes on from ``crc``.");
+"the text, and 2**32 times its length, go on from ``text``.");
 
 static PyObject *
 log_expect(Log *self, PyObject *arguments)
 {
     PyObject *begin, *after;
-    unsigned int crc;
-    if (!PyArg_ParseTuple(arguments, "SSI", &begin, &after, &crc))
+    unsigned long long text;
+    if (!PyArg_ParseTuple(arguments, "SSK", &begin, &after, &text))
         return NULL;
     if (!ends_as_usual(PyBytes_AS_STRING(after), PyBytes_GET_SIZE(after))) {
         PyErr_SetString(PyExc_ValueError, "a chunk of an event ends with two line feeds and CRLF");
@@ -252,7 +255,7 @@ log_expect(Log *self, PyObject *arguments)
     }
     Py_XSETREF(self->begin, Py_NewRef(begin));
     Py_XSETREF(self->after, Py_NewRef(after));
-    self->crc = crc;
+    self->text = text;
     Py_RETURN_NONE;
 }
 
@@ -305,9 +308,9 @@ arrivals(const struct times *times, Py_ssize_t count, int64_t sent_ns, int64_t o
 }
 
 PyDoc_STRVAR(log_take_doc,
-"take(most, sent_ns, offset_ns) -> (reads, came, lags, doubts, useless, crc)\n\n"
+"take(most, sent_ns, offset_ns) -> (reads, came, lags, doubts, useless, text)\n\n"
 "Takes the first reads out, at most so many: bytes, or a number of expected chunks; then as clock.arrivals, and\n"
-"the text's CRC-32 up to the last read that was as expected.");
+"the text's CRC-32, and 2**32 times its length, up to the last read that was as expected.");
 
 static PyObject *
 log_take(Log *self, PyObject *arguments)
@@ -332,7 +335,7 @@ log_take(Log *self, PyObject *arguments)
     self->count -= count;
     if (self->count > 0)
         memmove(self->times, self->times + count, self->count * sizeof *self->times);
-    return Py_BuildValue("NNNNlI", reads, came, lags, doubts, useless, (unsigned int)self->crc);
+    return Py_BuildValue("NNNNlK", reads, came, lags, doubts, useless, (unsigned long long)self->text);
 }
 
 static PyObject *

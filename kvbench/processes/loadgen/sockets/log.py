@@ -13,7 +13,7 @@ READ_MEMORY_BYTES: Final = 400
 
 Taken = tuple[list[bytes | int], bytes, bytes, bytes, int, int]
 """Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says; and
-the CRC-32 of the answer's text up to the last read that was as expected."""
+of the answer's text up to the last read that was as expected, CRC-32 + length · 2³²."""
 
 
 class Log(Protocol):
@@ -33,11 +33,11 @@ class Log(Protocol):
         ``since_ns``: a time at which nothing of it had come yet; by default that of the read.
         """
 
-    def expect(self, begin: bytes, after: bytes, crc: int, /) -> None:
+    def expect(self, begin: bytes, after: bytes, text: int, /) -> None:
         """The next byte begins a chunk: ``begin``, characters that JSON does not escape, and ``after``.
 
-        A read that brings such chunks alone may be kept as their number, up to one that does not. ``crc`` is
-        the CRC-32 of the answer's text so far.
+        A read that brings such chunks alone may be kept as their number, up to one that does not. ``text``:
+        of the answer's text so far, the CRC-32 and 2³² times the length in bytes.
         """
 
     def take(self, most: int, sent_ns: int, offset_ns: int, /) -> Taken:
@@ -63,7 +63,7 @@ class PythonLog:
         self.reads.append(data)
         self._times += TIMES.pack(stamp, read_ns, since_ns)
 
-    def expect(self, begin: bytes, after: bytes, crc: int) -> None:
+    def expect(self, begin: bytes, after: bytes, text: int) -> None:
         pass
 
     def take(self, most: int, sent_ns: int, offset_ns: int) -> Taken:

@@ -1,0 +1,58 @@
+"""Tokens of a streamed answer that did not come in the time between its first text and its last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MERGED: Final = 1.05
+"""More tokens than this an event, on average, are no accident of a few."""
+AT_ONCE_TOKEN_S: Final = 1e-4
+"""No model decodes one sequence faster than this a token: what comes faster was made before."""
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """How a stream's events were filled. Texts in bytes.
+
+    ``first_text``, ``text``: of the first text event, and of all; 0 where that is not known. ``told``: tokens
+    by the usage in the first event, of a server that tells it all along. ``empty``: events without text, of
+    which ``outside`` came before the first text or after the last.
+    """
+
+    first_text: int = 0
+    text: int = 0
+    told: int | None = None
+    empty: int = 0
+    outside: int = 0
+
+
+def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> float:
+    """1 or more of an answer of so many ``tokens``, whose text events were ``gaps_s`` apart.
+
+    A time per token is (last − first) / (tokens − these). They are those that came with the first text:
+
+    - by the usage there, if it is told; else, where events bring several, as large a part of the tokens as of
+      the text, or an even part. Events within 0.1 ms of each other were sent together, and count as one.
+      Bundles of 16 tokens of 5 ms each come 80 ms apart, and with ``tokens`` − 1 would seem to take 3.8 ms
+      of an answer of 64;
+    - and tokens without text before the first or after the last, as parts of a character and ends of sequence
+      that are ignored: events without text, as far as there are more tokens than events with text.
+    """
+    events, together = len(gaps_s) + 1, 1
+    for gap_s in gaps_s:
+        if gap_s > AT_ONCE_TOKEN_S:
+            break
+        together += 1
+    textless = max(0, tokens - events)
+    outside = min(textless, shape.outside)
+    most = tokens - outside - (events - together)  # each later event brings one at least
+    first = 1.0
+    if shape.told is not None and 1 <= shape.told <= most:
+        first = float(shape.told)
+    elif tokens > MERGED * (events + min(textless, shape.empty)):
+        inside = tokens - outside
+        first = inside * shape.first_text / shape.text if shape.text else inside / events
+        first = max(1.0, first) * together
+    return max(1.0, min(max(first, float(together)), float(most)) + outside)

@@ -1,0 +1,189 @@
+"""Runs one case: a deployment or a foreign server of its own, one trial, and its findings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from kvbench import transfer
+from kvbench.core.gates.lies import LIES
+from kvbench.core.records import TrialRecord
+from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.parts.ports import with_ports
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.sweep.display import Silent
+from kvbench.sweep.new_run import create_store
+from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.sweep import deployed_sweep
+from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.trial.trial import TrialRunner
+
+from .cases import EASY, FOREIGN, Case
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case. ``findings``: gate → level of all findings; ``unseen``: gates that saw nothing."""
+
+    case: Case
+    verdict: str
+    findings: dict[str, str]
+    reason: str
+    unseen: frozenset[str]
+    labels: tuple[str, ...]
+    seconds: float
+
+    @property
+    def caught(self) -> bool:
+        if self.case.unseen:
+            return self.case.gate in self.unseen and self.case.gate not in self.findings
+        levels = ("invalid",) if self.case.verdicts == ("invalid",) else ("warning", "note")
+        return self.findings.get(self.case.gate) in levels and self.verdict in self.case.verdicts
+
+
+def unable(case: Case) -> str:
+    """Why a case cannot run here; empty if it can."""
+    if case.servers or case.connector == "aggregated":
+        return ""
+    problem = transfer.check(case.connector)
+    return "" if problem is None else problem.reason
+
+
+def run_case(case: Case, folder: Path) -> Outcome:
+    """One trial of a case, in a deployment of its own."""
+    began = time.monotonic()
+    if case.lie == "corrupt_kv":
+        return _run_with_reference(case, folder, began)
+    with contextlib.ExitStack() as stack:
+        trial = stack.enter_context(
+            foreign(case, folder)
+            if case.servers
+            else running(deployed(case.connector, case.options, _sets(case)), folder)
+        )
+        stack.enter_context(nuisance(case.nuisance))
+        record = trial(case.rate)
+    found: dict[str, str] = {finding.gate: finding.level for finding in record.findings}
+    unseen = frozenset(gate for gates in record.summary["unseen"].values() for gate in gates)
+    seconds = time.monotonic() - began
+    return Outcome(case, record.verdict, found, record.reason, unseen, tuple(record.labels), seconds)
+
+
+def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
+    """The way of ``kvbench bench``: an aggregated server gives the true outputs first."""
+    cli = CliOptions(
+        "quickstart", (*_sets(case), _connectors(case.connector, case.options)), fixed_rate=case.rate
+    )
+    scenario, source = resolve(cli)
+    plan = plan_of(scenario)
+    with create_store(folder, scenario, source, plan, "bench") as store:
+        from kvbench.sweep.cell import Fixed
+
+        (result,) = deployed_sweep(scenario, plan, store, Silent(), Fixed(case.rate)).run()
+        labels = tuple(store.manifest.get("labels", []))
+    gate = result.reason.partition(":")[0]
+    verdict = "invalid" if result.status == "refused" else result.status
+    seconds = time.monotonic() - began
+    return Outcome(case, verdict, {gate: "invalid"}, result.reason, frozenset(), labels, seconds)
+
+
+def _sets(case: Case) -> tuple[str, ...]:
+    own = (f"deployment.engine_options.lie={case.lie}",) if case.lie in LIES else ()
+    return (*EASY, *case.sets, *own)
+
+
+def _connectors(connector: str, options: dict[str, object]) -> str:
+    return f"connectors={json.dumps([{'name': connector, **options}])}"
+
+
+def deployed(connector: str, options: dict[str, object], sets: Sequence[str]) -> CliOptions:
+    """The quickstart with one connector, and further overrides."""
+    return CliOptions("quickstart", (*sets, _connectors(connector, options)))
+
+
+@contextlib.contextmanager
+def foreign(case: Case, folder: Path) -> Iterator[Callable[[float], TrialRecord]]:
+    """The case's servers, of which kvbench is told what anyone would tell it."""
+    with contextlib.ExitStack() as stack:
+        specs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
+        launcher = LocalLauncher(f"liars-{specs.name}", specs, specs)
+        urls = [
+            stack.enter_context(exact_server(launcher, spec, f"exact-{place}")).url
+            for place, spec in enumerate(case.servers)
+        ]
+        pages = ",".join(f"{url}/metrics" for url in urls) if case.servers[0]["metrics"] else None
+        sets = tuple(each for each in _sets(case) if not each.startswith("deployment."))
+        yield stack.enter_context(
+            running(replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages), folder)
+        )
+
+
+@contextlib.contextmanager
+def running(cli: CliOptions, folder: Path) -> Iterator[Callable[[float], TrialRecord]]:
+    """A deployment; what it gives runs one trial at a rate and returns its record."""
+    from kvbench.deployment.deployment import RunningDeployment
+
+    scenario, source = resolve(cli)
+    plan = plan_of(scenario)
+    planned = next(each for each in plan.deployments if not each.reference_only)
+    (cell,) = plan.cells
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(create_store(folder, scenario, source, plan, "bench"))
+        specs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
+        launcher = LocalLauncher(store.path.name, store.logs, specs)
+        deployment = stack.enter_context(
+            RunningDeployment(scenario, with_ports(planned, scenario.deployment.host), launcher)
+        )
+        runner = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress)
+        stack.callback(runner.close)
+        number = 0
+
+        def trial(rate: float) -> TrialRecord:
+            nonlocal number
+            number += 1
+            return runner.run(TrialPlan(cell, number, rate, "bench", searched=False))
+
+        yield trial
+
+
+@contextlib.contextmanager
+def nuisance(word: str, stopped_s: float = 0.15, free_s: float = 0.15) -> Iterator[None]:
+    """Stops and continues this process's descendant with that word in its command line, until it ends."""
+    if not word:
+        yield
+        return
+    over = threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(free_s):
+            for process in _descendants(word):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGSTOP)
+                    over.wait(stopped_s)
+                    process.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=disturb, name="nuisance")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _descendants(word: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if word in process.cmdline():
+                found.append(process)
+    return found
