@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.plan.prospect import prospects
+from kvbench.core.plan.prospect_text import shortfall_text
 from kvbench.core.scenario.scenario import Scenario, Search
 from kvbench.core.search.burst import BURST_S
 from kvbench.core.stats import requests_needed
@@ -159,3 +161,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
             f"below {slowest:.3g} requests/s a trial takes longer than {search.trial_s:g} s, "
             f"since it has at least {search.min_requests} requests"
         )
+    expected = prospects(scenario)
+    if expected and all(each.even > search.precision for each in expected):
+        best = min(expected, key=lambda each: each.even)
+        yield f"the precision asked for is out of reach: {shortfall_text(search, slo, best)}"
