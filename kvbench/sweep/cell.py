@@ -216,7 +216,8 @@ class CellRunner:
         """Says as soon as it is known that the time will not do; False while it is not."""
         found = self._prospect(attempt.method, strategy, "", records)
         search = self._scenario.search
-        if found is not None and not time_suffices(search, found[1]):
+        at_the_end = records[-1].request_rate >= search.max_rate
+        if found is not None and not at_the_end and not time_suffices(search, found[1]):
             slo = self._scenario.slo.main()
             self._watcher.note(f"{attempt.cell.key}: {shortfall_text(search, slo, found[1], found[0])}")
         return found is not None
