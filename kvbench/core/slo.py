@@ -246,6 +246,20 @@ class Slo:
         whole = self.tightest("e2el_ms")
         return parts if whole is None else min(parts or whole, whole)
 
+    def longest_ms(self, output_len: int) -> float:
+        """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing.
+
+        Of limits on the same metric the loosest counts, of those on each request what they allow together.
+        """
+        limits = (*self.each, *(limit for limit in self.limits if limit.statistic != "each"))
+        loosest = {
+            metric: max((x.limit for x in limits if x.metric == metric), default=0.0) for metric in METRICS
+        }
+        parts = loosest["ttft_ms"] + loosest["tpot_ms"] * max(0, output_len - 1)
+        whole = loosest["e2el_ms"]
+        joint = all(limit.statistic == "each" for limit in limits)
+        return min(parts, whole) if joint and parts and whole else max(parts, whole)
+
     def text(self) -> str:
         """For people, without the criterion that only asks for answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]

@@ -189,12 +189,16 @@ class RunningDeployment:
         }
         url = f"{self.endpoints.base_url}/v1/completions"
         try:
-            timeout_s = self._scenario.workload.request_timeout_s
+            timeout_s = self._scenario.request_timeout_s
             post = partial(self._client.post, url, json=body, timeout=timeout_s)
             response = beside(post, self.check_alive)
         except httpx.HTTPError as error:
             self.check_alive()
-            raise self._failed(f"POST {url} failed: {type(error).__name__} {error}".rstrip()) from error
+            late = f" (workload.request_timeout_s is {timeout_s:g})" * isinstance(
+                error, httpx.TimeoutException
+            )
+            what = f"POST {url} failed: {type(error).__name__} {error}".rstrip()
+            raise self._failed(what + late) from error
         if response.status_code != 200:
             raise self._failed(f"POST {url} answered {response.status_code}: {self._said(response)}")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -62,7 +61,6 @@ def written(answers: Answers, machine: FoundMachine, able: Sequence[Able]) -> st
         f"  input_len: {list(answers.input_len)}",
         f"  output_len: {answers.output_len}",
         "  burstiness: 1.0          # Poisson arrivals",
-        f"  request_timeout_s: {_timeout_s(answers)}",
         "",
         "slo:                       # what each request must meet",
         f"  ttft_ms: {answers.ttft_ms:g}",
@@ -78,11 +76,6 @@ def written(answers: Answers, machine: FoundMachine, able: Sequence[Able]) -> st
         "seed: 1                    # the same load for every connector; change it for another run",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _timeout_s(answers: Answers) -> int:
-    """Far beyond the SLO: ten times what a request may take that just meets it."""
-    return max(10, math.ceil((answers.ttft_ms + answers.tpot_ms * answers.output_len) / 100))
 
 
 def _model_lines(answers: Answers) -> list[str]:

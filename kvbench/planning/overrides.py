@@ -110,11 +110,12 @@ def _traced(scenario: Scenario) -> Overrides:
     """A trace's cell is called by the trace's mean lengths."""
     if scenario.workload.trace is None:
         return {}
-    input_len, output_len, longest = trace_lengths(scenario.workload.trace)
+    input_len, output_len, longest, longest_output = trace_lengths(scenario.workload.trace)
     return {
         "workload.input_len": [input_len],
         "workload.output_len": output_len,
         "workload.trace.longest": longest,
+        "workload.trace.longest_output": longest_output,
     }
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvbench import connectors, engines
 from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
+from kvbench.core.plan.prospect_text import prospect_text
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
@@ -50,6 +51,8 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
     console.print(f"\nestimated time: {_minutes(plan.lower_s)} to {_minutes(plan.upper_s)}", markup=False)
     for part in plan.time:
         console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
+    if text := prospect_text(plan.prospects):
+        console.print(f"precision: {text}", markup=False)
     console.print("nothing was started", markup=False)
 
 

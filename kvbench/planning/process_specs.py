@@ -189,7 +189,7 @@ def _router_spec(scenario: Scenario, plan: DeploymentPlan) -> ProcessSpec:
     spec = {
         "host": host,
         "port": plan.router_port,
-        "request_timeout_s": scenario.workload.request_timeout_s,
+        "request_timeout_s": scenario.request_timeout_s,
         "bootstrap_timeout_s": scenario.deployment.ready_timeout_s,
         **(dispatch_spec(scenario, plan) or {}),
         **({"processes": processes} if processes > 1 else {}),

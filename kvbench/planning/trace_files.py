@@ -45,10 +45,13 @@ def _text_of(trace: Trace) -> str:
         raise InputError(f"{path} is no text: byte {error.start} is not UTF-8") from error
 
 
-def trace_lengths(trace: Trace) -> tuple[int, int, int]:
-    """Mean prompt and output length, by which a trace's cell is called, and its longest request (tokens)."""
+def trace_lengths(trace: Trace) -> tuple[int, int, int, int]:
+    """Mean prompt and output length, by which a trace's cell is called, its longest request and its longest
+    output (tokens).
+    """
     found = figures(load_trace(trace))
-    return max(1, round(found.mean_input_len)), max(1, round(found.mean_output_len)), found.longest
+    means = max(1, round(found.mean_input_len)), max(1, round(found.mean_output_len))
+    return *means, found.longest, found.longest_output
 
 
 def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> None:

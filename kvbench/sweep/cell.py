@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from kvbench import connectors
 from kvbench.core.metrics.limit import limit_of_cell
 from kvbench.core.plan.plan import Plan
+from kvbench.core.plan.prospect import KnownCell, Prospect, prospect_of, seen_of, time_suffices
+from kvbench.core.plan.prospect_text import shortfall_text
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
@@ -173,6 +175,7 @@ class CellRunner:
 
     def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
         records: list[TrialRecord] = []
+        said = False
         earlier = self._knowledge.earlier
         stored = earlier.tried(attempt.cell, attempt.method)
         if stored:
@@ -207,7 +210,28 @@ class CellRunner:
                     latency_s = median_ms / 1e3
                 if not again:
                     self._watcher.trial_finished(record)
+                said = said or self._foretell(attempt, strategy, records)
         return records
+
+    def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool:
+        """Says as soon as it is known that the time will not do; False while it is not."""
+        found = self._prospect(attempt.method, strategy, "", records)
+        search = self._scenario.search
+        at_the_end = records[-1].request_rate >= search.max_rate
+        if found is not None and not at_the_end and not time_suffices(search, found[1]):
+            slo = self._scenario.slo.main()
+            self._watcher.note(f"{attempt.cell.key}: {shortfall_text(search, slo, found[1], found[0])}")
+        return found is not None
+
+    def _prospect(
+        self, method: Method, strategy: Strategy, tier: str, records: Sequence[TrialRecord]
+    ) -> tuple[KnownCell, Prospect] | None:
+        """What the search's trials allow, by the first of them that tells where the answer is."""
+        if method not in MAIN_METHODS or not strategy.searched or (seen := seen_of(records)) is None:
+            return None
+        slos = self._scenario.slo.by_tier()
+        found = prospect_of(self._scenario, slos.get(tier) or next(iter(slos.values())), seen)
+        return None if found is None else (seen, found)
 
     def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:
         """How often one load is offered, and which way: once, but for ``Fixed.both_modes``."""
@@ -237,6 +261,9 @@ class CellRunner:
         results = []
         for place, (tier, found) in enumerate(answers.items()):
             answer = dict(found)
+            if (prospect := self._prospect(method, strategy, tier, records)) is not None:
+                answer["time_suffices"] = time_suffices(self._scenario.search, prospect[1])
+                answer["time_allows"] = round(prospect[1].moderate, 4)
             rate = answer["max_request_rate"]
             if main and place == 0 and rate is not None:
                 self._knowledge.rates[cell] = rate

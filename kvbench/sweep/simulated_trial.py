@@ -133,7 +133,7 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
 
 def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
     """All that a trial plans to send, without what its prompts share."""
-    timeout_s, offsets = scenario.workload.request_timeout_s, trial.offered.offsets_s.tolist()
+    timeout_s, offsets = scenario.request_timeout_s, trial.offered.offsets_s.tolist()
     cell, requests = trial.plan.cell, trial.offered.requests
     if requests is None:
         return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.plan.prospect_text import prospect_text
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
@@ -166,6 +167,8 @@ class Sweep:
         with self._bench.open() as scenario:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)
+            if text := prospect_text(self._plan.prospects):
+                self._watcher.note(text)
             last: DeploymentPlan | None = None
             for deployment in self._plan.deployments:
                 left = self._recall(deployment)

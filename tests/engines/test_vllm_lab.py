@@ -192,7 +192,7 @@ def _keep_sending(url: str, over: threading.Event) -> None:
 SHORT = (
     *LAUNCH,
     "slo.ttft_ms=20000",
-    "slo.tpot_ms=5000",
+    "slo.tpot_ms=500",
     "slo.attainment=0.5",
     "search.start_rate=5",
     "search.max_rate=5",

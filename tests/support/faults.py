@@ -534,7 +534,8 @@ class FarSiege(Siege):
         return json.dumps({"version": 1, "model": "tiny", "deployment": deployment, "connectors": pairs})
 
     def sets(self) -> Sequence[str]:
-        return (*EASY, "workload.request_timeout_s=3", "deployment.engine_options.transfer_timeout_s=2")
+        soon = ("workload.request_timeout_s=3", "slo.ttft_ms=2000", "slo.tpot_ms=300")
+        return (*EASY, *soon, "deployment.engine_options.transfer_timeout_s=2")
 
     def _under_load(self) -> bool:
         """Whether the trial's generator runs and KV is on its way."""

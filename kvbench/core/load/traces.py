@@ -50,6 +50,7 @@ class TraceFigures:
     mean_output_len: float
     longest: int
     """Most tokens of one request, prompt and output together."""
+    longest_output: int
     hit_rate: float
 
 
@@ -76,6 +77,7 @@ def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceF
         mean_input_len=prompts / len(requests),
         mean_output_len=sum(request.output_len for request in requests) / len(requests),
         longest=max(request.input_len + request.output_len for request in requests),
+        longest_output=max(request.output_len for request in requests),
         hit_rate=sum(expected_hits(requests, block_tokens)) / prompts,
     )
 

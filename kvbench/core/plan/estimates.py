@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.plan.prospect import prospects
+from kvbench.core.plan.prospect_text import shortfall_text
 from kvbench.core.scenario.scenario import Scenario, Search
 from kvbench.core.search.burst import BURST_S
 from kvbench.core.stats import requests_needed
@@ -84,7 +86,7 @@ def expected_trials(search: Search) -> int:
 def _slo_e2el_s(scenario: Scenario) -> float:
     """End-to-end latency of a request that just meets its limits; a limit not given counts as nothing."""
     latency_ms = scenario.slo.main().e2el_ms(scenario.workload.output_len)
-    return min(latency_ms / 1000.0, scenario.workload.request_timeout_s)
+    return min(latency_ms / 1000.0, scenario.request_timeout_s)
 
 
 def time_parts(
@@ -106,14 +108,14 @@ def time_parts(
     drain = _slo_e2el_s(scenario)
     if search.method == "fixed":
         arrivals = sum(trial_requests(search, rate) / rate for rate in search.rates)
-        longest = arrivals + len(search.rates) * scenario.workload.request_timeout_s
+        longest = arrivals + len(search.rates) * scenario.request_timeout_s
         how = f"{cells} cells × {len(search.rates)} rates, {arrivals:.3g} s of arrivals in all"
         yield TimePart("trials", cells * arrivals, cells * longest, how)
         return
     fewest, most = expected_trials(search), search.max_trials
     if search.method == "burst" or search.compare_burst:
         how = f"{cells} cells × {fewest} to {most} trials × {BURST_S:g} s and up to {drain:.1f} s to drain"
-        least, longest = fewest * BURST_S, most * (BURST_S + drain + scenario.workload.request_timeout_s)
+        least, longest = fewest * BURST_S, most * (BURST_S + drain + scenario.request_timeout_s)
         yield TimePart("burst", cells * least, cells * longest, how)
         if search.method == "burst":
             return
@@ -159,3 +161,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
             f"below {slowest:.3g} requests/s a trial takes longer than {search.trial_s:g} s, "
             f"since it has at least {search.min_requests} requests"
         )
+    expected = prospects(scenario)
+    if expected and all(each.even > search.precision for each in expected):
+        best = min(expected, key=lambda each: each.even)
+        yield f"the precision asked for is out of reach: {shortfall_text(search, slo, best)}"

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
 from kvbench.core.plan.estimates import LAUNCH_S, KvFootprint, TimePart, notes, scenario_footprint, time_parts
+from kvbench.core.plan.prospect import Prospect, prospects
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
@@ -105,6 +106,8 @@ class Plan:
     kv: tuple[KvFootprint, ...]
     time: tuple[TimePart, ...]
     notes: tuple[str, ...]
+    prospects: tuple[Prospect, ...] = ()
+    """What the time of a cell's search allows, at some rates."""
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -137,6 +140,7 @@ class Plan:
                 "parts": [asdict(part) for part in self.time],
             },
             "notes": list(self.notes),
+            "prospects": [asdict(each) for each in self.prospects],
         }
 
 
@@ -185,6 +189,7 @@ def make_plan(
         kv=tuple(scenario_footprint(scenario, length) for length in lengths if scenario.model.shape.known),
         time=tuple(time_parts(scenario, len(cells), len(deployments), launch_s)),
         notes=tuple(notes(scenario)),
+        prospects=prospects(scenario),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from kvbench.core.deadlines import timeout_problem
 from kvbench.core.scenario.host_checks import host_problems
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 
@@ -48,6 +49,7 @@ def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
     return [
         *_shape(data),
         *_slo(data),
+        *_deadline(data),
         *_methods(data),
         *_search(data),
         *_load(data),
@@ -100,6 +102,11 @@ def _slo(data: Mapping[str, Any]) -> Iterator[DataMistake]:
             )
     if slo.get("tpot_ms") is not None and _section(data, "workload").get("output_len") == 1:
         yield DataMistake(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
+
+
+def _deadline(data: Mapping[str, Any]) -> Iterator[DataMistake]:
+    if text := timeout_problem(data):
+        yield DataMistake(("workload", "request_timeout_s"), text, ("slo",))
 
 
 def _needs_slo(data: Mapping[str, Any]) -> bool:

@@ -127,8 +127,8 @@ class Search(Section):
         "with the same requests",
     )
     start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
-    min_rate: float = Field(0.1, gt=0, le=1e6, description="below this no rate counts as found")
-    max_rate: float = Field(1000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
+    min_rate: float = Field(0.01, gt=0, le=1e6, description="below this no rate counts as found")
+    max_rate: float = Field(10_000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
     precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the answer's interval")
     trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
     max_trial_s: float | None = Field(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from kvbench.core.deadlines import allowed_s, default_timeout_s
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
 from kvbench.core.scenario.deployment_section import CommandPrefix, ConnectorChoice, Deployment
@@ -102,6 +103,17 @@ class Scenario(Section):
                 return choice.options
         return ConnectorOptions()
 
+    @property
+    def allowed_s(self) -> float:
+        """How long a request may take and still keep a limit of the SLO, of whatever tier; 0 without any."""
+        return allowed_s(self.slo.by_tier().values(), self.workload.longest_output)
+
+    @property
+    def request_timeout_s(self) -> float:
+        """The client's deadline for one request."""
+        own = self.workload.request_timeout_s
+        return default_timeout_s(self.allowed_s) if own is None else own
+
     def resolved(self) -> dict[str, Any]:
         """Everything with its defaults, as plain data. It is itself a scenario file's content."""
         data = self.model_dump(mode="json")
@@ -160,7 +172,11 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
 
 
 def _settled(scenario: Scenario) -> Scenario:
-    """With connectors' options as the engine takes them: what was chosen is written down with the run."""
+    """With the deadline, and the options of connectors as the engine takes them: what was chosen is written
+    down with the run.
+    """
+    workload = scenario.workload.model_copy(update={"request_timeout_s": scenario.request_timeout_s})
+    scenario = scenario.model_copy(update={"workload": workload})
     if scenario.deployment.engine_options.chooses_transport:
         return scenario
     chosen = [each.model_copy(update={"options": each.options.settled()}) for each in scenario.connectors]

@@ -13,6 +13,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from kvbench.core.deadlines import LONGEST_TIMEOUT_S
 from kvbench.core.scenario.base import (
     Section,
     as_tuple,
@@ -56,6 +57,9 @@ class Trace(Section):
     longest: int = Field(
         0, ge=0, le=20_000_000, description="tokens of its longest request; found when the file is read"
     )
+    longest_output: int = Field(
+        0, ge=0, le=20_000_000, description="tokens of its longest output; found when the file is read"
+    )
 
 
 class Workload(Section):
@@ -68,10 +72,21 @@ class Workload(Section):
     burstiness: float = Field(
         1.0, gt=0, le=1000, description="gamma shape of the arrivals: 1 is Poisson, less is burstier"
     )
-    request_timeout_s: float = Field(60.0, gt=0, le=86_400, description="deadline of one request")
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_TIMEOUT_S,
+        description="deadline of one request; by default 60 s, or three times what the SLO's limits allow "
+        "one request, if that is more",
+    )
     trace: Trace | None = Field(
         None, description="requests taken from a file instead (method trace); lengths are then its own"
     )
+
+    @property
+    def longest_output(self) -> int:
+        """Most tokens that one request generates."""
+        return max(self.output_len, self.trace.longest_output if self.trace else 0)
 
     @property
     def longest(self) -> int:

@@ -57,9 +57,7 @@ def compared(
     kind = scenario.simulate.arrivals
     for draw in range(draws if kind == "drawn" else 1):
         sent = arrivals(row, scenario.seed + draw, kind)
-        load = SimulatedLoad.alike(
-            sent, prompt_len(row), row.cell.output_len, scenario.workload.request_timeout_s
-        )
+        load = SimulatedLoad.alike(sent, prompt_len(row), row.cell.output_len, scenario.request_timeout_s)
         outcome = simulate(system, load)
         drawn.append((outcome.records, outcome.duration_s))
     trials = [_trial(row, records, duration_s) for records, duration_s in drawn]

@@ -83,7 +83,7 @@ class AskedSystem:
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """A single request: a trial of one arrival. Without text. Raises ServerError if it fails."""
         self._singles += 1
-        timeout_s = self._scenario.workload.request_timeout_s
+        timeout_s = self._scenario.request_timeout_s
         load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)
         answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._singles))
         replayed = Replay(load, answer, 0.0).run(lambda _: False)
@@ -92,7 +92,8 @@ class AskedSystem:
         if not record.ok:
             raise ServerError(
                 f"a single request failed: {record.error}, {record.error_detail}",
-                hint="the idle system must answer one within workload.request_timeout_s",
+                hint="the idle system must answer one within workload.request_timeout_s "
+                f"({timeout_s:g} s); set more, if it takes longer",
             )
         return ""
 

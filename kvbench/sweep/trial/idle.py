@@ -12,6 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final, Protocol
 
+from kvbench.core.deadlines import TIMES
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Finding
@@ -24,7 +25,8 @@ DRAIN_DEADLINE_S: Final = 30.0
 """For how long the engines may end what a trial has left there, before its figures are read."""
 DEADLINE_S: Final = 60.0
 DEADLINE_MOST_S: Final = 600.0
-"""For how long is waited at least, and at most where the last trial left more than that behind."""
+"""For how long is waited at least, and at most where the last trial left more than that behind; longer where
+the SLO allows a single request more."""
 POLL_S: Final = 0.05
 FIRST_REQUESTS: Final = 3
 AGREE: Final = 2
@@ -51,10 +53,12 @@ class Idleness:
         self,
         scenario: Scenario,
         deployment: ServedDeployment,
-        patience_s: tuple[float, float] = (DEADLINE_S, DEADLINE_MOST_S),
+        patience_s: tuple[float, float] | None = None,
         clock: TrialClock | None = None,
     ) -> None:
         """``patience_s``: for how long to wait at least, and at most. ``clock``: by default the wall's."""
+        allowed_s = scenario.allowed_s
+        patience_s = patience_s or (max(DEADLINE_S, allowed_s), max(DEADLINE_MOST_S, TIMES * allowed_s))
         self._clock = clock or WallClock()
         self._scenario = scenario
         self._deployment = deployment

@@ -123,7 +123,7 @@ class TrialRunner:
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)
             spec["requests_path"] = str(requests_path)
-        timeout_s = self._scenario.workload.request_timeout_s
+        timeout_s = self._scenario.request_timeout_s
         deadline_s = max(offered.length_s, offered.n / plan.rate) * 2 + timeout_s + DEADLINE_SLACK_S
         workers, name = self._workers(plan.rate, offered.n), f"loadgen-{plan.trial_id}"
         generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
@@ -161,7 +161,7 @@ class TrialRunner:
             "input_len": plan.cell.input_len,
             "output_len": plan.cell.output_len,
             "vocab_size": scenario.model.vocab_size,
-            "timeout_s": scenario.workload.request_timeout_s,
+            "timeout_s": scenario.request_timeout_s,
             "stop_grace_s": stop_grace_s(scenario),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
@@ -205,4 +205,4 @@ class TrialRunner:
 def stop_grace_s(scenario: Scenario) -> float:
     """For how long what is under way may go on when a trial is stopped."""
     cancels = scenario.deployment.engine_options.cancels_cleanly
-    return 0.0 if cancels else min(STOP_GRACE_S, scenario.workload.request_timeout_s)
+    return 0.0 if cancels else min(STOP_GRACE_S, scenario.request_timeout_s)

@@ -224,6 +224,11 @@ def test_equal_blocks_give_equal_tokens_and_another_seed_others() -> None:
 def test_figures() -> None:
     told = traces.figures([TracedRequest(0.0, 1024, 10, (1, 2)), TracedRequest(2.0, 1024, 30, (1, 3))])
     assert (told.requests, told.duration_s, told.request_rate) == (2, 2.0, 0.5)
-    assert (told.mean_input_len, told.mean_output_len, told.longest) == (1024, 20, 1054)
+    assert (told.mean_input_len, told.mean_output_len, told.longest, told.longest_output) == (
+        1024,
+        20,
+        1054,
+        30,
+    )
     assert told.hit_rate == pytest.approx(0.25)
     assert math.isinf(traces.request_rate([TracedRequest(0.0, 1, 1)] * 2))

@@ -224,6 +224,9 @@ def test_the_tightest_limit_of_a_metric_and_the_longest_request() -> None:
     assert slo.e2el_ms(11) == 300
     assert slo.e2el_ms(101) == 400
     assert Slo().e2el_ms(10) == 0
+    # What keeps some limit: the loosest of a metric, not the tightest.
+    assert (slo.longest_ms(11), Slo(500, 20).longest_ms(11), Slo().longest_ms(10)) == (700, 700, 0)
+    assert Slo(500, 20, 0.9, (Limit.parse("e2el <= 400"),)).longest_ms(11) == 400
 
 
 def test_the_burst_method_looks_at_means() -> None:

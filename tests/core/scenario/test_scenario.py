@@ -163,7 +163,7 @@ workload:
 slo:
   attainment: 2
 ttft_ms: 5
-search: {min_rate: 010, start_rate: 5000, trial_s: -1}
+search: {min_rate: 010, start_rate: 50000, trial_s: -1}
 seed: 1.5
 """
 
@@ -193,7 +193,7 @@ def test_all_mistakes_at_once_with_their_lines() -> None:
         "mine.yaml:23: `010` has a leading zero, which some YAML readers take for octal; "
         "drop the zero, or quote it",
         "mine.yaml:23: search.trial_s must be more than 0, not -1",
-        "mine.yaml:23: search.start_rate (5000) is above search.max_rate (1000)",
+        "mine.yaml:23: search.start_rate (50000) is above search.max_rate (10000)",
         "mine.yaml:24: seed must be a whole number, not 1.5",
     ]
 

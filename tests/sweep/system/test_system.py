@@ -178,6 +178,21 @@ def test_no_trial_begins_on_a_backlog(tmp_path: Path, blocked_s: float, void: bo
     assert second.engine["starts_at_s"] > first.engine["starts_at_s"] + first.duration_s + 15
 
 
+def test_a_slow_system_is_given_the_time_that_its_slo_allows(tmp_path: Path) -> None:
+    """A request alone takes 100 s, and may take 150: neither it nor a trial's is cut off after a minute."""
+    cli = replace(
+        asked(command(tmp_path, ECHO, 100.0, tmp_path / "told.jsonl")),
+        rates="0.05",
+        method="fixed",
+        ttft_ms=150e3,
+    )
+    (trial,) = searched(tmp_path, cli).all_trials
+    assert trial.summary["slo_attainment"] == 1.0
+    assert (
+        trial.engine["starts_at_s"] >= 700
+    )  # four requests for their outputs, three to know how fast one is
+
+
 # -- the command line ---------------------------------------------------------------------------------
 
 

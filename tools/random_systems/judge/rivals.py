@@ -40,8 +40,8 @@ CLOSED: Final[Mapping[str, Callable[[Offers], float | None]]] = {
     "GuideLLM goodput": guidellm_rule,
 }
 RULES: Final = (*OPEN, *CLOSED)
-LEAST_RATE: Final = 0.1
-MOST_RATE: Final = 1000.0
+LEAST_RATE: Final = 0.01
+MOST_RATE: Final = 10_000.0
 """What ``kvbench`` looks between by default, too."""
 MOST_ANSWERS: Final = 100_000
 """Of a closed loop by time."""

@@ -1,0 +1,193 @@
+"""How sharp an answer a search's trials can give: what its time buys, by SLO, rate and one request alone.
+
+Near its capacity a queue's waiting time is that of a reflected Brownian motion
+(``core.search.queue_model``). Of arrivals and services whose squared coefficients of variation add up to k²
+(1: even services at Poisson arrivals; 2: exponential ones; far more with heavy tails), and of a *slack*,
+the time that the limit leaves for waiting, the share beyond the limit is about load · exp(−depth · (1 −
+load)). At the rate looked for it changes by 1 + s per cent with each per cent of the rate, s = 2 · slack ·
+rate / k², and depth = s − ln(share allowed). The queue forgets its state after ``memory`` slacks, which
+leaves seconds / (slack · memory) independent moments, but never more than requests, of which so many as
+come in a clump count as one. Of M moments a share p is known to √((1 − p) / (p · M)), relatively, and a
+mean to √(1 / M); that divided by the steepness is the rate's error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.records import TrialRecord
+from kvbench.core.scenario.goals import Search
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.by_measurements import WAITS
+from kvbench.core.search.live_config import LONGEST, TRIAL_LATENCIES, requests_s
+from kvbench.core.search.queue_model import memory
+from kvbench.core.slo import Criterion, Slo
+
+EVEN: Final = 1.5
+MODERATE: Final = 2.5
+UNEVEN: Final = 8.0
+"""k² of a system whose requests take about the same time, of one in between, and of one with heavy tails."""
+KNOWN: Final = 0.8
+LEFT: Final = 0.15
+"""So much of the arrivals' chance is allowed for, since they are known (``core.search.arrival_luck``), and so
+much of all chance is left at least."""
+Z90: Final = 1.645
+SPENT: Final = 4
+"""Trials until a search is near: a flood, and some steps from both sides."""
+LEAST_SLACK: Final = 0.02
+"""Of the limit."""
+ENOUGH: Final = 0.6
+"""Of the precision asked for: what the trials must allow, since a search does not know its system's
+variation, and no two trials find the system quite the same."""
+ROUND_RATES: Final = (1.0, 10.0, 100.0)
+IN_SIGHT: Final = 3.0
+"""A mean that is so many times its limit at most says about where the rate is."""
+
+
+@dataclass(frozen=True)
+class KnownCell:
+    """What is known of a cell: a rate near the answer (requests/s), and of one request alone the seconds to
+    its first token and to its last; so many requests that fare alike count as one.
+    """
+
+    rate: float
+    first_s: float
+    latency_s: float
+    clump: float = 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One criterion: the share that may miss (None: of a mean), and in seconds what a limit that waiting
+    counts against leaves for that; 0 where only later tokens are limited.
+    """
+
+    allowed: float | None
+    slack_s: float
+
+    @classmethod
+    def of(cls, slo: Slo, alone: KnownCell) -> Iterator[Asked]:
+        """Of each criterion that limits something."""
+        for each in slo.all_criteria():
+            if each.limits:
+                yield cls(1.0 - each.target if each.kind == "share" else None, _slack_s(each, alone))
+
+
+def _slack_s(criterion: Criterion, alone: KnownCell) -> float:
+    taken = {"ttft_ms": alone.first_s, "e2el_ms": alone.latency_s}
+    slacks = [
+        max(limit.limit / 1e3 - taken[limit.metric], LEAST_SLACK * limit.limit / 1e3)
+        for limit in criterion.limits
+        if limit.metric in taken
+    ]
+    return min(slacks, default=0.0)
+
+
+def half_width(
+    asked: Asked, seen: KnownCell, variation: float, seconds: float, burstiness: float = 1.0
+) -> float:
+    """Of the 90 % interval of the highest rate, relatively: what so many seconds of trials near it allow.
+
+    ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without a slack no request waits for
+    others, and the share of misses grows as the rate does.
+    """
+    allowed = 1.0 if asked.allowed is None else -math.log(asked.allowed)
+    steepness = 2.0 * asked.slack_s * seen.rate / variation
+    moments = seen.rate * seconds / seen.clump
+    if steepness:
+        depth = np.array([steepness + allowed])
+        forgets_s = asked.slack_s * float(memory(steepness / depth, depth)[0])
+        left = max(1.0 - KNOWN / burstiness / variation, LEFT)
+        moments = min(moments, seconds / forgets_s / left)
+    chance = 1.0 if asked.allowed is None else (1.0 - asked.allowed) / asked.allowed
+    return Z90 * math.sqrt(chance / moments) / (1.0 + steepness)
+
+
+def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> float:
+    """For how many seconds a trial near the answer offers its load."""
+    usual_s = max(TRIAL_LATENCIES * latency_s, requests_s(rate))
+    wanted_s = max(usual_s, min(WAITS * slack_s, LONGEST * usual_s))
+    if search.max_trial_s is not None:
+        wanted_s = min(wanted_s, search.max_trial_s)
+    return max(search.min_requests / rate, min(wanted_s, search.max_requests / rate))
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What the trials allow at one rate: relative half-widths of the 90 % interval for an even, a moderate
+    and an uneven system, by so many trials near the answer of so many seconds; of the worst criterion.
+    """
+
+    rate: float
+    trials: int
+    trial_s: float
+    even: float
+    moderate: float
+    uneven: float
+
+
+def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | None:
+    """None for an SLO without limits."""
+    search, burstiness = scenario.search, scenario.workload.burstiness
+    criteria = list(Asked.of(slo, seen))
+    if not criteria:
+        return None
+    long_s = trial_s(search, seen.rate, seen.latency_s, max(each.slack_s for each in criteria))
+    trials = max(1, search.max_trials - SPENT)
+
+    def worst(variation: float) -> float:
+        return max(half_width(each, seen, variation, trials * long_s, burstiness) for each in criteria)
+
+    return Prospect(seen.rate, trials, long_s, worst(EVEN), worst(MODERATE), worst(UNEVEN))
+
+
+def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
+    """By the first trial that was not far above the answer, and the fastest until then; None before it."""
+    first_s: list[float] = []
+    latency_s: list[float] = []
+    for record in records:
+        summary = record.summary
+        first, whole = ((summary.get(name) or {}).get("p50") for name in ("ttft_ms", "e2el_ms"))
+        if record.purpose == "ceiling" or record.verdict == "invalid" or not first or not whole:
+            continue
+        first_s.append(first / 1e3)
+        latency_s.append(whole / 1e3)
+        if all(_in_sight(each) for each in summary.get("criteria") or ()):
+            counted = (summary.get("judged_met") or 0) + (summary.get("judged_missed") or 0)
+            clump = counted / max(summary.get("effective_n") or counted, 1.0)
+            return KnownCell(record.request_rate, min(first_s), min(latency_s), max(clump, 1.0))
+    return None
+
+
+def time_suffices(search: Search, prospect: Prospect) -> bool:
+    """Whether the trials allow the precision asked for, on a system of moderate variation."""
+    return prospect.moderate <= ENOUGH * search.precision
+
+
+def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
+    """Before anything is measured: at the start rate, or at some round ones that the search may come by.
+
+    One request alone is taken to need half of what the SLO allows. Empty where no rate is searched for.
+    """
+    search, slo = scenario.search, scenario.slo.main()
+    if search.method not in ("sustained", "trace") or not scenario.slo.given:
+        return ()
+    first_s = (slo.tightest("ttft_ms") or 0.0) / 2e3
+    latency_s = max(slo.e2el_ms(scenario.workload.output_len) / 2e3, first_s)
+    rates = [each for each in ROUND_RATES if search.min_rate <= each <= search.max_rate] or [search.max_rate]
+    if search.start_rate is not None:
+        rates = [search.start_rate]
+    found = (prospect_of(scenario, slo, KnownCell(rate, first_s, latency_s)) for rate in rates)
+    return tuple(each for each in found if each is not None)
+
+
+def _in_sight(criterion: dict[str, Any]) -> bool:
+    value, target = criterion.get("value"), criterion["target"]
+    if value is None:
+        return False
+    return bool(value > 0 if criterion["kind"] == "share" else value <= IN_SIGHT * target)
