@@ -260,7 +260,7 @@ def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
 
 
 def capacity_of(readings: QueueReadings) -> tuple[float, float, float] | None:
-    """(first tokens per second, standard error, how many) over the latest stretch with a queue never empty."""
+    """(first tokens per second, standard error, how many), of the latest stretch with a queue never empty."""
     times, queued, firsts = readings.times_s, readings.queued, readings.firsts
     floor = np.maximum(max(6.0, 0.25 * float(queued.max(initial=0.0))), QUEUED * readings.waiting)
     low = np.flatnonzero((queued < floor) | (times < readings.filled_s))

@@ -25,7 +25,7 @@ from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.by_measurements import WAITS
 from kvbench.core.search.live_config import LONGEST, TRIAL_LATENCIES, requests_s
-from kvbench.core.search.queue_model import memory
+from kvbench.core.search.posterior.queue_model import memory
 from kvbench.core.slo import Criterion, Slo
 
 EVEN: Final = 1.5

@@ -79,13 +79,13 @@ class TrialFigures:
     ``score`` with its standard error is 0 where that criterion is just kept, falls with the rate, and is
     nearly linear in it: 1 / margin − 1 (see ``kvbench.core.search.sequential_trial``). ``offered_rate``:
     arrivals that really fell into the steady part. ``capacity``: first tokens per second while the queue was
-    never empty, by ``capacity_n`` of them. ``grows``: the queue grew (of a ceiling probe: the completions did, so the capacity is
-    higher). ``completion_rate``: of a ceiling probe.
+    never empty, by ``capacity_n`` of them. ``grows``: the queue grew (of a ceiling probe: the completions
+    did, so the capacity is higher). ``completion_rate``: of a ceiling probe.
 
-    ``ttft_limit_s``: the criterion's limit on TTFT, None without one; ``ttft_s``: the TTFT that the share asked
-    for stayed within; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not wait.
-    ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue it is (``arrival_luck``), of whose gaps
-    ``gap_variation`` is the squared coefficient of variation.
+    ``ttft_limit_s``: the criterion's limit on TTFT, None without one; ``ttft_s``: the TTFT that the share
+    asked for stayed within; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
+    wait. ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue
+    it is (``arrival_luck``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
     ``criteria``: where there are several, the figures of each in order, by the names used here.
     """
 

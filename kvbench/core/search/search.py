@@ -30,14 +30,16 @@ from kvbench.core.search.data import (
     TrialFigures,
     TrialOutcome,
 )
-from kvbench.core.search.posterior import RateEstimate
-from kvbench.core.search.rate_points import SATURATED
+from kvbench.core.search.posterior.posterior import RateEstimate
+from kvbench.core.search.posterior.rate_points import SATURATED
 from kvbench.core.search.trial_history import TrialHistory
 
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
 
 CEILING_FACTOR: Final = 80.0
 """The ceiling probe offers so many times the start rate: with four requests under way there, 320 here."""
+CEILING_MOST: Final = 1000.0
+"""But no more than that, or the client and the router are what is flooded."""
 CEILING_SHARE: Final = 0.9
 """The first trial after it offers this share of what it completed."""
 
@@ -113,7 +115,8 @@ class RateSearch:
             return None
         if not history.outcomes:
             if self._ceiling:
-                return Probe(history.inside(self._start * CEILING_FACTOR), "ceiling")
+                most = max(CEILING_MOST, self._start)
+                return Probe(history.inside(min(self._start * CEILING_FACTOR, most)), "ceiling")
             return Probe(self._start, "start")
         last = history.outcomes[-1]
         if last.purpose == "ceiling":

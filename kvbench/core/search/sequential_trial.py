@@ -40,7 +40,6 @@ from kvbench.core.metrics.queue_growth import (
     dispersion,
     queue_growth,
 )
-from kvbench.core.search.arrival_luck import queue_rate
 from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import (
     CriterionTarget,
@@ -51,6 +50,7 @@ from kvbench.core.search.live_config import (
     requests_s,
 )
 from kvbench.core.search.looks import LookResult, Strictness, mean_look, share_look
+from kvbench.core.search.posterior.arrival_luck import queue_rate
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
-from kvbench.core.search.posterior import RateEstimate, fit
-from kvbench.core.search.rate_points import RatePoint, Waiting, point_of, waiting_of
+from kvbench.core.search.posterior.posterior import RateEstimate, fit
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of, waiting_of
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
-from kvbench.core.search.posterior import RatePoint, fit, point_of
+from kvbench.core.search.posterior.posterior import RatePoint, fit, point_of
 from kvbench.core.search.search import (
     Hint,
     Probe,

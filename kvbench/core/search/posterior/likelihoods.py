@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.queue_model import late_share, mean_wait, memory
-from kvbench.core.search.rate_points import RatePoint, Waiting
+from kvbench.core.search.posterior.queue_model import late_share, mean_wait, memory
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -24,11 +24,11 @@ class RatePoint:
     """One trial: its rate, and what it says; times in seconds since the trial's start.
 
     ``misses`` of ``n`` broke the SLO where ``attainment`` of them should not, and ``clump`` of them count as
-    one (n = 0: nothing is known); ``together`` of them were under way at once. ``mean``: a mean in units of its limit, with its standard error.
-    ``begin_s`` and ``end_s``: when those arrived. ``ttft_s``: the TTFT that the share asked for stayed within.
-    ``queue_rate`` and ``gap_variation``: see ``TrialFigures``.
-    ``bound``: the rate is known to be "above" or "below" the root, and no more is. ``capacity`` with its
-    standard error: the most that was passed on.
+    one (n = 0: nothing is known); ``together`` of them were under way at once. ``score`` with its standard
+    error. ``mean``: a mean in units of its limit, with its standard error. ``begin_s`` and ``end_s``: when
+    those arrived. ``ttft_s``: the TTFT that the share asked for stayed within. ``queue_rate`` and
+    ``gap_variation``: see ``TrialFigures``. ``bound``: the rate is known to be "above" or "below" the root,
+    and no more is. ``capacity`` with its standard error: the most that was passed on, by so many.
     """
 
     rate: float
@@ -54,7 +54,7 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a TTFT limit leaves for waiting: ``slack_s`` of the ``limit_s``; both 0 where TTFT is not limited."""
+    """What a TTFT limit leaves for waiting: ``slack_s`` of ``limit_s``; both 0 where TTFT is not limited."""
 
     limit_s: float = 0.0
     slack_s: float = 0.0
@@ -124,7 +124,8 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
 
 
 def _of_share(found: RatePoint, measured: TrialFigures) -> RatePoint:
-    assert measured.attainment is not None and measured.target is not None
+    assert measured.attainment is not None
+    assert measured.target is not None
     return replace(
         found,
         misses=(1.0 - measured.attainment) * measured.n,

@@ -49,7 +49,7 @@ def queue_rate(
 
 
 def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, share: float | None) -> float:
-    """The least capacity at which the last ``counted`` of each row of arrivals, all together, keep the limit."""
+    """The least capacity at which the last ``counted`` of each row, all together, keep the limit."""
     low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
     places = np.arange(offsets_s.shape[1])[None, :]
     for _ in range(STEPS):

@@ -2,15 +2,15 @@
 
 Two kinds of system are weighed against each other, since a search does not know which one it has before it:
 
-- **A queue** (``queue_model``), where a TTFT limit leaves a *slack* for waiting. Its capacity and its variation
-  (the squared coefficients of variation of arrivals and services, added) are unknown; the highest rate is
-  where just as much is late, at last, as is allowed. What a trial saw is compared with what a queue shows that
-  was empty when the trial began: a rate above the capacity is not late at once, and the closer a queue is to
-  its capacity, the fewer independent moments there are in a trial. The luck of the arrivals is taken out
-  (``arrival_luck``).
-- **Anything else**, by a steepness of its own: misses(rate) = 1 − attainment ** exp(steepness · (rate / root −
-  1)), the share allowed at the root, 1 far above, 0 far below, from the first moment on; and by the *scores*
-  (``TrialFigures.score``), which fall in a line.
+- **A queue** (``queue_model``), where a TTFT limit leaves a *slack* for waiting. Its capacity and its
+  variation (the squared coefficients of variation of arrivals and services, added) are unknown; the highest
+  rate is where just as much is late, at last, as is allowed. What a trial saw is compared with what a queue
+  shows that was empty when the trial began: a rate above the capacity is not late at once, and the closer a
+  queue is to its capacity, the fewer independent moments there are in a trial. The luck of the arrivals is
+  taken out (``arrival_luck``).
+- **Anything else**, by a steepness of its own: misses(rate) = 1 − attainment ** exp(steepness · (rate / root
+  − 1)), the share allowed at the root, 1 far above, 0 far below, from the first moment on; and by the
+  *scores* (``TrialFigures.score``), which fall in a line.
 
 Of each, a trial tells shares (a binomial likelihood of as many requests as count as independent; where there
 is a queue also the share at the TTFT that the trial stayed within, since no miss tells little) or a mean;
@@ -33,8 +33,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.likelihoods import STEEPNESS, VARIATION_PRIOR, Likelihoods
-from kvbench.core.search.rate_points import RatePoint, Waiting
+from kvbench.core.search.posterior.likelihoods import STEEPNESS, VARIATION_PRIOR, Likelihoods
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
 
 FloatArray = npt.NDArray[np.float64]
 

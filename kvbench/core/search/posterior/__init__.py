@@ -1,0 +1,1 @@
+"""What a search believes of the rate looked for: what trials say, how likely that is, what follows."""
