@@ -44,8 +44,6 @@ BELOW_CAPACITY: Final = 0.97
 """The longest step up, as a factor, and as a share of the capacity."""
 BEYOND: Final = 1.1
 """The median is followed so far beyond a rate that was seen to keep, or to break, what is asked."""
-ROUGH: Final = 1.0
-"""Nothing is thorough while the interval's half-width is larger."""
 WAITS: Final = 25.0
 """A thorough trial lasts so many times what the TTFT limit leaves for waiting: a queue that gets 5 % too much
 reaches the limit after 20."""
@@ -100,7 +98,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if unusable < math.inf and sum(each.rate == target for each in tried) >= 2:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
-    thorough = estimate.width < ROUGH and (target > CLOSE * capacity or (some_good and some_bad))
+    thorough = target > CLOSE * capacity or (some_good and some_bad)
     return Probe(target, purpose, thorough, _least_s(history) if thorough else 0.0)
 
 

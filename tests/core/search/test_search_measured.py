@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
-from kvbench.core.search.posterior.posterior import RatePoint, fit, point_of
+from kvbench.core.search.posterior.posterior import fit
+from kvbench.core.search.posterior.rate_points import RatePoint, point_of
 from kvbench.core.search.search import (
     Hint,
     Probe,

@@ -65,6 +65,9 @@ BOUND_ERROR: Final = 0.03
 CAPACITY_ERROR: Final = 0.01
 ELSE_VARIATION: Final = 2.0
 """What stands for the variation of what is no queue."""
+FINE: Final = 0.012
+PARTS_MOST: Final = 6
+"""Between two rates of a grid it is looked in steps of that size of the logarithm, as far as so many go."""
 DOUBT: Final = math.exp(-8.0)
 """A trial's word is worth no more than this against the best that can be said of it."""
 OUTLIER: Final = 0.02
@@ -76,7 +79,11 @@ class Likelihoods:
     """Of all points on one grid of ``rates``."""
 
     def __init__(self, points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> None:
-        self._points, self._rates, self._waiting = points, rates[:, None], waiting
+        self._points, self._waiting = points, waiting
+        step = math.log(rates[-1] / rates[0]) / max(len(rates) - 1, 1)
+        self._parts = min(max(math.ceil(step / FINE), 1), PARTS_MOST)
+        between = (np.arange(self._parts) + 0.5) / self._parts - 0.5
+        self._rates = (rates[:, None] * np.exp(step * between)[None, :]).reshape(-1, 1)
         known = sum(point.n for point in points)
         # A trial that had no bursts by chance shows small clumps, so all trials share one figure.
         self._clump = (sum(each.n * each.clump**2 for each in points) / known) ** 0.5 if known else 1.0
@@ -84,7 +91,7 @@ class Likelihoods:
         together = sum(each.n * each.together for each in points) / known if known else 1.0
         unseen = max(self._clump, min(together, MOST_TOGETHER))
         self._shared = (shown * self._clump + FEW * unseen) / (shown + FEW)
-        self._logs: dict[tuple[int, bool], FloatArray] = {}
+        self._tables: dict[tuple[int, bool], FloatArray] = {}
 
     def of(self, index: int, queue: bool, size: float, effect: FloatArray) -> FloatArray:
         """Of one trial, shape (rates, variations or steepnesses), at most about 1.
@@ -93,27 +100,33 @@ class Likelihoods:
         """
         point = self._points[index]
         key = (index, queue)
-        if key not in self._logs:
-            self._logs[key] = self._log(point, queue)
-        table = effect @ np.exp(np.maximum(self._logs[key], -200.0)) + DOUBT
+        if key not in self._tables:
+            self._tables[key] = self._by_rate(np.exp(np.maximum(self._log(point, queue), -200.0)))
+        table = effect @ self._tables[key] + DOUBT
         variation = VARIATION[None, :] if queue else np.full((1, len(STEEPNESS)), ELSE_VARIATION)
         if point.bound:
             chance = variation / max(point.rate * point.end_s, 1.0)
             sign = -1.0 if point.bound == "above" else 1.0
             away = sign * np.log(self._rates / point.rate) / np.sqrt(BOUND_ERROR**2 + size**2 + chance)
-            table = table * (OUTLIER + (1 - OUTLIER) * _logistic(away))
+            table = table * self._by_rate(OUTLIER + (1 - OUTLIER) * _logistic(away))
         if point.capacity is not None:
             # How long so many services took is a matter of chance, too; their arrivals are none here.
             chance = np.maximum(variation - 1.0, 0.0) / max(point.capacity_n, 1.0) * bool(point.capacity_n)
             own = (point.capacity_error / point.capacity) ** 2 + size**2 + CAPACITY_ERROR**2
             room = np.log(point.capacity / self._rates) / np.sqrt(own + chance)
-            table = table * (CAPACITY_OUTLIER + (1 - CAPACITY_OUTLIER) * _logistic(room + 1.0))
+            table = table * self._by_rate(CAPACITY_OUTLIER + (1 - CAPACITY_OUTLIER) * _logistic(room + 1.0))
         return np.asarray(table, np.float64)
 
     def steepness(self, queue: bool, rate: float) -> FloatArray:
         """d ln misses / d ln rate of each column, if that rate were the root."""
         steep = 2.0 * self._waiting.slack_s * rate / VARIATION if queue else STEEPNESS
         return np.asarray(steep, np.float64)
+
+    def queues(self) -> FloatArray:
+        """Prior weight of each queue, by root and variation; one so uneven that its misses hardly depend on
+        the rate is none: what few requests wait for is then each other's length."""
+        steep = 2.0 * self._waiting.slack_s * self._rates / VARIATION[None, :]
+        return self._by_rate(VARIATION_PRIOR[None, :] * steep**2 / (1.0 + steep**2))
 
     def line(self) -> FloatArray:
         """Log likelihood of the scores, by root: they fall in a line that is 0 there, of whatever slope."""
@@ -127,7 +140,12 @@ class Likelihoods:
             away = (point.score - expected) / np.hypot(error, SLOPES[None, :] * SCORE_RATE_ERROR)
             log += np.log(np.exp(-0.5 * away**2) + SCORE_OUTLIER)
         top = log.max()
-        return np.asarray(np.log(np.exp(log - top).mean(axis=1)) + top, np.float64)
+        likely = self._by_rate(np.exp(log - top)).mean(axis=1)
+        return np.asarray(np.log(likely + 1e-300) + top, np.float64)
+
+    def _by_rate(self, fine: FloatArray) -> FloatArray:
+        """The mean over each rate's part of the grid: a peak between two rates is not to be lost."""
+        return np.asarray(fine.reshape(-1, self._parts, fine.shape[1]).mean(axis=1), np.float64)
 
     def _log(self, point: RatePoint, queue: bool) -> FloatArray:
         if point.mean is not None:
@@ -174,7 +192,7 @@ class Likelihoods:
 
     def _of_share(self, point: RatePoint) -> FloatArray:
         allowed = -math.log(min(point.attainment, 1 - 1e-6))
-        over = STEEPNESS[None, :] * (point.rate / self._rates - 1.0)
+        over = STEEPNESS[None, :] * np.log(point.rate / self._rates)
         late = -np.expm1(-np.minimum(allowed * np.exp(np.clip(over, -40, 12)), 50.0))
         return _binomial(point.n / self._shared, point.misses / point.n, late)
 

@@ -8,8 +8,8 @@ Two kinds of system are weighed against each other, since a search does not know
   shows that was empty when the trial began: a rate above the capacity is not late at once, and the closer a
   queue is to its capacity, the fewer independent moments there are in a trial. The luck of the arrivals is
   taken out (``arrival_luck``).
-- **Anything else**, by a steepness of its own: misses(rate) = 1 − attainment ** exp(steepness · (rate / root
-  − 1)), the share allowed at the root, 1 far above, 0 far below, from the first moment on; and by the
+- **Anything else**, by a steepness of its own: misses(rate) = 1 − attainment ** ((rate / root) ** steepness),
+  the share allowed at the root, 1 far above, 0 far below, from the first moment on; and by the
   *scores* (``TrialFigures.score``), which fall in a line.
 
 Of each, a trial tells shares (a binomial likelihood of as many requests as count as independent; where there
@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.posterior.likelihoods import STEEPNESS, VARIATION_PRIOR, Likelihoods
+from kvbench.core.search.posterior.likelihoods import STEEPNESS, Likelihoods
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
 
 FloatArray = npt.NDArray[np.float64]
@@ -136,8 +136,9 @@ def _parts(points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> 
     step = math.log(rates[1] / rates[0])
     likelihoods = Likelihoods(points, rates, waiting)
     line = np.exp(likelihoods.line())
-    kinds = [(VARIATION_PRIOR, QUEUE, True), (np.full(len(STEEPNESS), 1 / len(STEEPNESS)), 1 - QUEUE, False)]
-    kinds = kinds if waiting.slack_s else [(kinds[1][0], 1.0, False)]
+    even = np.full((len(rates), len(STEEPNESS)), 1 / len(STEEPNESS))
+    kinds = [(likelihoods.queues(), QUEUE, True), (even, 1 - QUEUE, False)]
+    kinds = kinds if waiting.slack_s else [(even, 1.0, False)]
     still = np.eye(len(rates))
     wandering = [
         ((1 - often) * still + often * _blur(len(rates), step, size), weight, size > 0)
@@ -163,7 +164,7 @@ def _filtered(
     tables: Sequence[FloatArray], prior: FloatArray, jump: FloatArray | None
 ) -> tuple[float, FloatArray]:
     """(log evidence, state after the last trial) of tables of likelihoods by rate and column."""
-    log, state = 0.0, np.broadcast_to(prior, tables[0].shape)
+    log, state = 0.0, prior
     for index, table in enumerate(tables):
         state = (state if jump is None or not index else jump @ state) * table
         total = max(float(state.sum()), 1e-300)
