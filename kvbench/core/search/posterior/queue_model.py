@@ -25,7 +25,8 @@ FloatArray = npt.NDArray[np.float64]
 MEMORY: Final = 2.5
 MEAN_NODES: Final = 8
 MEAN_SPAN: Final = 4.0
-"""Levels at which a mean is summed, up to so many standard deviations of the free motion."""
+LAST_SPAN: Final = 6.0
+"""Levels at which a mean is summed, up to so many standard deviations of the free motion, or means at last."""
 _HART: Final = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
 """Coefficients of the normal tail (Abramowitz and Stegun 26.2.17, error below 1e-7)."""
 
@@ -56,7 +57,9 @@ def late_share(
 
 def mean_wait(load: FloatArray, depth: FloatArray, time: float) -> FloatArray:
     """E[W] in slacks at a time since the queue was empty: the integral of ``late_share`` over all levels."""
-    top = np.maximum((load - 1.0) * time, 0.0) + MEAN_SPAN * np.sqrt(2.0 * time / depth)
+    free = MEAN_SPAN * np.sqrt(2.0 * time / depth)
+    at_last = LAST_SPAN / (depth * np.maximum(1.0 - load, 1e-9))
+    top = np.maximum((load - 1.0) * time, 0.0) + np.minimum(free, at_last)
     total = np.zeros_like(top)
     for node in range(MEAN_NODES):
         total += late_share(load, depth, time, top * ((node + 0.5) / MEAN_NODES))
