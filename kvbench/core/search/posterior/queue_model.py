@@ -26,7 +26,7 @@ MEMORY: Final = 2.5
 MEAN_NODES: Final = 8
 MEAN_SPAN: Final = 4.0
 LAST_SPAN: Final = 6.0
-"""Levels at which a mean is summed, up to so many standard deviations of the free motion, or means at last."""
+"""Levels at which a mean is summed, up to so many standard deviations of the free motion, or last means."""
 _HART: Final = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
 """Coefficients of the normal tail (Abramowitz and Stegun 26.2.17, error below 1e-7)."""
 
