@@ -148,8 +148,8 @@ def megabytes(row: Row) -> str:
 # --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
-    "By rule: a rate's interval goes from the highest rate that met the SLO to the lowest that missed "
-    "it, and two rates are ordered only if their intervals do not overlap. In brackets: what the two "
+    "By rule: a rate's interval holds it with a probability of 90 %, by all its trials together, and two "
+    "rates are ordered only if their intervals do not overlap. In brackets: what the two "
     "intervals allow for their ratio. They do not cover how much a repeated run would differ. Rates of "
     "unequal numbers of engines (GPUs, where known) are not compared; those per engine are."
 )
