@@ -82,6 +82,7 @@ def summary_of(row: ServingRow) -> dict[str, Any]:
     completed = figures.get("completed")
     latencies = {f"{name}_ms": distribution(row, name) for name in LATENCIES}
     latencies["ttft_sent_ms"] = dict(latencies["ttft_ms"])
+    latencies["first_event_ms"] = distribution(row, "first_event")
     failed = figures.get("failed")
     rate = row.request_rate
     nothing = dict.fromkeys(
