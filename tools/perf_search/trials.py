@@ -85,7 +85,7 @@ def live_trial(
         ttft_limit_s=system.ttft_s,
         thorough=probe.thorough,
         least_s=probe.least_s,
-        confirms=probe.purpose == "confirm",
+        confirms=probe.purpose == "confirm" or probe.thorough,
         hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
     )
     live = LiveTrial(config, [CriterionTarget("share", system.attainment, system.ttft_s)])

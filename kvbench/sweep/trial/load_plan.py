@@ -42,7 +42,7 @@ class Wanted:
     thorough: bool = False
     """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
     confirms: bool = False
-    """Other trials have found this rate; this one is to agree with them."""
+    """The search pools trials; this one is judged by its figures when its time is up, proven or not."""
     least_s: float = 0.0
     """For how long it goes on at least, as far as a trial may be prolonged."""
 
@@ -94,7 +94,7 @@ class TrialPlan:
             self.purpose == "ceiling",
             self.latency_s,
             self.thorough,
-            self.purpose == "confirm",
+            self.purpose == "confirm" or self.thorough,
             self.least_s,
         )
 
