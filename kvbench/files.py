@@ -5,57 +5,47 @@ Reading is the other half of the bargain: a torn last line and a missing file be
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvbench.errors import StoreError
 
 MOST_BYTES: Final = 2 << 30
 """A larger file of JSON in a run folder is not read: a hundred thousand trials have a tenth of that."""
-_FORMULA: Final = re.compile(r"^[=+@\t\r]|^-(?![\d.])")
-"""Beginnings that a spreadsheet computes (OWASP, CSV injection); a negative number is none."""
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_bytes(path, _encode(data, indent=2) + b"\n")
+Announcer: TypeAlias = Callable[[Path], AbstractContextManager[None]]
+"""Around putting a file into place; it is given where the whole of it lies until then."""
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of plain values, each cell safe to open in a spreadsheet; the first row names the columns."""
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: spreadsheet_cell(value) for key, value in row.items()} for row in rows)
-    write_bytes(path, text.getvalue().encode("utf-8", "replace"))
+def _unannounced(_: Path) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
-def spreadsheet_cell(value: Any) -> Any:
-    """A value for CSV, on one line; what a spreadsheet would take for a formula gets an apostrophe."""
-    if isinstance(value, str):
-        line = re.sub(r"[\r\n\0]+", " ", value)
-        return f"'{line}" if _FORMULA.match(line) else line
-    return "" if value is None else value
+def write_json(path: Path, data: Mapping[str, Any], announced: Announcer = _unannounced) -> None:
+    write_bytes(path, _encode(data, indent=2) + b"\n", announced)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    with replaced(path) as temporary:
+def line_of(data: Mapping[str, Any]) -> bytes:
+    """A line of JSON, with its end."""
+    return _encode(data) + b"\n"
+
+
+def write_bytes(path: Path, content: bytes, announced: Announcer = _unannounced) -> None:
+    with replaced(path, announced) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, announced: Announcer = _unannounced) -> Iterator[Path]:
     """Gives a temporary path beside ``path``; what was written there is synced and renamed into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -65,8 +55,9 @@ def replaced(path: Path) -> Iterator[Path]:
             os.fsync(handle)
         finally:
             os.close(handle)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        with announced(temporary):
+            os.replace(temporary, path)
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -92,14 +83,26 @@ def _plain(value: Any) -> Any:
 
 
 def open_append(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """A file of a run folder, to be grown. A link is not followed, since it may lead out of the folder.
+
+    Raises OSError.
+    """
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
-def append_line(handle: int, data: Mapping[str, Any]) -> None:
-    """Appends one line of JSON and syncs it; all of it or nothing."""
+def append_line(handle: int, data: Mapping[str, Any], path: Path | None = None) -> int:
+    """Appends one line of JSON. Returns, and raises, as ``append_bytes``."""
+    return append_bytes(handle, line_of(data), path)
+
+
+def append_bytes(handle: int, content: bytes, path: Path | None = None) -> int:
+    """Appends and syncs; all of it or nothing. Returns the file's size, in bytes.
+
+    With ``path``, a StoreError if that is no longer the file that was opened: it would be lost unsaid.
+    """
     if handle < 0:
         raise StoreError("the run folder is already finished")
-    rest = memoryview(_encode(data) + b"\n")
+    rest = memoryview(content)
     size = os.fstat(handle).st_size
     try:
         while rest:
@@ -108,16 +111,31 @@ def append_line(handle: int, data: Mapping[str, Any]) -> None:
     except BaseException:  # no space left, or Ctrl-C: half a line would spoil the next one
         os.ftruncate(handle, size)
         raise
+    own = os.fstat(handle)
+    if path is not None and not _is_at(path, own):
+        raise StoreError(
+            f"{path} was removed or replaced while it was written: what was measured is lost",
+            hint="nothing but kvbench may write to the folder of a run; begin it anew",
+        )
+    return own.st_size
+
+
+def _is_at(path: Path, own: os.stat_result) -> bool:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino, found.st_size) == (own.st_dev, own.st_ino, own.st_size)
 
 
 def cut_torn_line(path: Path) -> None:
     """Cuts off what a kill left of a last line, so that the next one begins a line of its own."""
     if not path.is_file():
         return
-    content = _bytes_of(path)
+    content = bytes_of(path)
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
-        with path.open("rb+") as file:
+        with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "rb+") as file:
             file.truncate(whole)
             os.fsync(file.fileno())
 
@@ -150,7 +168,7 @@ def _free_space(path: Path) -> str:
 def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
     """A JSON object. What is wrong with it is a warning, or a StoreError where ``warnings`` is None."""
     try:
-        data = json.loads(_bytes_of(path))
+        data = json.loads(bytes_of(path))
         problem = "" if isinstance(data, dict) else f"{path.name} is not a JSON object"
     except FileNotFoundError:
         data, problem = {}, f"{path.name} is missing"
@@ -164,17 +182,38 @@ def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _bytes_of(path: Path) -> bytes:
+def bytes_of(path: Path) -> bytes:
     """A file of a run folder, which may come from anywhere: a pipe would be waited for, a device has no end.
 
     Raises OSError.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no ordinary file")
-    if found.st_size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 30} GiB")
-    return path.read_bytes()
+    with open(open_read(path), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file")
+        if found.st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 30} GiB")
+        return file.read()
+
+
+def open_read(path: Path) -> int:
+    """A file of a run folder, to be read; no link is followed, no pipe waited for. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed") from error
+        raise
+
+
+def require_no_links(folder: Path) -> None:
+    """Raises StoreError if anything in a run folder is a link: what is written would land elsewhere."""
+    for each in folder.rglob("*"):
+        if each.is_symlink():
+            raise StoreError(
+                f"{each} is a link, and a run is not gone on with through links",
+                hint="put what it points to in its place, or go on with a whole copy of the run",
+            )
 
 
 def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
@@ -182,7 +221,7 @@ def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
         warnings.append(f"{path.name} is missing")
         return []
     try:
-        *lines, rest = _bytes_of(path).split(b"\n")
+        *lines, rest = bytes_of(path).split(b"\n")
     except OSError as error:
         warnings.append(f"{path.name} cannot be read: {error}")
         return []

@@ -8,12 +8,15 @@ session-wide server or another process of this machine is never blamed on a test
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,6 +29,7 @@ from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
 from kvbench.core.plan.processes import unproxied
+from kvbench.hosts import scratch
 
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one.
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +37,13 @@ settings.load_profile("kvbench")
 
 # The tests' own clients ask servers on loopback, which a proxy of the user's could not reach.
 os.environ.update(unproxied(os.environ, ("127.0.0.1", "localhost")))
+
+# A place of their own for temporary files: what is left there is theirs. pytest's own stay where they were.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+tempfile.tempdir = tempfile.mkdtemp(prefix="kvt-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
+os.environ["TMPDIR"] = tempfile.tempdir
+Path(tempfile.tempdir).chmod(0o711)  # tests that are another user have folders of theirs in it
+atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start with them.
 if (
@@ -96,6 +107,8 @@ def _nothing_is_left() -> Iterator[None]:
     while left := _left(processes, descriptors, memory):
         if time.monotonic() > deadline:
             _end(_processes() - processes)
+            for folder, _ in scratch.left():
+                shutil.rmtree(folder, ignore_errors=True)
             pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
         time.sleep(0.02)
 
@@ -107,6 +120,7 @@ def _left(processes: set[int], descriptors: dict[int, str], memory: set[str]) ->
     if _new_descriptors(descriptors):
         gc.collect()  # an object in a cycle may still hold one
         left += [f"descriptor {number} ({what})" for number, what in _new_descriptors(descriptors)]
+    left += [f"{folder} of a dead process" for folder, _ in scratch.left()]
     left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - memory) if _is_nobodys(name)]
     return left
 

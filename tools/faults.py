@@ -1,7 +1,7 @@
 """The table of faults from the tests' own results: ``python -m tools.faults`` or ``make faults``.
 
 Runs every test with the marker ``fault``, the heavy ones too, and writes what they saw into
-results/reference/faults.json, docs/faults.md and a table by classes into README.md. Exit code 1 if a fault
+results/reference/faults.json and docs/faults.md, which begins with a table by classes. Exit code 1 if a fault
 was not seen as it should be. With ``-k`` only some are run, and the others' rows stay.
 """
 
@@ -22,9 +22,6 @@ import pytest
 ROOT: Final = Path(__file__).parent.parent
 JSON_PATH: Final = ROOT / "results" / "reference" / "faults.json"
 DOC_PATH: Final = ROOT / "docs" / "faults.md"
-README_PATH: Final = ROOT / "README.md"
-MARK: Final = "<!-- faults -->"
-"""Stands in README.md before and after the table."""
 PROPERTY: Final = "fault"
 HEAD: Final = """\
 # Faults
@@ -93,9 +90,10 @@ def with_kept(rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) ->
     return [by_key.get(row["key"], row) if row["outcome"] == "not run" else row for row in rows]
 
 
-def document(rows: Sequence[Mapping[str, Any]]) -> str:
+def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
     """docs/faults.md."""
-    lines = [HEAD, "| what happens | what is said | after (s) | at most (s) | what goes on |"]
+    lines = [HEAD, summary(rows, groups), "Each by itself:", ""]
+    lines.append("| what happens | what is said | after (s) | at most (s) | what goes on |")
     lines.append("|---|---|---:|---:|---|")
     for row in rows:
         quoted = row["said"].replace("`", "'")
@@ -106,7 +104,7 @@ def document(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
-    """The table of README.md: a row a class of faults, with what its first one said and the longest time."""
+    """The table by classes: a row a class of faults, with what its first one said and the longest time."""
     by_key = {row["key"]: row for row in rows}
     lines = ["| what happens | what is said, for example | after (s), at most |", "|---|---|---:|"]
     for name, keys in groups.items():
@@ -116,12 +114,6 @@ def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str
             longest = max(float(row["seconds"]) for row in seen)
             lines.append(f"| {name} | `{_cell(quoted)}` | {longest:.1f} |")
     return "\n".join(lines) + "\n"
-
-
-def with_summary(readme: str, table: str) -> str:
-    """README.md with another table between its marks."""
-    before, _, after = readme.split(MARK)
-    return f"{before}{MARK}\n{table}{MARK}{after}"
 
 
 def _short(words: str, most: int = 90) -> str:
@@ -156,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if whole and not given.dry:
         DOC_PATH.parent.mkdir(exist_ok=True)
         JSON_PATH.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-        DOC_PATH.write_text(document(rows))
-        README_PATH.write_text(with_summary(README_PATH.read_text(), summary(rows, table.GROUPS)))
+        DOC_PATH.write_text(document(rows, table.GROUPS))
     for row in rows:
         if row["outcome"] != "seen":
             print(f"{row['key']}: {row['outcome']} {row['why_not_run']}")

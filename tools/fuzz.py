@@ -1,7 +1,8 @@
 """``make fuzz``: the fuzz tests of the default suite with many more examples, new ones each time.
 
-``FUZZ_EXAMPLES`` says how many for each test (default 500). What is found is printed by hypothesis as the
-example to add to its test.
+``FUZZ_EXAMPLES`` says how many for each test (default 500). What is found is printed by hypothesis, and
+tried first in each later run, from ``.hypothesis/fuzz``; as a file in ``tests/recorded/fuzz`` it is tried
+whenever the tests run.
 """
 
 from __future__ import annotations

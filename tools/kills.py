@@ -2,9 +2,9 @@
 
 ``python -m tools.kills`` or ``make kills``. A small sweep of emulated engines is started, killed (SIGKILL)
 and resumed, again and again, until it has come to its end; then another one. After each kill: the folder
-reads without an error, no process, port or shared memory of the run is left within ten seconds, and what was
-stored stays as it was, byte for byte. After each resume: at most one trial was redone, none of those that
-were stored. Exit code 1 if any of that failed.
+reads without an error, no process, port or shared memory of the run is left within ten seconds, what was
+stored stays as it was, byte for byte, and its checksums hold. After each resume: at most one trial was
+redone, none of those that were stored. At its end it verifies. Exit code 1 if any of that failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from kvbench.core.plan.plan import trial_seed
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
 from kvbench.report.report import write_report
+from kvbench.results.checksums import damages
 from kvbench.results.run import RunFolder, load_run
+from kvbench.sweep.verify.audit import audit
 
 SMALL: Final = (
     "connectors=[aggregated,tcp]",
@@ -317,6 +319,8 @@ def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
     for warning in run.warnings:
         if "cut off" not in warning:
             yield f"{run.path}: {warning}"
+    for damage in damages(run.path):
+        yield f"{run.path} is taken for an edited run: {damage}"
 
 
 def _seed(run: RunFolder, trial: dict[str, Any]) -> int:
@@ -339,6 +343,8 @@ def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:
     known = [rate for rate in rates if rate]
     if len(known) == len(planned) and at_one_rate != [min(known)] * len(planned):
         yield f"{run.path}: {at_one_rate} were offered to all, and the lowest rate is {min(known)}"
+    for damage in audit(run.path).damages:
+        yield f"{run.path} does not verify: {damage}"
 
 
 def _begun(folder: Path, sessions: int) -> set[str]:

@@ -3,6 +3,7 @@
     python -m tools.notebooks [--check] [NOTEBOOK…]
 
 What is written depends on code and results alone: no time, no place on this machine, no counter of an editor.
+An output that shows nothing, a table without rows or a picture without a mark, is an error.
 """
 
 from __future__ import annotations
@@ -21,13 +22,55 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 LIMIT_S = 60
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+_NOTHING = re.compile(r"Empty DataFrame|Series\(\[\]|a table has no rows|axes without a mark|has no axes")
+"""How an empty table reads, and what the guard says where IPython shows an error in place of an output."""
 _PLACES = re.compile(
     "|".join(re.escape(f"{place}/") for place in sorted({ROOT, Path.home(), Path(sys.prefix)}))
 )
 
 
 class NotebookError(Exception):
-    """A notebook that did not run to its end, or says where it was run."""
+    """A notebook that did not run to its end, shows nothing somewhere, or says where it was run."""
+
+
+# Runs in the kernel before the first cell, and leaves nothing in an output: what a cell shows is looked at
+# when it is shown, a figure when it is drawn. A line across the axes (a limit, a roof) is no data.
+GUARD = """
+def _kvbench_guard():
+    import pandas
+    from matplotlib.figure import Figure
+
+    whole = Figure.savefig
+
+    def marked(axes):
+        own = axes.transData
+        lines = [each for each in axes.lines if all(each.get_transform().contains_branch_seperately(own))]
+        return any(len(each.get_xdata()) for each in lines) or axes.collections or axes.patches or axes.images
+
+    def savefig(figure, *arguments, **named):
+        for axes in figure.axes:
+            if axes.axison and not marked(axes):
+                title = axes.get_title(loc="left") or axes.get_xlabel()
+                raise ValueError(f"a picture has axes without a mark: {title!r}")
+        if not figure.axes:
+            raise ValueError("a picture has no axes")
+        return whole(figure, *arguments, **named)
+
+    Figure.savefig = savefig
+    for kind, name in ((pandas.DataFrame, "_repr_html_"), (pandas.Series, "__repr__")):
+        shown = getattr(kind, name)
+
+        def full(self, shown=shown):
+            if self.empty:
+                raise ValueError("a table has no rows")
+            return shown(self)
+
+        setattr(kind, name, full)
+
+
+_kvbench_guard()
+del _kvbench_guard
+"""
 
 
 def executed(path: Path, sockets: str) -> Any:
@@ -49,10 +92,20 @@ def executed(path: Path, sockets: str) -> Any:
         resources={"metadata": {"path": str(path.parent)}},
         extra_arguments=["--HistoryManager.enabled=False"],
     )
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(GUARD))  # type: ignore[no-untyped-call]
     try:
         client.execute(cleanup_kc=True)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise NotebookError(f"{path.name}: {error}") from error
+    del notebook.cells[0]
+    for place, cell in enumerate(each for each in notebook.cells if each["cell_type"] == "code"):
+        cell["execution_count"] = place + 1
+        for output in cell["outputs"]:
+            if "execution_count" in output:
+                output["execution_count"] = place + 1
+            if output["output_type"] == "error" or _NOTHING.search(_words(output)):
+                said = _words(output)[:300]
+                raise NotebookError(f"{path.name}: code cell {place + 1} shows nothing: {said}")
     return notebook
 
 

@@ -8,17 +8,36 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvbench.cli import deployments, measure, runs, setup
+from kvbench.cli import deployments, lists, measure, runs, setup
 from kvbench.cli.console import with_exit_code
 from kvbench.cli.lab import lab
+from kvbench.cli.plain_characters import allow_any_locale
 from kvbench.version import __version__
 
 RENAMED: dict[str, str] = {}
 """Former name of a command → its name now. The former one works for one more release: hidden, and says so."""
 
 
+def _plain_flags(params: list[Any]) -> list[Any]:
+    """The same, with flags shown without the type of a value, since they take none."""
+    for each in params:
+        if getattr(each, "is_flag", False):
+            each.metavar = ""
+    return params
+
+
+class PlainFlags(typer.core.TyperCommand):
+    """A command in whose help flags have no type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain_flags(super().get_params(ctx))
+
+
 class _Commands(typer.core.TyperGroup):
     """The commands by their names, and by their former ones."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain_flags(super().get_params(ctx))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         now = RENAMED.get(cmd_name)
@@ -40,34 +59,47 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: dict[str, Callable[..., int | None]] = {
-    "sweep": measure.sweep,
-    "bench": measure.bench,
-    "launch": deployments.launch,
-    "plan": measure.plan,
-    "simulate": measure.simulate,
-    "microbench": measure.microbench,
-    "schema": setup.schema,
-    "report": runs.report,
-    "import": runs.import_,
-    "compare": runs.compare,
-    "bundle": runs.bundle,
-    "export": runs.export,
-    "watch": runs.watch,
-    "timeline": runs.timeline,
-    "doctor": setup.doctor,
-    "selftest": measure.selftest,
-    "init": setup.init,
-    "ps": deployments.ps,
-    "stop": deployments.stop,
-}
-for _name, _function in _COMMANDS.items():
-    app.command(_name)(with_exit_code(_function))
+MEASURE, PREPARE, RESULTS, PROCESSES = "Measure", "Prepare", "Results", "Processes and hosts"
 
-app.add_typer(lab, name="lab")
+_COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
+    "sweep": (MEASURE, measure.sweep, "kvbench sweep quickstart --connector nixl"),
+    "bench": (MEASURE, measure.bench, "kvbench bench quickstart --rate 20 --duration 30"),
+    "simulate": (MEASURE, measure.simulate, "kvbench simulate xpyd --gpus 3"),
+    "microbench": (MEASURE, measure.microbench, "kvbench microbench --lab --nics 1,2,4,8"),
+    "selftest": (MEASURE, measure.selftest, "kvbench selftest --streams 10,100"),
+    "init": (PREPARE, setup.init, "kvbench init two-nodes.yaml --hosts node1,node2"),
+    "scenarios": (PREPARE, lists.scenarios, "kvbench scenarios --json"),
+    "plan": (PREPARE, measure.plan, "kvbench plan quickstart --input-len 1024"),
+    "doctor": (PREPARE, setup.doctor, "kvbench doctor two-nodes.yaml"),
+    "schema": (PREPARE, setup.schema, "kvbench schema > scenario.schema.json"),
+    "runs": (RESULTS, lists.runs, "kvbench runs"),
+    "report": (RESULTS, runs.report, "kvbench report latest"),
+    "watch": (RESULTS, runs.watch, "kvbench watch latest --serve"),
+    "compare": (RESULTS, runs.compare, "kvbench compare results/before results/after"),
+    "verify": (RESULTS, runs.verify, "kvbench verify latest"),
+    "timeline": (RESULTS, runs.timeline, "kvbench timeline latest"),
+    "export": (RESULTS, runs.export, "kvbench export latest --format csv"),
+    "bundle": (RESULTS, runs.bundle, "kvbench bundle latest --without-logs"),
+    "import": (RESULTS, runs.import_, "kvbench import vllm-bench.json --connector nixl"),
+    "diagnose": (RESULTS, deployments.diagnose, "kvbench diagnose results/run/logs"),
+    "launch": (PROCESSES, deployments.launch, "kvbench launch quickstart --connector nixl"),
+    "ps": (PROCESSES, deployments.ps, "kvbench ps"),
+    "stop": (PROCESSES, deployments.stop, "kvbench stop --all"),
+}
+"""Name → where it stands in the help, what it calls, an example."""
+for _name, (_panel, _function, _example) in _COMMANDS.items():
+    app.command(_name, cls=PlainFlags, rich_help_panel=_panel, epilog=f"Example:  {_example}")(
+        with_exit_code(_function)
+    )
+
+for _registered in lab.registered_commands:
+    _registered.cls = PlainFlags
+app.add_typer(lab, name="lab", rich_help_panel=PROCESSES)
 hosts = typer.Typer(help="The hosts of a scenario: install kvbench there.", no_args_is_help=True)
-hosts.command("install")(with_exit_code(setup.hosts_install))
-app.add_typer(hosts, name="hosts")
+hosts.command("install", cls=PlainFlags, epilog="Example:  kvbench hosts install two-nodes.yaml")(
+    with_exit_code(setup.hosts_install)
+)
+app.add_typer(hosts, name="hosts", rich_help_panel=PROCESSES)
 
 
 def _version(value: bool) -> None:
@@ -87,4 +119,5 @@ def _root(
 
 def main() -> None:
     """Entry point of the ``kvbench`` command."""
-    app()
+    allow_any_locale()
+    app(prog_name="kvbench")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvbench.core.foreign_text import visible
 from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, KvbenchError
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ _UNFORESEEN = (
 
 def console() -> Console:
     """The terminal; a pipe or a file gets long lines, and none folded."""
-    from rich.console import Console
+    from kvbench.cli.visible_console import VisibleConsole
 
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=160, soft_wrap=True)
+    terminal = VisibleConsole(highlight=False)
+    return terminal if terminal.is_terminal else VisibleConsole(highlight=False, width=160, soft_wrap=True)
 
 
 def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -48,14 +49,18 @@ def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
 
 @contextmanager
 def _errors_in_words() -> Iterator[None]:
-    """Errors become one clear message with a hint and the right exit code; SIGTERM acts like Ctrl-C."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    """Errors become one clear message with a hint and the right exit code; SIGTERM acts like Ctrl-C, and so
+    does SIGHUP, which a terminal sends when it is closed, but not under nohup.
+    """
+    wanted = (signal.SIGTERM, signal.SIGHUP)
+    taken = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in taken}
     try:
         yield
     except KvbenchError as error:
-        typer.echo(f"kvbench: {error.message}", err=True)
+        typer.echo(f"kvbench: {visible(error.message)}", err=True)
         if error.hint:
-            typer.echo(f"hint: {error.hint}", err=True)
+            typer.echo(f"hint: {visible(error.hint)}", err=True)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         typer.echo("kvbench: interrupted", err=True)
@@ -68,11 +73,12 @@ def _errors_in_words() -> Iterator[None]:
     except Exception as error:
         if os.environ.get(TRACEBACK_ENV):
             raise
-        typer.echo(f"kvbench: {type(error).__name__}: {error}", err=True)
+        typer.echo(f"kvbench: {type(error).__name__}: {visible(str(error))}", err=True)
         typer.echo(f"hint: {_UNFORESEEN}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvbench.cli.choices import complete_run, run_folder
 from kvbench.cli.console import console
 from kvbench.cli.options import (
+    BenchOptions,
     ForceOption,
     LoadOptions,
     OutputOption,
     ResumeOption,
-    ScenarioOptions,
     asks,
 )
 from kvbench.microbench.options import MicrobenchOptions
@@ -29,18 +30,34 @@ AgainstOption = Annotated[
         "--against",
         metavar="RUN",
         help="Offer the loads of this run (imported, or of listed rates) instead, and compare.",
-        exists=True,
-        file_okay=False,
+        parser=run_folder,
+        autocompletion=complete_run,
     ),
 ]
 
-SERVED = ("base_url", "prefill_metrics_url", "decode_metrics_url", "api_key_env", "workers", "direct")
+OtlpOption = Annotated[
+    str,
+    typer.Option(
+        "--otlp",
+        metavar="URL",
+        envvar="KVBENCH_OTLP",
+        help="Send metrics to an OpenTelemetry collector meanwhile (not with --resume): http://HOST:4318.",
+        show_default=False,
+        show_envvar=False,
+    ),
+]
+
+SERVED = (
+    *("base_url", "model", "header", "ca_file", "insecure", "api_key_env"),
+    *("prefill_metrics_url", "decode_metrics_url", "workers", "direct"),
+)
 """Options that mean nothing where nothing is served."""
 
 
 @asks()
 def sweep(
     options: LoadOptions,
+    otlp: OtlpOption = "",
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -50,19 +67,12 @@ def sweep(
 
     if resume is not None:
         return _resumed(resume, "sweep", options.cli_options(), output, force)
-    return sweeping.command(options.cli_options(), output, console())
+    return sweeping.command(options.cli_options(), output, console(), otlp)
 
 
 @asks(without=("attainment", "method", "rates"))
 def bench(
-    *,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            "--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001
-        ),
-    ] = None,
-    options: LoadOptions,
+    options: BenchOptions,
     router_cost: Annotated[
         bool,
         typer.Option(
@@ -70,6 +80,7 @@ def bench(
         ),
     ] = False,
     against: AgainstOption = None,
+    otlp: OtlpOption = "",
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -77,22 +88,29 @@ def bench(
     """Measure one request rate, for each connector and input length."""
     from kvbench.sweep import sweep as sweeping
 
-    replay = options.trace is not None
-    cli = replace(options.cli_options(), fixed_rate=rate, replay=replay, both_modes=router_cost)
+    cli = replace(options.cli_options(), both_modes=router_cost)
+    if cli.concurrency is not None and (cli.fixed_rate or cli.replay or router_cost or against is not None):
+        raise typer.BadParameter(
+            "a closed loop offers no rate: leave --rate, --trace, --router-cost and --against out",
+            param_hint="--concurrency",
+        )
     if against is not None:
         from kvbench.sweep.against import measured
 
         return measured.command(cli, against, output, console())
     if resume is not None:
         return _resumed(resume, "bench", cli, output, force)
-    if rate is None and not replay:
-        raise typer.BadParameter("give the rate to offer, or a --trace to replay", param_hint="--rate")
-    return sweeping.command(cli, output, console())
+    if cli.fixed_rate is None and not cli.replay and cli.concurrency is None:
+        raise typer.BadParameter(
+            "give the rate to offer, a --trace to replay, or the --concurrency of a closed loop",
+            param_hint="--rate",
+        )
+    return sweeping.command(cli, output, console(), otlp)
 
 
 @asks()
 def plan(
-    options: ScenarioOptions,
+    options: LoadOptions,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, with each process's argv.")
     ] = False,
@@ -131,8 +149,8 @@ def simulate(
             "--like",
             metavar="RUN",
             help="A measured run folder: KV bandwidth is taken from it, and of a sweep the overheads.",
-            exists=True,
-            file_okay=False,
+            parser=run_folder,
+            autocompletion=complete_run,
         ),
     ] = None,
     splits: Annotated[

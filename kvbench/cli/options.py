@@ -16,18 +16,27 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from kvbench.cli.choices import complete_connector, complete_run, complete_scenario, run_folder
+
 if TYPE_CHECKING:
     from kvbench.planning.overrides import CliOptions
 
 Result = TypeVar("Result")
 
+_server = partial(typer.Option, rich_help_panel="Server that is up")
 _load = partial(typer.Option, rich_help_panel="Load")
 _slo = partial(typer.Option, rich_help_panel="SLO")
 _method = partial(typer.Option, rich_help_panel="Method")
 
 ScenarioArg = Annotated[
-    str, typer.Argument(help="A scenario file, or the name of a bundled one.", show_default="quickstart")
+    str,
+    typer.Argument(
+        help="A scenario file, or the name of a bundled one.",
+        show_default="quickstart",
+        autocompletion=complete_scenario,
+    ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with every digit.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,15 +49,18 @@ ResumeOption = Annotated[
         "--resume",
         metavar="RUN",
         help="Go on with this run folder after any end; the plan is the folder's.",
-        exists=True,
-        file_okay=False,
+        parser=run_folder,
+        autocompletion=complete_run,
     ),
 ]
 ForceOption = Annotated[
     bool,
     typer.Option("--force", help="Go on although machine or software has changed since; marks the run."),
 ]
-OutputOption = Annotated[Path, typer.Option("--output", metavar="DIR", help="Where run folders are written.")]
+OutputOption = Annotated[
+    Path,
+    typer.Option("--output", metavar="DIR", help="Where run folders are written.", envvar="KVBENCH_OUTPUT"),
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,12 @@ class ScenarioOptions:
     set_: SetOption = None
     connector: Annotated[
         list[str] | None,
-        typer.Option("--connector", metavar="NAME", help="Only this connector of the scenario. Repeatable."),
+        typer.Option(
+            "--connector",
+            metavar="NAME",
+            help="Only this connector of the scenario. Repeatable.",
+            autocompletion=complete_connector,
+        ),
     ] = None
 
     def cli_options(self) -> CliOptions:
@@ -79,13 +96,31 @@ class LoadOptions(ScenarioOptions):
 
     base_url: Annotated[
         str | None,
-        typer.Option(
+        _server(
             "--base-url", metavar="URL", help="Measure a running OpenAI-compatible server; needs no scenario."
         ),
     ] = None
+    model: Annotated[
+        str | None,
+        _server("--model", metavar="NAME", help="Which of its models; needed where it serves several."),
+    ] = None
+    header: Annotated[
+        list[str] | None,
+        _server(
+            "--header",
+            metavar="'NAME: VALUE'",
+            help="Sent with each request; ${VARIABLE} is taken from the environment and written nowhere. "
+            "Repeatable.",
+        ),
+    ] = None
+    ca_file: Annotated[
+        str | None,
+        _server("--ca-file", metavar="FILE", help="Believe the certificates of this PEM file alone."),
+    ] = None
+    insecure: Annotated[bool, _server("--insecure", help="Believe any certificate.")] = False
     prefill_metrics_url: Annotated[
         str | None,
-        typer.Option(
+        _server(
             "--prefill-metrics-url",
             metavar="URL[,URL…]",
             help="/metrics of that server's prefill instances: proves that P and D both worked.",
@@ -93,11 +128,11 @@ class LoadOptions(ScenarioOptions):
     ] = None
     decode_metrics_url: Annotated[
         str | None,
-        typer.Option("--decode-metrics-url", metavar="URL[,URL…]", help="And of its decode instances."),
+        _server("--decode-metrics-url", metavar="URL[,URL…]", help="And of its decode instances."),
     ] = None
     api_key_env: Annotated[
         str | None,
-        typer.Option(
+        _server(
             "--api-key-env",
             metavar="NAME",
             help="The environment variable with that server's API key; the key itself is written nowhere.",
@@ -159,6 +194,14 @@ class LoadOptions(ScenarioOptions):
             "--workers", metavar="N", help="Load generator processes; by default as many as the load needs."
         ),
     ] = None
+    endpoint: Annotated[
+        str | None,
+        _load(
+            "--endpoint",
+            metavar="NAME",
+            help="completions (default), with token ids; or chat: /v1/chat/completions, with messages.",
+        ),
+    ] = None
     direct: Annotated[
         bool, _load("--direct", help="The load generator asks P and D itself, with no router in the path.")
     ] = False
@@ -168,6 +211,10 @@ class LoadOptions(ScenarioOptions):
         return replace(
             super().cli_options(),
             base_url=self.base_url,
+            model=self.model,
+            headers=tuple(self.header or ()),
+            ca_file=self.ca_file,
+            insecure=self.insecure,
             api_key_env=self.api_key_env,
             prefill_metrics_url=self.prefill_metrics_url,
             decode_metrics_url=self.decode_metrics_url,
@@ -182,7 +229,45 @@ class LoadOptions(ScenarioOptions):
             trace=self.trace,
             time_scale=self.time_scale,
             workers=self.workers,
+            endpoint=self.endpoint,
             direct=self.direct,
+        )
+
+
+@dataclass(frozen=True)
+class BenchOptions(LoadOptions):
+    """And how much of it: a rate, or a closed loop, of so many requests or for so long."""
+
+    rate: Annotated[
+        float | None,
+        _load("--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        _load(
+            "--concurrency",
+            metavar="N",
+            help="Instead of a rate: a closed loop of N requests at once, each sent when one has ended.",
+            min=1,
+            max=100_000,
+        ),
+    ] = None
+    num_requests: Annotated[
+        int | None, _load("--num-requests", metavar="N", help="Send so many requests.", min=1, max=10_000_000)
+    ] = None
+    duration: Annotated[
+        float | None, _load("--duration", metavar="S", help="Send requests for so many seconds.", min=0.1)
+    ] = None
+
+    def cli_options(self) -> CliOptions:
+        """The values of these options."""
+        return replace(
+            super().cli_options(),
+            fixed_rate=self.rate,
+            concurrency=self.concurrency,
+            num_requests=self.num_requests,
+            duration_s=self.duration,
+            replay=self.trace is not None,
         )
 
 

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kvbench.cli.choices import RunArg, RunsArg
 from kvbench.cli.console import console
-from kvbench.cli.options import OutputOption
+from kvbench.cli.options import JsonOption, OutputOption
 
-RunArg = Annotated[Path, typer.Argument(help="A run folder.", exists=True, file_okay=False)]
-RunsArg = Annotated[list[Path], typer.Argument(help="Run folders.", exists=True, file_okay=False)]
 ForceComparisonOption = Annotated[
     bool,
     typer.Option("--force", help="Put runs into one table although they are not comparable; marks them."),
@@ -24,11 +23,15 @@ def report(
     dark: Annotated[
         bool, typer.Option("--dark", help="Draw the figures for a dark background, too: figures/*-dark.*.")
     ] = False,
+    png: Annotated[
+        bool, typer.Option("--png", help="Draw the figures as PNG, too, as slides want them.")
+    ] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Write the report of a run again from its raw files, or compare several runs."""
     from kvbench.report import report as reporting
 
-    reporting.command(run, console(), force=force, dark=dark)
+    reporting.command(run, console(), force=force, dark=dark, png=png, as_json=json_)
 
 
 def import_(
@@ -73,13 +76,44 @@ def compare(
     format_: Annotated[
         str, typer.Option("--format", metavar="NAME", help="terminal, md, csv, json or latex.")
     ] = "terminal",
+    json_: JsonOption = False,
+    before: Annotated[
+        int,
+        typer.Option("--before", metavar="N", help="The first N runs are repeats of the one before.", min=0),
+    ] = 0,
+    ci: Annotated[
+        bool, typer.Option("--ci", help="Only a verdict for a pipeline; exit code 4 if a rate got worse.")
+    ] = False,
+    worse_than: Annotated[
+        str, typer.Option("--worse-than", metavar="SHARE", help="With --ci: which loss is an alarm.")
+    ] = "5%",
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")
+    ] = None,
+    comment: Annotated[
+        Path | None, typer.Option("--comment", metavar="FILE", help="Write it as a Markdown comment.")
+    ] = None,
     force: ForceComparisonOption = False,
-) -> None:
-    """Say by rule who is ahead, where, by how much, and what cannot be told; then the rows as a table."""
+) -> int:
+    """What became of each highest rate from one run to the next; or who is ahead in a run, and its rows."""
     from kvbench.report import compare as comparing
+    from kvbench.report.before_after.ci_verdict import share_of
 
     axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
-    comparing.command(run, comparing.CompareOptions(by, axes, group, format_, force), console())
+    asked = comparing.CompareOptions(
+        by, axes, group, "json" if json_ else format_, force, before, ci, share_of(worse_than), junit, comment
+    )
+    return comparing.command(run, asked, console())
+
+
+def verify(
+    run: RunArg,
+    json_: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> int:
+    """Check that a run folder is as it was written, and that its verdicts follow from its requests."""
+    from kvbench.sweep.verify import audit
+
+    return audit.command(run, console(), as_json=json_)
 
 
 def bundle(
@@ -97,24 +131,29 @@ def bundle(
     without_logs: Annotated[
         bool, typer.Option("--without-logs", help="Leave the processes' logs out.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Pack a run that is not as it was written, too; marks it.")
+    ] = False,
 ) -> None:
     """Pack a run for sharing, without host names, addresses, keys, user names and paths; say what went."""
     from kvbench.report import bundle as bundling
+    from kvbench.sweep.verify import audit
 
-    bundling.command(run, bundling.BundleOptions(output, tuple(also or ()), without_logs), console())
+    damaged = "" if audit.require_sound(run, force=force) else audit.DAMAGED
+    bundling.command(run, bundling.BundleOptions(output, tuple(also or ()), without_logs, damaged), console())
 
 
 def export(
     run: RunArg,
     format_: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="prometheus, otel-json or csv.")
+        str, typer.Option("--format", metavar="NAME", help="prometheus, otel-json, csv or mlflow.")
     ] = "prometheus",
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write to this file instead of printing."),
     ] = None,
 ) -> None:
-    """Print a run's summary as Prometheus text, as OpenTelemetry metrics in JSON, or as CSV."""
+    """Print a run's summary as Prometheus text, OpenTelemetry JSON or CSV, or hand it to MLflow."""
     from kvbench.report import export as exporting
 
     exporting.command(run, format_, output, console())

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.console import console
-from kvbench.cli.options import ScenarioArg, SetOption
+from kvbench.cli.options import JsonOption, ScenarioArg, SetOption
 from kvbench.errors import InputError
 
 
@@ -34,20 +34,21 @@ def doctor(
     hosts: Annotated[
         bool, typer.Option("--hosts", help="Check the scenario's hosts, and who reaches whom.")
     ] = False,
+    json_: JsonOption = False,
 ) -> int:
-    """Say what is installed here, what each connector lacks, and how to mend it."""
-    from kvbench.planning.doctor import doctor as examination
+    """Say what is installed here, what each connector lacks, and how to fix it."""
+    from kvbench.planning.doctor import everywhere
     from kvbench.planning.doctor import gates as gatetable
 
     if gates:
-        return gatetable.command(console())
+        return gatetable.command(console(), as_json=json_)
     if hosts:
         from kvbench.planning.doctor import hosts as doctor_hosts
 
         if scenario is None:
             raise InputError("--hosts checks the hosts of a scenario: name one")
-        return doctor_hosts.command(scenario, tuple(set_ or ()), console())
-    return examination.command(console(), scenario, tuple(set_ or ()))
+        return doctor_hosts.command(scenario, tuple(set_ or ()), console(), as_json=json_)
+    return everywhere.command(console(), scenario, tuple(set_ or ()), as_json=json_)
 
 
 def init(
@@ -56,11 +57,25 @@ def init(
         bool, typer.Option("--yes", "-y", help="Ask nothing: take every default for this machine.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", metavar="A,B", help="Engines run on these hosts, reached by ssh: P, then D."),
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="On the nodes that a Slurm job gives.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="On the nodes of a Ray cluster.")] = False,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", metavar="URL", help="A server that is up; nothing is started.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="Which of that server's models.")
+    ] = "",
 ) -> int:
-    """Write a commented scenario for this machine: devices found, connectors that can run, SLOs asked."""
-    from kvbench.planning import init as new_scenario
+    """Write a commented scenario for this machine, for hosts, Slurm or Ray, or for a server that is up."""
+    from kvbench.planning.wizard import init as new_scenario
+    from kvbench.planning.wizard.init_elsewhere import Elsewhere
 
-    return new_scenario.command(file, console(), yes=yes, force=force)
+    elsewhere = Elsewhere.asked(hosts, slurm, ray, base_url, model)
+    return new_scenario.command(file, console(), yes=yes, force=force, elsewhere=elsewhere)
 
 
 def hosts_install(

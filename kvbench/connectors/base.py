@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from kvbench.core.plan.engine_versions import Release, Releases, is_sglang, release
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions
 from kvbench.errors import InputError
 
@@ -80,15 +81,21 @@ class Connector(ABC):
     side_port_roles: tuple[Role, ...] = ()
     """The roles that need planned side-channel (or bootstrap) ports."""
     side_port_per_rank: ClassVar[bool] = False
-    """Each tensor-parallel rank takes one, from the planned port upwards; else one an instance."""
+    """Each tensor-parallel rank of each data-parallel one takes one, from the planned port upwards."""
+    side_port_per_data_rank: ClassVar[bool] = False
+    """Each data-parallel rank takes one; if neither is so, the instance does."""
     service_ports: ClassVar[int] = 0
     """Ports of the connector's own helper processes, planned once for the deployment."""
     true_outputs: ClassVar[bool] = True
     """False if D computes from invented KV, so that its outputs cannot equal the aggregated server's."""
     whole_prompt: ClassVar[bool] = True
     """False if D gets whole blocks only, or only those that are there in time, and computes the rest."""
+    kv_operation: Literal["read", "write", ""] = ""
+    """By what its library moves KV: D reads P's memory, or P writes D's; empty: neither, or unknown."""
     gpu_only: ClassVar[bool] = False
     """vLLM's class refuses to run on CPUs."""
+    v0_engine: ClassVar[bool] = False
+    """It is a class of vLLM's V0 engine."""
     options_model: ClassVar[type[ConnectorOptions]] = ConnectorOptions
 
     releases: ClassVar[Releases] = Releases()
@@ -130,11 +137,13 @@ class Connector(ABC):
             f"vLLM {version} has no {what}", hint=self.history or f"it came with {self.releases}"
         )
 
-    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
+    def side_ports(self, role: str, ranks: Ranks) -> int:
         """How many consecutive side ports an instance of a role takes."""
         if role not in self.side_port_roles:
             return 0
-        return tensor_parallel_size if self.side_port_per_rank else 1
+        if self.side_port_per_rank:
+            return ranks.tensor * ranks.data
+        return ranks.data if self.side_port_per_data_rank else 1
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None

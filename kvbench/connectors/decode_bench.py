@@ -30,8 +30,8 @@ class DecodeBench(LoneConnector):
     kv_connector = "DecodeBenchConnector"
     true_outputs = False
     options_model = DecodeBenchOptions
-    releases = Releases((0, 12))
-    history = "kvbench knows DecodeBenchConnector from vLLM 0.12 on"
+    releases = Releases((0, 11, 1))
+    history = "kvbench knows DecodeBenchConnector from vLLM 0.11.1 on"
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, DecodeBenchOptions)

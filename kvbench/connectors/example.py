@@ -25,14 +25,14 @@ class ExampleOptions(ConnectorOptions):
 
 
 class SharedStorage(PlainConnector):
-    """vLLM 0.9 to 0.12, under its former name."""
+    """vLLM 0.9.1 to 0.12, under its former name."""
 
     name = "example"
     title = "files (ExampleConnector)"
     kv_connector = "SharedStorageConnector"
     whole_prompt = False
     options_model = ExampleOptions
-    releases = Releases((0, 9), (0, 13))
+    releases = Releases((0, 9, 1), (0, 13))
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, ExampleOptions)
@@ -47,12 +47,21 @@ class SharedStorage(PlainConnector):
         ]
 
 
+class SharedStorageFirst(SharedStorage):
+    """vLLM 0.9.0, whose parser does not know the argument."""
+
+    releases = Releases((0, 9), (0, 9, 1))
+
+    def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return {}
+
+
 class Example(SharedStorage):
     """vLLM 0.13 and newer."""
 
     kv_connector = "ExampleConnector"
     releases = Releases((0, 13))
-    older = (SharedStorage,)
+    older = (SharedStorage, SharedStorageFirst)
     history = "kvbench knows the file connector from vLLM 0.9 on"
 
 

@@ -41,8 +41,8 @@ class Lmcache(PlainConnector):
     gpu_only = True
     service_ports = 1
     options_model = LmcacheOptions
-    releases = Releases((0, 10))
-    history = "kvbench knows LMCacheConnectorV1 from vLLM 0.10 on"
+    releases = Releases((0, 9))
+    history = "kvbench knows LMCacheConnectorV1 from vLLM 0.9 on"
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, LmcacheOptions)

@@ -8,11 +8,12 @@ Four profiles, as their sources and proxies want them:
 - 0.16 to 0.24: the same, but without the key ``device_name``.
 - 0.13 to 0.15: P answers the address of its ZMQ side channel, one port for each rank. Sequential: if
   D asks before P has the request, P loses it and D decodes from unwritten blocks.
-- up to 0.8 (V0): a file mooncake.json and a plain proxy.
+- up to 0.10.0 (V0): a file mooncake.json and a plain proxy.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -33,6 +34,7 @@ from kvbench.connectors.parts.plain import PlainConnector
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.sglang_rooms import RoomConnector
 from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import nic_names
 from kvbench.errors import InputError
 
@@ -42,7 +44,9 @@ V0_PORTS: Final = 50
 """V0's two port ranges must be this far apart; each takes 9 + 2 ports for each rank."""
 _FORCED: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Mooncake's own protocol argument selects nothing; these two do, by their mere presence."""
-HISTORY: Final = "MooncakeConnector is in vLLM up to 0.8 (V0), and again from 0.13 on"
+_METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1,5}")
+"""Mooncake takes an address without a scheme for etcd's (its integration guide with vLLM)."""
+HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
 class MooncakeOptions(ConnectorOptions):
@@ -62,9 +66,11 @@ class MooncakeOptions(ConnectorOptions):
         "one 2",
     )
     metadata_server: str = Field(
-        "", description="vLLM up to 0.8 only: etcd://, redis:// or http:// address that P and D share"
+        "",
+        description="vLLM up to 0.10.0 only: etcd://, redis:// or http:// address that P and D share; "
+        "host:port alone is etcd's",
     )
-    kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.8 only: bytes of the lookup buffer")
+    kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.10.0 only: bytes of the lookup buffer")
 
     def settled(self) -> MooncakeOptions:
         protocol = "tcp" if self.protocol == "auto" else self.protocol
@@ -153,15 +159,16 @@ class _Chosen(_Settings):
 
 
 class MooncakeV0(PlainConnector, _Settings):
-    """vLLM 0.6.4 to 0.8: one P and one D, KV through host memory, and a metadata server of the user's."""
+    """vLLM 0.6.4 to 0.10.0: one P and one D, KV through host memory, and a metadata server of the user's."""
 
-    releases = Releases((0, 6, 4), (0, 9))
+    releases = Releases((0, 6, 4), (0, 10, 1))
+    v0_engine = True
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
     ignored_env = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
-    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
-        if tensor_parallel_size > (V0_PORTS - 9) // 2:
-            raise InputError(f"Mooncake in vLLM up to 0.8 takes at most {(V0_PORTS - 9) // 2} ranks")
+    def side_ports(self, role: str, ranks: Ranks) -> int:
+        if ranks.tensor > (V0_PORTS - 9) // 2:
+            raise InputError(f"Mooncake in vLLM up to 0.10.0 takes at most {(V0_PORTS - 9) // 2} ranks")
         return V0_PORTS if role in self.side_port_roles else 0
 
     def kv_transfer_config(
@@ -187,14 +194,15 @@ def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
     """mooncake.json, the same for P and D. Raises InputError for what V0 cannot run."""
     around = seat.neighbours
     if len(around.prefill) != 1 or len(around.decode) != 1:
-        raise InputError("Mooncake in vLLM up to 0.8 joins one P and one D only")
-    if not options.metadata_server.startswith(("etcd://", "redis://", "http://", "https://")):
+        raise InputError("Mooncake in vLLM up to 0.10.0 joins one P and one D only")
+    if not _METADATA_SERVER.fullmatch(options.metadata_server):
         raise InputError(
-            "Mooncake in vLLM up to 0.8 needs a metadata server",
-            hint="set the option metadata_server to etcd://…, redis://… or http://…/metadata, and start it",
+            "Mooncake in vLLM up to 0.10.0 needs a metadata server",
+            hint="set the option metadata_server to etcd://…, redis://…, http://…/metadata, or host:port of "
+            "an etcd, and start it",
         )
     if options.protocol == "rdma" and not options.device_name:
-        raise InputError("Mooncake in vLLM up to 0.8 needs device_name with protocol rdma")
+        raise InputError("Mooncake in vLLM up to 0.10.0 needs device_name with protocol rdma")
     return {
         "prefill_url": around.prefill[0],
         "decode_url": around.decode[0],
@@ -205,19 +213,28 @@ def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
 
 
 class MooncakeZmq(PullConnector, _Chosen):
-    """vLLM 0.13 to 0.15. P and D must get the same request id, which the router sees to."""
+    """vLLM 0.14 and 0.15. P and D must get the same request id, which the router sees to."""
 
-    releases = Releases((0, 13), (0, 16))
+    releases = Releases((0, 14), (0, 16))
     side_port_roles: tuple[Role, ...] = ("prefill",)
     side_port_per_rank = True
     answer_fields = ("remote_host", "remote_port")
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        # 0.13 is hard-wired to "rdma" and leaves that key alone; the environment enforces the transport.
         return _options(options).sending()
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(body, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+class MooncakeRdma(MooncakeZmq):
+    """vLLM 0.13: hard-wired to "rdma", without a key for it; the environment enforces the transport."""
+
+    releases = Releases((0, 13), (0, 14))
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        found = super().extra_config(role, options)
+        return {key: value for key, value in found.items() if key != "mooncake_protocol"}
 
 
 class SglangMooncake(RoomConnector):
@@ -273,7 +290,7 @@ class Mooncake(_Bootstrap):
 
     transfer_backend = "mooncake"
     releases = Releases((0, 25))
-    older = (MooncakeNoDevices, MooncakeZmq, MooncakeV0)
+    older = (MooncakeNoDevices, MooncakeZmq, MooncakeRdma, MooncakeV0)
     sglang = SglangMooncake
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:

@@ -52,7 +52,10 @@ class MooncakeStore(PlainConnector):
     service_ports = 2
     options_model = MooncakeStoreOptions
     releases = Releases((0, 21))
-    history = "kvbench knows MooncakeStoreConnector from vLLM 0.21 on"
+    history = (
+        "kvbench knows MooncakeStoreConnector from vLLM 0.21 on; what had that name up to 0.10.0 was "
+        "another class, of the V0 engine"
+    )
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
         assert isinstance(options, MooncakeStoreOptions)

@@ -13,6 +13,8 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from kvbench import connectors
 from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role, Seat
 from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.ranks import Ranks
+from kvbench.errors import InputError
 
 _TIER: dict[str, JsonValue] = {
     "kv_connector": "OffloadingConnector",
@@ -51,14 +53,15 @@ class Multi(Connector):
     title = "several connectors (MultiConnector)"
     kv_connector = "MultiConnector"
     options_model = MultiOptions
-    releases = Releases((0, 10))
-    history = "kvbench knows MultiConnector from vLLM 0.10 on"
+    releases = Releases((0, 9))
+    history = "kvbench knows MultiConnector from vLLM 0.9 on"
 
     def __init__(self, first: Connector | None = None) -> None:
         self._first = connectors.get("nixl") if first is None else first
         self.dispatch = self._first.dispatch
         self.needs_bootstrap = self._first.needs_bootstrap
         self.needs_engine_id = self._first.needs_engine_id
+        self.kv_operation = self._first.kv_operation
         self.side_port_roles = self._first.side_port_roles
 
     def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
@@ -66,10 +69,16 @@ class Multi(Connector):
         if not isinstance(options, MultiOptions):
             return Multi(connectors.get("nixl").profile(version))
         first = connectors.get(options.first)
-        return Multi(first.profile(version, first.options_model.model_validate(options.first_options)))
+        found = first.profile(version, first.options_model.model_validate(options.first_options))
+        if found.v0_engine:
+            raise InputError(
+                f"{found.kv_connector} of vLLM {version} is of the V0 engine, which has no MultiConnector",
+                hint=found.history,
+            )
+        return Multi(found)
 
-    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
-        return self._first.side_ports(role, tensor_parallel_size)
+    def side_ports(self, role: str, ranks: Ranks) -> int:
+        return self._first.side_ports(role, ranks)
 
     def _own(self, options: ConnectorOptions) -> ConnectorOptions:
         """The first connector's options."""

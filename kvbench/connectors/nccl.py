@@ -1,4 +1,4 @@
-"""vLLM's P2pNcclConnector (up to 0.23): D receives each layer into a tensor of its own, over NCCL.
+"""vLLM's P2pNcclConnector (0.9.2 to 0.23): D receives each layer into a tensor of its own, over NCCL.
 
 The addresses of both sides travel in the request id, so P and D need no discovery by a proxy:
 without ``proxy_ip`` the connector's ping thread stays off. Symmetric tensor parallelism only.
@@ -6,6 +6,7 @@ without ``proxy_ip`` the connector's ping thread stays off. Symmetric tensor par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import Field
 from kvbench.connectors.base import ConnectorOptions, PrefillPeer, Role, Seat
 from kvbench.connectors.parts.plain import PlainConnector
 from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.ranks import Ranks
 
 
 class NcclOptions(ConnectorOptions):
@@ -28,22 +30,42 @@ class NcclOptions(ConnectorOptions):
     )
     mem_pool_size_gb: float = Field(32, gt=0, description="host memory of each rank for what exceeds that")
 
+    @property
+    def pinned_gib(self) -> float:
+        """What a rank pins at its start: the size asked for, up to the next power of two (vLLM's pool)."""
+        return 2.0 ** math.ceil(math.log2(self.mem_pool_size_gb))
+
+    @property
+    def memory(self) -> str:
+        """What it takes beside vLLM's own, in a sentence."""
+        kept = f"{self.kv_buffer_size / 1e9:g} GB of GPU memory beside gpu_memory_utilization"
+        if self.send_type == "GET":
+            used = f"P keeps KV in at most {kept} until D asks, and drops the oldest beyond that"
+        else:
+            used = f"D receives into {kept}, and then into what it has pinned"
+        pinned = f"each rank of P and D pins {self.pinned_gib:g} GiB of host memory at its start"
+        return f"{pinned}; with send_type {self.send_type} {used}"
+
 
 class Nccl(PlainConnector):
-    """Both sides bind one port for each rank, from kv_port upwards."""
+    """vLLM 0.11.1 to 0.23. Both sides bind one port for each rank of the world, from kv_port upwards
+    (p2p_nccl_connector.py).
+    """
 
     name = "nccl"
     title = "NCCL (P2pNcclConnector)"
     kv_connector = "P2pNcclConnector"
     gpu_only = True
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
-    side_port_per_rank = True
     options_model = NcclOptions
-    releases = Releases((0, 10), (0, 24))
+    releases = Releases((0, 11, 1), (0, 24))
     history = (
-        "P2pNcclConnector is in vLLM 0.10 to 0.23 and was removed in 0.24: use an older vLLM for it, "
-        "or compare nixl and mooncake"
+        "P2pNcclConnector is in vLLM 0.9.2 to 0.23 and was removed in 0.24 (PyNcclConnector, up to 0.10.0, "
+        "is the V0 engine's, and kvbench does not start it): use such a vLLM, or compare nixl and mooncake"
     )
+
+    def side_ports(self, role: str, ranks: Ranks) -> int:
+        return ranks.gpus if role in self.side_port_roles else 0
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
@@ -59,7 +81,7 @@ class Nccl(PlainConnector):
         return {
             "send_type": options.send_type,
             "nccl_num_channels": str(options.nccl_num_channels),
-            "mem_pool_size_gb": str(options.mem_pool_size_gb),
+            "mem_pool_size_gb": options.mem_pool_size_gb,  # a number: 0.9.2 cannot read "32.0"
         }
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
@@ -68,8 +90,10 @@ class Nccl(PlainConnector):
         return {"VLLM_HOST_IP": host, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        assert isinstance(options, NcclOptions)
         names = [name for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE", "UCX_TLS") if name in env]
-        return [f"{name} is set, but P2pNcclConnector never reads it" for name in names]
+        ignored = [f"{name} is set, but P2pNcclConnector never reads it" for name in names]
+        return [*ignored, options.memory]
 
     def backend_request_id(self, request_id: str, peer: PrefillPeer, decode_side_address: str) -> str:
         # vLLM finds the addresses by greedy patterns up to a colon, and up to three underscores.
@@ -77,4 +101,14 @@ class Nccl(PlainConnector):
         return f"___prefill_addr_{peer.side_address}___decode_addr_{decode_side_address}_{own}"
 
 
+class NcclWithHttpPort(Nccl):
+    """vLLM 0.9.2 to 0.11.0, which does not start without a port that only its ping thread would tell."""
+
+    releases = Releases((0, 9, 2), (0, 11, 1))
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return {**super().extra_config(role, options), "http_port": "0"}
+
+
+Nccl.older = (NcclWithHttpPort,)
 CONNECTOR = Nccl()

@@ -31,20 +31,19 @@ class SglangNixl(RoomConnector):
         return options.env()
 
 
-class Nixl(PullConnector):
+class _Pull(PullConnector):
     """D pulls from P; both bind a side channel for the agents' metadata.
 
-    The same from 0.13 to 0.33, but for fields of P's answer, which go through untouched.
+    The same from 0.11.1 to 0.33, but for fields of P's answer, which go through untouched.
     """
 
     name = "nixl"
     title = "NIXL (UCX, D pulls)"
     kv_connector = "NixlConnector"
+    kv_operation = "read"
     transfer_backend = "nixl"
     options_model = NixlOptions
-    releases = Releases((0, 10))
-    history = "kvbench knows NixlConnector from vLLM 0.10 on"
-    sglang = SglangNixl
+    history = "NixlConnector is in vLLM 0.9 and newer"
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlOptions)
@@ -60,6 +59,30 @@ class Nixl(PullConnector):
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)
         return options.ucx_tls
+
+
+class NixlPerRank(_Pull):
+    """vLLM 0.9 to 0.11.0: the workers serve the metadata, each at port + data rank × TP + its own rank."""
+
+    releases = Releases((0, 9), (0, 11, 1))
+    side_port_per_rank = True
+
+    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
+        return {}  # it reads no num_threads, and up to 0.10 no backends: UCX, as later ones by default
+
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        assert isinstance(options, NixlOptions)
+        ignored = [] if options.num_threads is None else ["num_threads is read by vLLM 0.11.1 and newer only"]
+        return [*super().warnings(options, env), *ignored]
+
+
+class Nixl(_Pull):
+    """From 0.11.1 on the scheduler does, for all workers of its data-parallel rank, at port + data rank."""
+
+    releases = Releases((0, 11, 1))
+    older = (NixlPerRank,)
+    side_port_per_data_rank = True
+    sglang = SglangNixl
 
 
 CONNECTOR = Nixl()

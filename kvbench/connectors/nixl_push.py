@@ -35,7 +35,9 @@ class NixlPush(PullConnector):
     name = "nixl_push"
     title = "NIXL (UCX, P pushes)"
     kv_connector = "NixlPushConnector"
+    kv_operation = "write"
     options_model = NixlPushOptions
+    side_port_per_data_rank = True
     releases = Releases((0, 24))
     history = "NixlPushConnector is in vLLM 0.24 and newer; `nixl` pulls, and is in older ones too"
 

@@ -6,7 +6,8 @@ monotonic clock; ``None`` means that it did not happen or was not seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,8 +40,9 @@ UNENDED: Final = ("timeout", "no_answer", "cancelled")
 # "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 
-Method = Literal["sustained", "burst", "fixed", "trace", "equal_rate", "imported"]
+Method = Literal["sustained", "burst", "fixed", "closed_loop", "trace", "equal_rate", "imported"]
 """How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds;
+"closed_loop" offers no rate (its ``request_rate`` is 0) but so many requests at once;
 "imported" is a result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 
@@ -236,12 +238,32 @@ class TrialRecord:
             require_types(each)
         if not all(isinstance(label, str) for label in record.labels):
             raise TypeError(f"labels are {str(record.labels)[:40]!r}")
+        if record.verdict not in get_args(VerdictKind):
+            raise ValueError(f"verdict is {record.verdict[:40]!r}")
+        for name in ("request_rate", "duration_s"):
+            # None is written where a number is not finite; NaN never.
+            if (value := getattr(record, name)) is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {str(value)[:40]}")
         return record
 
 
 @dataclass(frozen=True)
+class TokenChoice:
+    """An output token's text, and log-probabilities (nats) of the likeliest texts there, its own too."""
+
+    token: str
+    logprobs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Outputs:
-    """Greedy outputs for one input length, and the median time of one request in seconds."""
+    """Greedy outputs for one input length, and the median time of one request in seconds.
+
+    ``choices``: each text's tokens, () where the server does not tell them. ``repeats``: the same asked
+    again, alone and together, by which a server's own noise is known.
+    """
 
     texts: tuple[str, ...]
     latency_s: float
+    choices: tuple[tuple[TokenChoice, ...], ...] = ()
+    repeats: tuple[Outputs, ...] = ()

@@ -6,24 +6,31 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import httpx
 
 from kvbench import engines
 from kvbench.connectors.base import Connector
+from kvbench.core.access import ServerAccess
+from kvbench.core.foreign_text import visible
+from kvbench.core.gates.evidence_figures import LoggedTransport
+from kvbench.core.load.chat_prompts import ChatLength
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.completions import Completion
 from kvbench.deployment.diagnose import Diagnosis
-from kvbench.deployment.liveness import ProcessWatch, beside
+from kvbench.deployment.liveness import ProcessWatch
+from kvbench.deployment.single_requests import SingleRequests
 from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
-from kvbench.hosts.api_key import bearer, hidden
-from kvbench.hosts.telemetry import Metrics, scrape
+from kvbench.hosts.server_access import access_headers
+from kvbench.hosts.telemetry import Metrics, finite, scrape
 from kvbench.launchers.base import GRACE_S, Launcher, Process
 from kvbench.launchers.parts.ports import require_free_ports
+from kvbench.planning.gpu_dealing import VISIBLE
 from kvbench.planning.process_specs import (
     dispatch_spec,
     instances,
@@ -37,12 +44,15 @@ POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 1.5
 """Of a question that is asked again and again: between two of them it is looked whether all are alive."""
+KV_HELD_S = 45.0
+"""Beyond NIXL's lease on KV that nobody fetched: 30 s (kv_lease_duration in vLLM)."""
+RESET_POLL_S = 0.5
 _UNDER_WAY = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
-    r"|llamacpp:requests_(?:processing|deferred))(?:\{.*\})? ([0-9.e+]+)",
+    r"|llamacpp:requests_(?:processing|deferred))(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
-"""What vLLM, SGLang and llama.cpp call them."""
+"""What vLLM, SGLang and llama.cpp call them. A gauge that is no number says nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,8 @@ class Endpoints:
     """Instance name → /metrics. Names start with their role."""
     cache_reset_urls: Sequence[str] = ()
     router_metrics_url: str = ""
-    api_key_env: str = ""
-    """The environment variable with the API key that the server wants."""
+    access: ServerAccess = field(default_factory=ServerAccess)
+    """What the server's requests carry, and whose certificate is believed."""
     direct: Mapping[str, Any] | None = None
     """How to ask P and D without the router (``process_specs.dispatch_spec``); None where there is none."""
 
@@ -69,9 +79,12 @@ class RunningDeployment:
         self.processes: list[Process] = []
         self._scenario = scenario
         self._launcher = launcher
-        self.api_key_env = scenario.deployment.engine_options.server.api_key_env
+        access = scenario.deployment.engine_options.server.access
         self._client = web.client(
-            headers=bearer(self.api_key_env), timeout_s=CONTROL_TIMEOUT_S, over=launcher.web()
+            headers=access_headers(access),
+            timeout_s=CONTROL_TIMEOUT_S,
+            over=launcher.web(access),
+            access=access,
         )
         self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
@@ -79,6 +92,9 @@ class RunningDeployment:
         asked = self._connector.transport_asked(options) if self._specs else ""
         self._watch = ProcessWatch(scenario.deployment.engine_options.logs_like, self._connector, asked)
         self.endpoints = self._endpoints()
+        self._asked = SingleRequests(
+            scenario, self._client, self.endpoints.base_url, self.check_alive, self._explained
+        )
 
     @property
     def connector(self) -> Connector:
@@ -138,9 +154,27 @@ class RunningDeployment:
         """What the logs have said since the last call, and what they said at start-up; none of it fatal."""
         return self._watch.take()
 
+    def transports(self) -> list[LoggedTransport]:
+        """What the logs say of the way that KV takes, from the processes' start on."""
+        return self._watch.transports() if self._connector.disaggregated else []
+
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
         return {process.name: process.pid for process in self.processes}
+
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs that its engines were given, as hosts' figures name them; none if not all are known."""
+        found: dict[str, None] = {}
+        names = {each.name for each in self.plan.instances}
+        for spec in self._specs:
+            if spec.name.partition(NODE)[0] not in names:
+                continue
+            host = self._launcher.host_of(spec.name)
+            given = self._launcher.env_of(spec).get(VISIBLE, "").replace(" ", "")
+            if not given:
+                return ()
+            found |= dict.fromkeys(f"{host}/{gpu}" if host else gpu for gpu in given.split(","))
+        return tuple(found)
 
     def metrics(self) -> dict[str, Metrics | None]:
         """Read /metrics of each instance, and of the router as ``router``."""
@@ -150,12 +184,35 @@ class RunningDeployment:
         return pages
 
     def reset_caches(self) -> None:
-        """Empty the prefix caches of all instances; servers without that endpoint are left as they are."""
+        """Empty the prefix caches of all instances; servers without that endpoint are left as they are.
+
+        vLLM (0.28 and newer say so) keeps its cache while KV blocks are held, such as for a request whose KV
+        nobody fetched: it is asked again until they are given up. Raises ServerError if they are not.
+        """
+        deadline = time.monotonic() + KV_HELD_S
         for url in self.endpoints.cache_reset_urls:
-            try:
-                self._client.post(url)
-            except httpx.HTTPError as error:
-                raise ServerError(f"POST {url} failed: {error}") from error
+            while not self._reset_cache(url):
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"POST {url} did not empty the prefix cache within {KV_HELD_S:g} s: the engine "
+                        "answers success: false, so it still holds KV blocks",
+                        hint="is somebody else sending it requests? Else restart the deployment; its log "
+                        "says how many blocks are not freed",
+                    )
+                self.check_alive()
+                time.sleep(RESET_POLL_S)
+
+    def _reset_cache(self, url: str) -> bool:
+        """Ask once; false if the engine says that its cache is as it was."""
+        try:
+            response = self._client.post(url)
+        except httpx.HTTPError as error:
+            raise ServerError(f"POST {url} failed: {error}") from error
+        try:
+            answer = web.json_of(response)
+        except ValueError:
+            return True  # older vLLM and SGLang answer without JSON
+        return not (isinstance(answer, dict) and answer.get("success") is False)
 
     def under_way(self) -> float | None:
         """Requests that the instances say are running or waiting there; None if not all of them do."""
@@ -174,46 +231,27 @@ class RunningDeployment:
             return 1.0
         except httpx.HTTPError:
             return None
-        found = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
-        return sum(float(value) for value in found) if found else None
+        said = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
+        found = [number for value in said if (number := finite(value)) is not None]
+        return sum(found) if found else None
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """One greedy completion, not streamed; returns the text. Raises ServerError."""
-        body = {
-            "model": self._scenario.model.served_model_name,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "min_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        url = f"{self.endpoints.base_url}/v1/completions"
-        try:
-            timeout_s = self._scenario.request_timeout_s
-            post = partial(self._client.post, url, json=body, timeout=timeout_s)
-            response = beside(post, self.check_alive)
-        except httpx.HTTPError as error:
-            self.check_alive()
-            late = f" (workload.request_timeout_s is {timeout_s:g})" * isinstance(
-                error, httpx.TimeoutException
-            )
-            what = f"POST {url} failed: {type(error).__name__} {error}".rstrip()
-            raise self._failed(what + late) from error
-        if response.status_code != 200:
-            raise self._failed(f"POST {url} answered {response.status_code}: {self._said(response)}")
-        try:
-            return str(response.json()["choices"][0]["text"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise self._failed(f"POST {url} answered no completion: {self._said(response)}") from error
+        return self._asked.complete([prompt], max_tokens)[0].text
 
-    def _failed(self, what: str) -> ServerError:
-        """The error for a request that failed, with what the logs say of it."""
-        words, hint = self._watch.explained(self.processes)
-        return ServerError(what + words, hint=hint)
+    def complete_scored(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
+        """Greedy completions that are asked for together, with their tokens' log-probabilities as far as the
+        server offers them. Raises ServerError.
+        """
+        return self._asked.complete(prompts, max_tokens, scored=True)
 
-    def _said(self, response: httpx.Response) -> str:
-        """The beginning of an answer, for a message; some servers repeat the key that they refuse."""
-        return hidden(response.text[:300], self.api_key_env)
+    def chat_length(self) -> ChatLength:
+        """How the words of a chat's message become prompt tokens here. Raises ServerError."""
+        return self._asked.chat_length()
+
+    def _explained(self) -> tuple[str, str]:
+        """What the logs say of a request that failed, and a hint."""
+        return self._watch.explained(self.processes)
 
     def _wait_ready(self, deadline: float) -> None:
         # What has neither URL nor port serves another process, whose own answer covers both.
@@ -241,7 +279,7 @@ class RunningDeployment:
             response = self._client.get(spec.ready_url, timeout=2.0)
         except httpx.HTTPError as error:
             return False, f"{type(error).__name__}"
-        return response.status_code == 200, f"HTTP {response.status_code} {response.text[:200]}"
+        return response.status_code == 200, f"HTTP {response.status_code} {visible(response.text[:200])}"
 
     def _raise_not_ready(self, names: Sequence[str], last_answer: str) -> None:
         lines = [
@@ -283,4 +321,4 @@ def _external_endpoints(scenario: Scenario, connector: Connector) -> Endpoints:
     found = server.metrics_urls
     if not connector.disaggregated:
         found = {name.replace("decode-", "aggregated-"): url for name, url in found.items()}
-    return Endpoints(server.base_url, found, api_key_env=server.api_key_env)
+    return Endpoints(server.base_url, found, access=server.access)

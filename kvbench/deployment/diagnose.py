@@ -7,13 +7,15 @@ rest becomes a finding of the trial in which it was written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
+from kvbench.core.gates.evidence_figures import LoggedTransport
 from kvbench.core.records import Finding
 from kvbench.deployment.log_patterns import Level, Pattern, patterns
+from kvbench.deployment.transport_log import TransportReader
 from kvbench.hosts.log_tail import LogReader
 
 MAX_QUOTE_CHARS: Final = 240
@@ -34,6 +36,13 @@ class LogSource:
     """The connector's class name, as "NixlConnector"; empty also where nothing is transferred."""
     role: str = ""
     transport_asked: str = ""
+    kv_operation: str = ""
+    """By what the connector moves KV, as ``Connector.kv_operation``."""
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether this side reads or writes the other's memory, as far as that is known."""
+        return self.role == {"read": "decode", "write": "prefill"}.get(self.kv_operation, self.role)
 
     def has(self, pattern: Pattern) -> bool:
         """May this log contain that pattern at all?"""
@@ -62,6 +71,8 @@ class Diagnosis:
     process: str = ""
     count: int = 1
     of_cancelled: bool = False
+    number: int = 0
+    """Of the first matching line among those that were looked at, from 1 on."""
 
     @property
     def fatal(self) -> bool:
@@ -94,13 +105,13 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
     source = source or LogSource()
     possible = [pattern for pattern in patterns().values() if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         pattern = next((each for each in possible if each.regex.search(line)), None)
         if pattern is None:
             continue
         quote = line.strip()[:MAX_QUOTE_CHARS]
         new = Diagnosis(pattern.key, pattern.level, pattern.cause, pattern.hint, quote, source.process)
-        new = replace(new, of_cancelled=pattern.of_cancelled)
+        new = replace(new, of_cancelled=pattern.of_cancelled, number=number)
         found[pattern.key] = _together(found.get(pattern.key), new)
     return sorted(found.values(), key=_rank)
 
@@ -119,6 +130,12 @@ def _rank(diagnosis: Diagnosis) -> tuple[bool, int]:
 class _Followed:
     source: LogSource
     reader: LogReader
+    transports: TransportReader
+
+    def taken(self, lines: Sequence[str]) -> list[Diagnosis]:
+        """What new lines say is wrong; what they say of transports is kept."""
+        self.transports.feed(lines)
+        return diagnose(lines, self.source)
 
 
 @dataclass
@@ -130,19 +147,20 @@ class LogWatch:
 
     def follow(self, path: Path, source: LogSource) -> None:
         """Follow a log from its present end on; it need not be there yet."""
-        self._logs.append(_Followed(source, LogReader(path)))
+        transports = TransportReader(source.process, source.kv_operation)
+        self._logs.append(_Followed(source, LogReader(path), transports))
 
     def poll(self) -> Diagnosis | None:
         """Read what is new (a bounded part of it); the worst fatal diagnosis since the last ``take``."""
         for log in self._logs:
-            self._add(diagnose(log.reader.read(), log.source))
+            self._add(log.taken(log.reader.read()))
         return worst(self._found.values())
 
     def drain(self, process: str = "") -> Diagnosis | None:
         """Like ``poll``, but to the logs' ends; of one process only if it is named."""
         for log in self._logs:
             if process in ("", log.source.process):
-                self._add(diagnose(log.reader.drain(), log.source))
+                self._add(log.taken(log.reader.drain()))
         found = [each for each in self._found.values() if process in ("", each.process)]
         return worst(found)
 
@@ -151,6 +169,15 @@ class LogWatch:
         found = sorted(self._found.values(), key=_rank)
         self._found = {}
         return found
+
+    def transports(self) -> list[LoggedTransport]:
+        """What the logs have said until now of the KV's way, since their processes began.
+
+        Tables before lanes, and of lanes those of the side that moves it: the other one's may be of messages.
+        """
+        found = [(log.source, each) for log in self._logs for each in log.transports.found()]
+        tables = [each for _, each in found if each.operation]
+        return tables or [each for source, each in found if source.moves_kv]
 
     def _add(self, found: Iterable[Diagnosis]) -> None:
         for new in found:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +12,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvbench.core.load.word_tokenizer import tokenizer_files
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
+from kvbench.files import write_json
+from kvbench.hosts.scratch import keep, scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
+from kvbench.launchers.parts.sockets import is_here
 from kvbench.launchers.placement.placement import Places
-from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.gpu_dealing import far_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
@@ -56,8 +58,16 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     problem = places.unusable(planned) if places.far else unusable(scenario, planned)
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
-    folder = Path(tempfile.mkdtemp(prefix="kvbench-launch-"))
-    launcher = places.launcher(planned, folder / "logs", folder / "specs")
+    # After trouble the logs stay, with the error that names them.
+    with scratch("kvbench-launch-", kept_after_trouble=True) as folder:
+        _keep_up_in(folder, places, planned, console)
+    return EXIT_OK
+
+
+def _keep_up_in(folder: Path, places: Places, planned: DeploymentPlan, console: Console) -> None:
+    scenario = places.scenario
+    env = far_device_env(scenario, planned, places.gpus())
+    launcher = places.launcher(folder / "logs", folder / "specs", env)
     planned = with_ports_at(planned, scenario.deployment, launcher)
     for note in engine_warnings(scenario):
         console.print(f"note: {note}", markup=False)
@@ -72,20 +82,43 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     profiles = sorted(launcher.log_dir.glob("*.nsys-rep"))
     for path in profiles:
         console.print(f"profile: {path}", markup=False)
-    if not profiles:
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # after trouble the logs stay, with the error that names them
-    return EXIT_OK
+    if profiles:
+        keep(folder)
 
 
 def _print_endpoints(deployment: RunningDeployment, launcher: Launcher, console: Console) -> None:
     console.print(f"ready after {deployment.ready_s:.2f} s: {deployment.plan.label}", markup=False)
     console.print(f"  requests  {deployment.endpoints.base_url}/v1/completions", markup=False)
     for name, url in deployment.endpoints.metrics_urls.items():
-        console.print(f"  {name:<9} {url} (pid {deployment.pids()[name]})", markup=False)
+        pid = f"pid {deployment.pids()[name]}" if name in deployment.pids() else "not started here"
+        console.print(f"  {name:<9} {url} ({', '.join([pid, *side_ports(deployment, name)])})", markup=False)
     console.print(f"  logs      {launcher.log_dir}", markup=False)
     console.print("Ctrl-C stops it", markup=False)
+
+
+def side_ports(deployment: RunningDeployment, name: str) -> list[str]:
+    """What else an instance listens on, in words: Mooncake's bootstrap server, or its side channel."""
+    ports = next((each.all_side_ports for each in deployment.plan.instances if each.name == name), ())
+    if not ports:
+        return []
+    what = "bootstrap port" if deployment.connector.needs_bootstrap else "side port"
+    return [f"{what} {ports[0]}" if len(ports) == 1 else f"{what}s {ports[0]} to {ports[-1]}"]
+
+
+def write_tokenizer(scenario_name: str, overrides: Sequence[str], folder: Path, console: Console) -> None:
+    """Write a tokenizer of the emulated engine's words into a folder. Raises InputError for a real engine."""
+    scenario, _ = resolve(CliOptions(scenario_name, tuple(overrides)))
+    deployment = scenario.deployment
+    if not deployment.engine_options.models_compute:
+        raise InputError(
+            f"the {deployment.engine} engine has its model's tokenizer",
+            hint="give your client the model's name",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    files = tokenizer_files(scenario.model.vocab_size, deployment.engine_options.longest_request)
+    for name, content in files.items():
+        write_json(folder / name, content)
+    console.print(f"tokenizer: {folder}", markup=False, soft_wrap=True)
 
 
 def print_commands(
@@ -99,7 +132,7 @@ def print_commands(
     if not deployment.engine_options.starts_processes:
         raise InputError("an external server is started by somebody else: there is no command to print")
     planned = _chosen(plan_of(scenario))
-    elsewhere = deployment.several_hosts
+    elsewhere = deployment.several_hosts or not is_here(deployment.host)
     planned = with_ports(planned, "127.0.0.1" if elsewhere else deployment.host)
     print(f"# {planned.label}: {len(planned.instances)} instance(s), start them in this order")
     for note in engine_warnings(scenario):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
+from kvbench.core.fitted_table import FittedColumn, Grid, columns_of
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.hosts import scratch
 from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.placement.placement import fleet_of
@@ -20,11 +23,13 @@ HERE = ""
 MAX_COMMAND = 100
 
 
-def ps(scenario: str | None, overrides: Sequence[str], console: Console) -> int:
+def ps(scenario: str | None, overrides: Sequence[str], console: Console, *, as_json: bool = False) -> int:
     """List the processes of all runs; those of other hosts too if a scenario names them."""
     with _reached(scenario, overrides, console) as (fleet, failed):
         rows = list(_found(fleet))
-    if not rows:
+    if as_json:
+        console.file.write(json.dumps({"processes": rows}, indent=2) + "\n")
+    elif not rows:
         console.print("no process of a run is left", markup=False)
     else:
         _print(rows, console)
@@ -34,7 +39,9 @@ def ps(scenario: str | None, overrides: Sequence[str], console: Console) -> int:
 def stop(
     tag: str, scenario: str | None, overrides: Sequence[str], console: Console, *, everything: bool
 ) -> int:
-    """End the processes of one run (its tag, or how it begins), or of all of them."""
+    """End the processes of one run (its tag, or how it begins), or of all of them, and remove the temporary
+    folders that such runs left here.
+    """
     if bool(tag) == everything:
         raise InputError("say which run to stop, or --all", hint="`kvbench ps` lists them")
     with _reached(scenario, overrides, console) as (fleet, failed):
@@ -45,7 +52,12 @@ def stop(
                 tagged.end(wanted) if host == HERE else int(fleet[host].ask("end", wanted=wanted)["ended"])
             )
             console.print(f"{host or 'here'}: {ended} process(es) ended", markup=False)
-    if not rows:
+    # Those of processes that have just ended are among them.
+    folders = [folder for folder, whose in scratch.left() if everything or (whose and whose.startswith(tag))]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        console.print(f"here: {folder} removed", markup=False)
+    if not rows and not folders:
         console.print("no such process is left", markup=False)
     return EXIT_FAILED if failed else EXIT_OK
 
@@ -96,12 +108,16 @@ def boot_id() -> str:
 
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table("host", "pid", "age (s)", "run", "command", box=None, pad_edge=False)
-    for row in rows:
-        command = escape(str(row["command"])[:MAX_COMMAND])
-        table.add_row(
-            row["host"] or "here", str(row["pid"]), f"{row['age_s']:.0f}", escape(row["tag"]), command
-        )
-    console.print(table)
+    cells = [
+        [
+            row["tag"],
+            row["host"] or "here",
+            f"{row['pid']}",
+            f"{row['age_s']:.0f}",
+            row["command"][:MAX_COMMAND],
+        ]
+        for row in rows
+    ]
+    columns = [*columns_of("run|host", "pid|age (s)"), FittedColumn("command", "left", rank=1)]
+    fitted = Grid(columns, cells, ruled=False).fitted(console.width if console.is_terminal else None)
+    console.print(fitted.text(), markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from kvbench.connectors.base import Connector
+from kvbench.core.gates.evidence_figures import LoggedTransport
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.deployment.diagnose import Diagnosis, LogSource, LogWatch
 from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError
@@ -51,6 +52,7 @@ class ProcessWatch:
             kv_connector="" if role == ROUTER else self._connector.kv_connector,
             role=role,
             transport_asked=self._transport_asked,
+            kv_operation="" if role == ROUTER else self._connector.kv_operation,
         )
         self._logs.follow(path, source)
 
@@ -105,6 +107,11 @@ class ProcessWatch:
             return "\n".join(["", *(each.text() for each in found)]), self._hint(found[0])
         words = last_words(processes)
         return words, "no log names a cause: look into the whole logs" if words else ""
+
+    def transports(self) -> list[LoggedTransport]:
+        """What the logs say of the KV's way, from the processes' start on."""
+        self._logs.drain()
+        return self._logs.transports()
 
     def take(self) -> list[Diagnosis]:
         """What start-up left to say, and what was found since the last call; the worst first."""

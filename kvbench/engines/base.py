@@ -13,6 +13,7 @@ from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Rol
 from kvbench.core.physics.model_shapes import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import EngineOptions as EngineOptions
 from kvbench.errors import InputError, Problem
 
@@ -33,7 +34,7 @@ class Instance:
     engine_id: str
     model: ModelShape
     served_model_name: str
-    tensor_parallel_size: int
+    ranks: Ranks
     max_tokens_per_request: int
     """The longest input plus output of the workload."""
     neighbours: Neighbours = field(default_factory=Neighbours)
@@ -43,6 +44,8 @@ class Instance:
     """Where its processes meet, on the first of them."""
     devices: tuple[str, ...] = ()
     """The GPUs that it is dealt; none where nobody deals them out."""
+    wire_ranks: int = 1
+    """Tensor parallel ranks for which KV goes over the wire: those of the D instances."""
 
     @property
     def side_address(self) -> str:
@@ -57,9 +60,7 @@ class Instance:
     @property
     def seat(self) -> Seat:
         """The instance as its connector sees it."""
-        return Seat(
-            self.role, self.rank, self.host, self.side_port, self.tensor_parallel_size, self.neighbours
-        )
+        return Seat(self.role, self.rank, self.host, self.side_port, self.ranks.tensor, self.neighbours)
 
     @property
     def url(self) -> str:
@@ -196,8 +197,8 @@ class Engine(ABC):
             )
         return [self.process(instance, connector, connector_options, options)]
 
-    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
-        """What an instance with so many tensor parallel ranks needs of its host's GPUs."""
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: Ranks) -> GpuNeed:
+        """What an instance with these ranks needs of its host's GPUs."""
         return GpuNeed(0)
 
     def kv_pool_bytes(self, instance: Instance, options: EngineOptions) -> int:

@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
+from kvbench.connectors.parts.ucx import moves_gpu_memory
 from kvbench.core.gates.lies import LIES, Lie, labels_of
 from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.core.plan.processes import ProcessSpec
@@ -23,6 +24,7 @@ from kvbench.errors import InputError, Problem
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
 """In a run folder of ``kvbench microbench``."""
 PACED: Final = "KV paced"
+ON_GPU: Final = "KV in GPU memory"
 
 
 class TransferFigures(BaseModel):
@@ -39,6 +41,7 @@ class EmulatedOptions(EngineOptions):
     """Options of the emulated engine, the same for prefill and decode instances."""
 
     uses_gpus = False
+    tensor_parallel_only = True
     models_compute = True
     chooses_transport = False
     kv_bytes_certain = True
@@ -59,6 +62,11 @@ class EmulatedOptions(EngineOptions):
         None, ge=16, description="longest input plus output; by default the workload's"
     )
     enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
+    memory: Literal["host", "cuda"] = Field(
+        "host",
+        description="where the KV lies that is handed over: cuda copies it to GPU memory first, and back "
+        "where it has arrived",
+    )
     transfer_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of one KV transfer")
     transfer_like: str = Field(
         "",
@@ -74,6 +82,9 @@ class EmulatedOptions(EngineOptions):
     )
     transfer_model: TransferFigures | None = Field(
         None, description="the same by figures, in place of transfer_like"
+    )
+    reasoning_tokens: int = Field(
+        0, ge=0, le=1_000_000, description="so many tokens of a chat's answer come first, as its reasoning"
     )
     lie: Lie = Field(
         "", description="what the system under test is to lie about, to see it caught; marks every result"
@@ -164,13 +175,17 @@ class Emulated(Engine):
 
     def labels_of(self, options: EngineOptions) -> tuple[str, ...]:
         assert isinstance(options, EmulatedOptions)
-        return (*self.labels, *((PACED,) if options.paced else ()), *labels_of(options.lie))
+        marks = ((PACED,) if options.paced else ()) + ((ON_GPU,) if options.memory == "cuda" else ())
+        return (*self.labels, *marks, *labels_of(options.lie))
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         """Which model paces which connector's hand-over. Raises InputError where a model is missing."""
         assert isinstance(options, EmulatedOptions)
         notes = []
-        for label, (connector, _) in (setting.connectors if setting else {}).items():
+        for label, (connector, chosen) in (setting.connectors if setting else {}).items():
+            tls = connector.env("decode", chosen, None, "").get("UCX_TLS", "")
+            if options.memory == "cuda" and not moves_gpu_memory(tls):
+                notes.append(f"{label}: UCX_TLS={tls} leaves CUDA out: set its ucx_tls to cuda,tcp")
             pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
             if pace is not None:
                 origin = f" ({pace.way}, of {options.transfer_like})" if options.transfer_like else ""
@@ -191,6 +206,12 @@ class Emulated(Engine):
             return Problem(
                 f"the emulated engine cannot move KV for the connector {connector.name}",
                 f"measure {connector.name} with a real engine: deployment.engine: vllm",
+            )
+        memory = options.memory if isinstance(options, EmulatedOptions) else "host"
+        if memory not in transfer.get(connector.transfer_backend).memories:
+            return Problem(
+                f"{connector.transfer_backend} moves no {memory} memory, as engine_options.memory asks for",
+                "leave engine_options.memory out, or take the connector nixl",
             )
         return transfer.check(connector.transfer_backend)
 
@@ -216,7 +237,8 @@ class Emulated(Engine):
                 "mla_dim": model.mla_dim,
                 "vocab_size": model.vocab_size,
             },
-            "tensor_parallel_size": instance.tensor_parallel_size,
+            "tensor_parallel_size": instance.ranks.tensor,
+            **({} if instance.wire_ranks == instance.ranks.tensor else {"kv_ranks": instance.wire_ranks}),
             "block_tokens": options.block_tokens,
             "num_blocks": self._num_blocks(instance, options),
             "max_num_seqs": options.max_num_seqs,
@@ -230,6 +252,8 @@ class Emulated(Engine):
             ),
             "side_channel_port": instance.side_port,
             "transfer_timeout_s": options.transfer_timeout_s,
+            **({} if options.memory == "host" else {"memory": options.memory}),
+            **({"reasoning_tokens": options.reasoning_tokens} if options.reasoning_tokens else {}),
             **_kv_pace(connector, options),
             **({"lie": options.lie} if options.lie in LIES and LIES[options.lie].where == "engine" else {}),
         }
@@ -244,7 +268,7 @@ class Emulated(Engine):
 
     def kv_pool_bytes(self, instance: Instance, options: EngineOptions) -> int:
         assert isinstance(options, EmulatedOptions)
-        per_block = instance.model.block_bytes(options.block_tokens, instance.tensor_parallel_size)
+        per_block = instance.model.block_bytes(options.block_tokens, instance.wire_ranks)
         return self._num_blocks(instance, options) * per_block * instance.model.regions()
 
     @staticmethod

@@ -10,11 +10,18 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvbench.connectors.base import Connector, ConnectorOptions
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.options import RunningServer
 from kvbench.engines.base import Engine, EngineOptions, Instance
 from kvbench.errors import InputError, Problem
 
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,4000}")
+_OWN_HEADERS: Final = frozenset(
+    {"host", "content-length", "content-type", "transfer-encoding", "connection", "accept", "x-request-id"}
+)
+_SECRET: Final = re.compile(r"auth|cookie|key|token|secret|passw|credential", re.IGNORECASE)
 _UNSEEN: Final = re.compile(r"[\x00-\x20\x7f-\xa0]")
 
 
@@ -33,6 +40,22 @@ def url_problem(url: str) -> str:
         return (
             "must not carry a login, which every file of the run would show; put the key into an environment "
             "variable and name it in api_key_env"
+        )
+    return ""
+
+
+def header_problem(name: str, value: str) -> str:
+    """Why a header cannot be sent, or not without showing a secret in every file; empty if it can."""
+    if not _HEADER_NAME.fullmatch(name):
+        return f"{name[:40]!r} is no header's name"
+    if name.lower() in _OWN_HEADERS:
+        return f"the header {name} is kvbench's own"
+    if not _HEADER_VALUE.fullmatch(value):
+        return f"the header {name} must have a value of visible ASCII characters, in one line"
+    if _SECRET.search(name) and "${" not in value:
+        return (
+            f"the header {name} looks like a secret, which every file of the run would show: put it into an "
+            f"environment variable and write {name}: ${{NAME}}, in single quotes on a command line"
         )
     return ""
 
@@ -64,7 +87,23 @@ class ExternalOptions(EngineOptions):
         description="environment variable with the server's API key, sent as Authorization: Bearer; "
         "the key itself is written nowhere",
     )
+    headers: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="further headers of each request; ${NAME} in a value is that environment variable's, "
+        "which is put in when it is sent, and written nowhere",
+    )
+    ca_file: str = Field(
+        "",
+        max_length=4096,
+        description="PEM file of certificates that are believed instead of the machine's, there where "
+        "requests are sent from",
+    )
+    insecure: bool = Field(False, description="any certificate is believed, even a forged one")
 
+    gpus: int | None = Field(
+        None, ge=1, le=65536, description="GPUs behind base_url, all together: rates are then told per GPU"
+    )
     dummy_weights: bool = Field(
         False, description="its weights are made up, so that different prompts may have the same answer"
     )
@@ -83,6 +122,14 @@ class ExternalOptions(EngineOptions):
             raise PydanticCustomError("kvbench", "{text}", {"text": problem})
         return urls
 
+    @field_validator("headers")
+    @classmethod
+    def _sendable(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if problem := header_problem(name, value):
+                raise PydanticCustomError("kvbench", "{text}", {"text": problem})
+        return headers
+
     @property
     def answers_alike(self) -> bool:
         return self.dummy_weights
@@ -93,7 +140,8 @@ class ExternalOptions(EngineOptions):
         metrics = {
             f"{role}-{rank}": url for role, urls in given.items() for rank, url in enumerate(each_url(urls))
         }
-        return RunningServer(self.base_url, metrics, self.api_key_env)
+        access = ServerAccess(self.api_key_env, self.headers, self.ca_file, self.insecure)
+        return RunningServer(self.base_url, metrics, access)
 
 
 class External(Engine):

@@ -5,14 +5,15 @@ Not run here: SGLang needs a GPU. `check` says so unless the user says that it h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.ranks import Ranks
 from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, OptionsContext
 from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
 from kvbench.errors import KvbenchError, Problem
@@ -30,11 +31,19 @@ _OURS: Final = (
     "disaggregation-ib-device",
 )
 """Arguments that follow from the scenario."""
+_RANK_NAMES: Final = {
+    "pipeline_parallel_size": ("pp-size", "pipeline-parallel-size", "pp"),
+    "data_parallel_size": ("dp-size", "data-parallel-size", "dp"),
+    "expert_parallel": ("ep-size", "expert-parallel-size", "ep"),
+}
+"""Ranks beside the tensor parallel ones, by SGLang's names for them."""
 NOT_RUN: Final = "kvbench prints SGLang's commands but has not been run with it"
 
 
 class SglangOptions(EngineOptions):
     """Options of SGLang servers. Arguments and environment of a role win over those for both."""
+
+    usual_ready_timeout_s: ClassVar[float] = 600.0
 
     model: str = Field(..., min_length=1, description="path or id of the model that is served")
     command: tuple[str, ...] = Field(
@@ -78,10 +87,31 @@ class SglangOptions(EngineOptions):
         """The user's environment for one role."""
         return {**self.env, **{"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})}
 
-    def arguments(self, role: Role) -> dict[str, Any]:
+    def ranks_in_args(self, role: str) -> dict[str, int]:
+        arguments = self.arguments(role)
+        found = {
+            key: whole(arguments, *names)
+            for key, names in _RANK_NAMES.items()
+            if any(name in arguments for name in names)
+        }
+        if arguments.get("enable-dp-attention"):
+            found["data_parallel_size"] = 1  # it splits the ranks that there are
+        return found
+
+    def arguments(self, role: str) -> dict[str, Any]:
         """The user's arguments for one role, with underscores as hyphens."""
         own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
         return {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+
+
+def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
+    """What asks for the ranks, but for those that the user's own arguments ask for already."""
+    args: dict[str, Any] = {"tp-size": ranks.tensor}
+    args |= {} if "pipeline_parallel_size" in given else {"pp-size": ranks.pipeline}
+    args |= {} if "data_parallel_size" in given else {"dp-size": ranks.data}
+    # Experts are spread over as many ranks as these are, of the tensor parallel ones.
+    args |= {"ep-size": ranks.tensor} if ranks.expert and "expert_parallel" not in given else {}
+    return {key: count for key, count in args.items() if count > 1}
 
 
 class Sglang(Engine):
@@ -110,8 +140,8 @@ class Sglang(Engine):
             )
         return None
 
-    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
-        """Its ranks, tensor × pipeline × data parallel; data parallel attention splits those it has.
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: Ranks) -> GpuNeed:
+        """One for each rank.
 
         ``base-gpu-id`` chooses among the GPUs that a process sees, so it counts as a choice of the user's.
         """
@@ -119,9 +149,7 @@ class Sglang(Engine):
         arguments = options.arguments(role)
         if str(arguments.get("device", "cuda")) == "cpu":
             return GpuNeed(0)
-        split = bool(arguments.get("enable-dp-attention"))
-        data = 1 if split else whole(arguments, "dp-size", "data-parallel-size", "dp")
-        count = ranks * whole(arguments, "pp-size", "pipeline-parallel-size", "pp") * data
+        count = ranks.gpus
         if "base-gpu-id" in arguments:
             first, step = int(arguments["base-gpu-id"]), whole(arguments, "gpu-id-step")
             return GpuNeed(count, tuple(str(first + step * number) for number in range(count)))
@@ -142,7 +170,7 @@ class Sglang(Engine):
             "served-model-name": instance.served_model_name,
             "host": instance.host,
             "port": instance.port,
-            "tp-size": instance.tensor_parallel_size if instance.tensor_parallel_size > 1 else None,
+            **_rank_args(instance.ranks, options.ranks_in_args(role)),
             "kv-cache-dtype": "fp8_e4m3" if instance.model.kv_dtype == "fp8" else None,
             "enable-metrics": True,
             "disaggregation-mode": role if connector.disaggregated else None,

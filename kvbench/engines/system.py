@@ -28,6 +28,9 @@ class SystemOptions(EngineOptions):
     command: str = Field(
         ..., min_length=1, description="the simulator's command line: a program and its arguments; no shell"
     )
+    gpus: int | None = Field(
+        None, ge=1, le=65536, description="GPUs that it simulates, all together: rates are then told per GPU"
+    )
     answer_timeout_s: float = Field(
         600.0, gt=0, le=86_400, description="seconds of real time in which it must answer a trial"
     )

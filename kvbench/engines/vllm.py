@@ -12,11 +12,14 @@ from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
 from kvbench.core.plan.engine_versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts import NODE
+from kvbench.core.ranks import Ranks
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Instance, OptionsContext
-from kvbench.engines.parts.commands import argv_of, asked_version, found_command, whole
+from kvbench.engines.parts.commands import argv_of, asked_version, found_command
 from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario
+from kvbench.engines.parts.vllm_on_cpus import cpu_args, cpu_warnings, on_cpu
 from kvbench.engines.parts.vllm_options import VllmOptions
+from kvbench.engines.parts.vllm_variables import given_up
 from kvbench.errors import InputError, KvbenchError, Problem
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
@@ -54,17 +57,13 @@ class Vllm(Engine):
             return Problem(f"{profile.kv_connector} needs a GPU, and this vLLM ({version}) is built for CPUs")
         return None
 
-    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: int) -> GpuNeed:
-        """Its ranks, tensor × pipeline × data parallel; none on CPUs."""
+    def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: Ranks) -> GpuNeed:
+        """One for each rank; none on CPUs."""
         assert isinstance(options, VllmOptions)
-        if _on_cpu(options, _version_of(options)):
+        if on_cpu(options, _version_of(options)):
             return GpuNeed(0)
-        arguments = options.arguments(role)
-        local = next((name for name in ("data-parallel-size-local", "dpl") if name in arguments), "")
-        data = whole(arguments, local) if local else whole(arguments, "data-parallel-size", "dp")
         visible = options.environment(role, rank).get("CUDA_VISIBLE_DEVICES")
-        count = ranks * whole(arguments, "pipeline-parallel-size", "pp") * data
-        return GpuNeed(count, None if visible is None else tuple(visible.replace(" ", "").split(",")))
+        return GpuNeed(ranks.gpus, None if visible is None else tuple(visible.replace(" ", "").split(",")))
 
     def processes(
         self,
@@ -103,11 +102,10 @@ class Vllm(Engine):
             "served-model-name": instance.served_model_name,
             "host": instance.host,
             "port": instance.port,
-            "tensor-parallel-size": instance.tensor_parallel_size
-            if instance.tensor_parallel_size > 1
-            else None,
+            **_rank_args(instance.ranks, options.ranks_in_args(role)),
             "kv-cache-dtype": "fp8" if instance.model.known and instance.model.kv_dtype == "fp8" else None,
             **connector.engine_args(role, connector_options),
+            **cpu_args(options, self.version(options)),
             **options.arguments(role),
         }
         config = self.kv_transfer_config(instance, connector, connector_options, options)
@@ -137,9 +135,12 @@ class Vllm(Engine):
         )
         if config is None:
             return None
-        if options.kv_buffer_device:
-            config["kv_buffer_device"] = options.kv_buffer_device
-        if release(self.version(options)) >= connector.load_failure_policy_since:
+        version = self.version(options)
+        # Up to 0.13 at least the default is "cuda" on CPUs too, which NIXL's connector then refuses.
+        device = options.kv_buffer_device or ("cpu" if on_cpu(options, version) else "")
+        if device:
+            config["kv_buffer_device"] = device
+        if release(version) >= connector.load_failure_policy_since:
             # Said even where it is the default: up to 0.13 vLLM computes lost KV anew and says nothing.
             config["kv_load_failure_policy"] = options.kv_load_failure_policy
         return config
@@ -164,6 +165,22 @@ class Vllm(Engine):
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         assert isinstance(options, VllmOptions)
         return list(dict.fromkeys(_warnings(options, setting or OptionsContext(), _version_of(options))))
+
+
+def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
+    """What asks for the ranks, but for those that the user's own arguments ask for already."""
+    wanted = {
+        "tensor_parallel_size": ranks.tensor,
+        "pipeline_parallel_size": ranks.pipeline,
+        "data_parallel_size": ranks.data,
+    }
+    args: dict[str, Any] = {
+        key.replace("_", "-"): count for key, count in wanted.items() if count > 1 and key not in given
+    }
+    return {
+        **args,
+        **({"enable-expert-parallel": True} if ranks.expert and "expert_parallel" not in given else {}),
+    }
 
 
 def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
@@ -202,9 +219,12 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
     elif is_newer_than_known(version):
         yield f"vLLM {version} is newer than {newest}, the newest that kvbench knows; its profile is taken"
     roles: tuple[Role, ...] = ("prefill", "decode")
-    on_cpu = _on_cpu(options, version)
-    if any(options.arguments(role).get("enforce-eager") for role in roles) and not on_cpu:
+    if version:
+        yield from given_up({**options.env, **options.prefill_env, **options.decode_env}, version)
+    cpu = on_cpu(options, version)
+    if any(options.arguments(role).get("enforce-eager") for role in roles) and not cpu:
         yield "enforce-eager turns CUDA graphs off: decoding gets several times slower"
+    yield from cpu_warnings(options, version, roles)
     if options.kv_load_failure_policy == "recompute":
         yield "kv_load_failure_policy recompute: where KV is lost D computes the prompt, and no rate is P/D's"
     yield from _slots(options, setting, roles)
@@ -213,7 +233,7 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
             environment = {**options.environment(role, 0)}
             for text in connector.warnings(connector_options, environment):
                 yield f"{label}: {text}"
-            if isinstance(connector_options, UcxOptions) and not on_cpu:
+            if isinstance(connector_options, UcxOptions) and not cpu:
                 tls = environment.get("UCX_TLS") or connector_options.ucx_tls
                 if not moves_gpu_memory(tls):
                     yield (
@@ -244,10 +264,6 @@ def _overridden(label: str, ours: Mapping[str, str], users: Mapping[str, str]) -
     for name in sorted(set(ours) & set(users)):
         if name != "PYTHONPATH" and ours[name] != users[name]:
             yield f"{label}: env sets {name}, which then wins over the connector's option"
-
-
-def _on_cpu(options: VllmOptions, version: str) -> bool:
-    return "+cpu" in version or any(name.startswith("VLLM_CPU_") for name in options.env)
 
 
 ENGINE = Vllm()

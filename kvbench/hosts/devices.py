@@ -180,15 +180,21 @@ def gpus(command: str = "nvidia-smi", deadline_s: float = SMI_DEADLINE_S) -> lis
 # Counters that grow while a trial runs
 
 _RATE: Final = re.compile(r"([\d.]+)\s*([GM])b/sec")
-_RDMA_WORD_BYTES: Final = 4
-"""``port_xmit_data`` and ``port_rcv_data`` count words of four bytes (octets over four lanes)."""
+_RDMA_COUNTERS: Final = (
+    (("counters/port_xmit_data", "counters/port_rcv_data"), 4),
+    (("hw_counters/tx_bytes", "hw_counters/rx_bytes"), 1),
+)
+"""What counts a port's bytes out and in, and in which unit, the first that is there: by InfiniBand's
+architecture words of four bytes (octets over four lanes); of EFA, which has no such files, its own
+(EFA_DEFINE_PORT_STATS of the kernel's efa_verbs.c: all of them, those of RDMA reads and writes included).
+"""
 
 
 @dataclass(frozen=True)
 class NicReading:
-    """Byte counters of one network interface ("ip") or RDMA device ("rdma") at one moment."""
+    """Bytes that an interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") have counted."""
 
-    kind: Literal["ip", "rdma"]
+    kind: Literal["ip", "rdma", "nvlink"]
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
@@ -209,13 +215,22 @@ def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
         found[folder.name] = NicReading("ip", sent, received, rate, loopback)
     for device in children(root / "sys/class/infiniband"):
         ports = children(device / "ports")
-        words = [[read_int(port / f"counters/port_{way}_data") for port in ports] for way in ("xmit", "rcv")]
-        if not ports or None in words[0] + words[1]:
+        counted = [both for port in ports if (both := _rdma_bytes(port)) is not None]
+        if not ports or len(counted) < len(ports):
             continue
-        sent, received = (sum(_RDMA_WORD_BYTES * (word or 0) for word in way) for way in words)
+        sent, received = (sum(way) for way in zip(*counted, strict=True))
         rates = [rate for port in ports if (rate := link_rate(read(port / "rate"))) is not None]
         found[device.name] = NicReading("rdma", sent, received, sum(rates) if rates else None)
     return found
+
+
+def _rdma_bytes(port: Path) -> tuple[int, int] | None:
+    """Bytes that an RDMA port has sent and received; None if it does not count both."""
+    for names, unit in _RDMA_COUNTERS:
+        sent, received = (read_int(port / name) for name in names)
+        if sent is not None and received is not None:
+            return sent * unit, received * unit
+    return None
 
 
 def link_rate(text: str | None) -> float | None:
@@ -242,6 +257,12 @@ def own_cgroups(root: Path) -> list[Path]:
     base = root / "sys/fs/cgroup"
     folder = base / (own[1] if own else "")
     return [place for place in (folder, *folder.parents) if place == base or base in place.parents]
+
+
+def cpu_pressure_s(root: Path = Path("/")) -> float | None:
+    """Seconds in which some process was ready and had no core, since boot; None on kernels without PSI."""
+    found = re.search(r"^some .*total=(\d+)$", read(root / "proc/pressure/cpu") or "", re.MULTILINE)
+    return int(found[1]) / 1e6 if found else None
 
 
 def cgroup_throttled_s(root: Path = Path("/")) -> float | None:

@@ -6,7 +6,6 @@ can be read as well. Libraries are asked for their version without being importe
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvbench.hosts.devices import children, gpus, nics, output_of, own_cgroups, rdma, read
+from kvbench.hosts.gpu_affinity import with_affinity
+from kvbench.hosts.version_rules import version_of
 from kvbench.version import __version__
 
 GIT_DEADLINE_S: Final = 5.0
@@ -61,7 +62,7 @@ def describe(
         "load_average": lambda: load_average(root),
         "nics": lambda: nics(root),
         "rdma": lambda: rdma(root),
-        "gpus": gpus,
+        "gpus": lambda: with_affinity(gpus(), root),
         "libraries": versions,
         "env": lambda: recorded_env(os.environ if environ is None else environ),
         "git": lambda: git_state(code or Path(__file__).resolve().parents[2]),
@@ -153,14 +154,6 @@ def load_average(root: Path = Path("/")) -> list[float] | None:
 def versions() -> dict[str, str | None]:
     """The installed version of each library that matters here; null for one that is not installed."""
     return {name: version_of(name) for name in LIBRARIES}
-
-
-def version_of(name: str) -> str | None:
-    """A distribution's installed version, if it is installed; nothing is imported."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:

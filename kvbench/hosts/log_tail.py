@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from kvbench.core.foreign_text import visible
+
 MAX_READ_BYTES: Final = 64 * 1024
 """Bytes taken by one ``read``: some hundred lines, so that a look at a log costs milliseconds."""
 MAX_BEHIND_BYTES: Final = 4 * 2**20
@@ -76,7 +78,7 @@ def tail_of(path: Path, lines: int) -> list[str]:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16_384))
-            text = file.read().decode("utf-8", "replace")
+            text = visible(file.read().decode("utf-8", "replace"))
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()][-lines:]

@@ -1,8 +1,8 @@
-"""How long NVIDIA's GPUs have been slowed down for power or heat, as the driver's own library reports it.
+"""What NVIDIA's GPUs have drawn and their NVLinks carried, and for how long they were slowed down.
 
-NVML keeps for each GPU the time for which a policy has lowered its clocks (nvmlDeviceGetViolationStatus), so
-two readings cover everything between them. The library is loaded by its file name and asked a few plain
-questions; it starts no CUDA context.
+NVML keeps for each GPU its energy (nvmlDeviceGetTotalEnergyConsumption), and the time for which a policy has
+lowered its clocks (nvmlDeviceGetViolationStatus), so two readings cover everything between them. The library
+is loaded by its file name and asked a few plain questions; it starts no CUDA context.
 """
 
 from __future__ import annotations
@@ -16,12 +16,31 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 POLICIES: Final = {0: "power", 1: "heat"}
 """NVML_PERF_POLICY_POWER and NVML_PERF_POLICY_THERMAL."""
 _NAME_BYTES: Final = 96
+"""NVML_DEVICE_NAME_V2_BUFFER_SIZE and NVML_DEVICE_UUID_V2_BUFFER_SIZE."""
+_LINK_DATA: Final = (138, 139)
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB of payload, by link or over all of them."""
+_ALL_LINKS: Final = 0xFFFFFFFF
+_KIB: Final = 1024.0
 
 
 class _Violation(ctypes.Structure):
     """nvmlViolationTime_t: both in nanoseconds since the driver was loaded."""
 
     _fields_ = (("reference", ctypes.c_ulonglong), ("violation", ctypes.c_ulonglong))
+
+
+class _FieldValue(ctypes.Structure):
+    """nvmlFieldValue_t; its union's unsigned long long alone, as throughputs are."""
+
+    _fields_ = (
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency_us", ctypes.c_longlong),
+        ("value_type", ctypes.c_int),
+        ("returned", ctypes.c_int),
+        ("value", ctypes.c_ulonglong),
+    )
 
 
 @lru_cache(maxsize=4)
@@ -47,6 +66,49 @@ def slowed_s(name: str = LIBRARY) -> dict[str, float]:
                 if asked(handle, ctypes.c_int(policy), ctypes.byref(time)) == 0:
                     found[f"GPU {index} ({word})"] = time.violation / 1e9
     except AttributeError:  # a library too old for one of the questions
+        return {}
+    return found
+
+
+def energy_j(name: str = LIBRARY) -> dict[str, float]:
+    """GPU → joules since the driver was loaded, each under its number and under its UUID.
+
+    Without those that do not count them, as those before Volta.
+    """
+    library = _opened(name)
+    if library is None:
+        return {}
+    found: dict[str, float] = {}
+    try:
+        for index, handle in _gpus(library):
+            millijoules, uuid = ctypes.c_ulonglong(), ctypes.create_string_buffer(_NAME_BYTES)
+            if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) != 0:
+                continue
+            found[str(index)] = millijoules.value / 1e3
+            if library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(_NAME_BYTES)) == 0:
+                found[uuid.value.decode("utf-8", "replace")] = millijoules.value / 1e3
+    except AttributeError:  # a library too old for one of the questions
+        return {}
+    return found
+
+
+def nvlink_bytes(name: str = LIBRARY) -> dict[int, tuple[float, float]]:
+    """GPU → bytes that it has sent and received over all its NVLinks; without those that have none."""
+    library = _opened(name)
+    if library is None:
+        return {}
+    found: dict[int, tuple[float, float]] = {}
+    try:
+        for index, handle in _gpus(library):
+            fields = (_FieldValue * len(_LINK_DATA))()
+            for place, field in enumerate(_LINK_DATA):
+                fields[place].field, fields[place].scope = field, _ALL_LINKS
+            asked: Any = library.nvmlDeviceGetFieldValues
+            if asked(handle, ctypes.c_int(len(fields)), fields) != 0:
+                continue
+            if all(each.returned == 0 for each in fields):
+                found[index] = (fields[0].value * _KIB, fields[1].value * _KIB)
+    except AttributeError:  # a library too old for the question
         return {}
     return found
 

@@ -4,11 +4,103 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import psutil
 
 STOPPED = "T"
 """State of a process that a signal has stopped (proc(5)); one that a debugger holds is in state t."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+_KERNEL = 2
+"""kthreadd: the parent of all kernel threads."""
+
+
+@dataclass(frozen=True)
+class ProcessReading:
+    """A process at one moment. ``started``: ticks since boot, which tell it from a later one of its number.
+
+    ``cpu_s`` is its own; ``ended_s`` that of its children which have ended and been waited for.
+    """
+
+    pid: int
+    parent: int
+    session: int
+    name: str
+    started: int
+    cpu_s: float
+    ended_s: float
+
+
+def processes() -> dict[int, ProcessReading]:
+    """All processes by number: one file each, and none of their threads."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{entry}/stat", errors="replace") as file:
+                head, _, tail = file.read().rpartition(")")
+            fields = tail.split()  # from field 3 of proc(5) on
+            user, system, ended_user, ended_system = (int(value) / _TICKS_PER_S for value in fields[11:15])
+            name = head.partition("(")[2]
+            reading = ProcessReading(
+                int(entry),
+                int(fields[1]),
+                int(fields[3]),
+                name,
+                int(fields[19]),
+                user + system,
+                ended_user + ended_system,
+            )
+            found[reading.pid] = reading
+    return found
+
+
+def belonging(table: Mapping[int, ProcessReading], roots: Collection[int]) -> set[int]:
+    """Those of ``roots`` that are there, all that descend from them, and what shares a session that one of
+    them leads: a worker whose parent has ended has another parent now, but still that session.
+    """
+    found = {pid for pid in roots if pid in table}
+    led = {pid for pid in found if table[pid].session == pid}
+    found |= {each.pid for each in table.values() if each.session in led}
+    children: dict[int, list[int]] = {}
+    for each in table.values():
+        children.setdefault(each.parent, []).append(each.pid)
+    waiting = list(found)
+    while waiting:
+        fresh = [pid for pid in children.get(waiting.pop(), ()) if pid not in found]
+        found.update(fresh)
+        waiting += fresh
+    return found
+
+
+def is_kernel_thread(process: ProcessReading) -> bool:
+    return _KERNEL in (process.pid, process.parent)
+
+
+def listening(urls: Iterable[str]) -> list[int]:
+    """The processes of this user that listen on this machine at the ports of URLs that name it."""
+    addresses = {each.address for all_of in psutil.net_if_addrs().values() for each in all_of}
+    here = {"localhost", "0.0.0.0", *addresses}
+    parts = [urlsplit(url) for url in urls]
+    ports = {each.port or (443 if each.scheme == "https" else 80) for each in parts if each.hostname in here}
+    if not ports:
+        return []
+    try:
+        sockets = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return []
+    return sorted(
+        {
+            each.pid
+            for each in sockets
+            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in ports
+        }
+    )
 
 
 def family(pid: int) -> list[int]:

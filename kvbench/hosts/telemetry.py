@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import psutil
 
+from kvbench.core.access import ServerAccess
 from kvbench.errors import ServerError
-from kvbench.hosts import web
-from kvbench.hosts.devices import NicReading, cgroup_throttled_s, nic_counters, thermal_events
-from kvbench.hosts.nvml import slowed_s
+from kvbench.hosts import procfs, web
+from kvbench.hosts.devices import (
+    NicReading,
+    cgroup_throttled_s,
+    cpu_pressure_s,
+    nic_counters,
+    thermal_events,
+)
+from kvbench.hosts.nvml import energy_j, nvlink_bytes, slowed_s
 
 SCRAPE_TIMEOUT_S = 5.0
 SAMPLE_INTERVAL_S = 0.5
+METRICS_LINES: Final = 50_000
+METRICS_LINE_CHARACTERS: Final = 8 * 1024
+"""Parsing takes time by the square of a line's length."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +59,37 @@ def parse_metrics(text: str) -> Metrics:
     """Prometheus text → Metrics. Raises ServerError for a page that is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    lines = text.splitlines()
+    if len(lines) > METRICS_LINES or any(len(line) > METRICS_LINE_CHARACTERS for line in lines):
+        raise ServerError(
+            f"a /metrics page has more than {METRICS_LINES} lines,"
+            f" or a line of more than {METRICS_LINE_CHARACTERS} characters"
+        )
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-    except ValueError as error:
+                samples.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    except (ValueError, OverflowError, IndexError) as error:
         raise ServerError(f"a /metrics page cannot be read: {error}") from error
     return Metrics(samples)
 
 
-def scrape(client: httpx.Client, url: str) -> Metrics | None:
+def finite(value: str) -> float | None:
+    """A sample's value; None where it is no number, or without end."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def scrape(client: httpx.Client, url: str, timeout_s: float = SCRAPE_TIMEOUT_S) -> Metrics | None:
     """Read a /metrics page; None when it cannot be had, which is a gap in the evidence and no failure."""
     if not url:
         return None
     try:
-        response = client.get(url, timeout=SCRAPE_TIMEOUT_S)
+        response = client.get(url, timeout=timeout_s)
         response.raise_for_status()
         return parse_metrics(response.text)
     except (httpx.HTTPError, ServerError):
@@ -116,16 +142,33 @@ class HostReading:
     throttled_s: float | None = None
     thermal_events: int | None = None
     gpu_slowed_s: Mapping[str, float] = field(default_factory=dict)
+    gpu_energy_j: Mapping[str, float] = field(default_factory=dict)
+    """By number, and again by UUID."""
+    pressure_s: float | None = None
+    """For how long some process was ready to run and had no core (PSI)."""
+    others: Mapping[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
+    """Processes that are not this run's, by number and start: name, CPU seconds."""
 
 
-def read_host(*, slowdowns: bool = True) -> HostReading:
+def read_host(*, slowdowns: bool = True, whose: bool = True, also: Collection[int] = ()) -> HostReading:
     """Load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns.
 
-    This run is this process with all its descendants, those that have ended and been waited for included.
+    This run is this process with all its descendants, those that have ended and been waited for included;
+    ``also``: the system under test, where others have started it. Kernel threads are nobody else's. Without
+    ``slowdowns`` or ``whose`` (which reads a file of each process) these are not asked for.
     """
     times = psutil.cpu_times()
     used = times.user + times.system + times.nice
-    own = sum(_cpu_with_ended_children(process) for process in _family())
+    table = procfs.processes() if whose else {}
+    mine = procfs.belonging(table, {os.getpid(), *also})
+    own = sum(table[pid].cpu_s + table[pid].ended_s for pid in mine)
+    kernel = {pid for pid, each in table.items() if procfs.is_kernel_thread(each)}
+    own += sum(table[pid].cpu_s for pid in kernel - mine)
+    others = {
+        (pid, each.started): (each.name, each.cpu_s)
+        for pid, each in table.items()
+        if pid not in mine and pid not in kernel
+    }
     steal = float(getattr(times, "steal", 0.0))
     return HostReading(
         os.getloadavg()[0],
@@ -133,24 +176,21 @@ def read_host(*, slowdowns: bool = True) -> HostReading:
         float(used),
         own,
         time.monotonic(),
-        nic_counters(),
+        {**nic_counters(), **_nvlinks()},
         cgroup_throttled_s(),
         thermal_events() if slowdowns else None,
         slowed_s() if slowdowns else {},
+        energy_j(),
+        cpu_pressure_s(),
+        others,
     )
 
 
-def _family() -> list[psutil.Process]:
-    me = psutil.Process()
-    return [me, *me.children(recursive=True)]
-
-
-def _cpu_with_ended_children(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system + times.children_user + times.children_system)
+def _nvlinks() -> dict[str, NicReading]:
+    return {
+        f"GPU {index} NVLink": NicReading("nvlink", sent, received)
+        for index, (sent, received) in nvlink_bytes().items()
+    }
 
 
 class Sampler:
@@ -167,10 +207,12 @@ class Sampler:
         pids: Mapping[str, int],
         metrics_urls: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
+        access: ServerAccess = web.ANY_SERVER,
     ) -> None:
-        """``headers``: for the questions at ``metrics_urls``."""
+        """``headers``: for the questions at ``metrics_urls``; ``access``: whose certificates are believed."""
         self.rows: list[dict[str, Any]] = []
         self._headers = dict(headers or {})
+        self._access = access
         self._trial_id = trial_id
         self._metrics_urls = dict(metrics_urls)
         self._processes = dict(_alive(pids))
@@ -188,7 +230,7 @@ class Sampler:
         self._thread.join(timeout=SCRAPE_TIMEOUT_S + 2)
 
     def _run(self) -> None:
-        with web.client(headers=self._headers) as client:
+        with web.client(headers=self._headers, access=self._access) as client:
             while not self._stop.wait(SAMPLE_INTERVAL_S):
                 now = time.monotonic() - self._started
                 self._sample_host(now)
@@ -199,13 +241,16 @@ class Sampler:
                         self._add(now, source, gauge, metrics.total(gauge))
 
     def _sample_host(self, now: float) -> None:
-        reading = read_host(slowdowns=False)  # hundreds of files on a machine with many cores
+        reading = read_host(slowdowns=False, whose=False)  # hundreds of files on a large machine
         self._add(now, "host", "load_average", reading.load_average)
         self._add(now, "host", "cpu_s", reading.cpu_s)
         self._add(now, "host", "steal_s", reading.steal_s)
         for name, nic in reading.nics.items():
             self._add(now, f"nic:{name}", "tx_bytes", nic.sent_bytes)
             self._add(now, f"nic:{name}", "rx_bytes", nic.received_bytes)
+        for gpu, joules in reading.gpu_energy_j.items():
+            if gpu.isdecimal():
+                self._add(now, f"gpu:{gpu}", "energy_j", joules)
         for name, process in self._processes.items():
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()

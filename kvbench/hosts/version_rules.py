@@ -5,6 +5,7 @@ Pure but for ``installed`` and ``cuda_major_of``: recorded versions of other mac
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import operator
 import re
@@ -17,7 +18,6 @@ from typing import Any, Final, Literal
 import yaml
 
 from kvbench.hosts.devices import output_of
-from kvbench.hosts.environment import version_of
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -141,6 +141,14 @@ def _key(version: str) -> tuple[tuple[int, ...], int, int]:
 
 
 # What is installed
+
+
+def version_of(name: str) -> str | None:
+    """A distribution's installed version, if it is installed; nothing is imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def installed(python: Path | None = None) -> dict[str, str]:

@@ -4,23 +4,40 @@ It goes where its URL says: it reads no proxy variables (``http_proxy``, ``https
 no ``.netrc``. The load generator knows no proxies; a control client that took one would not reach servers on
 loopback or on a data network, would hand prompts and API keys to somebody in between, and would take what a
 proxy refuses for a gap in the evidence. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` count, since clusters have
-certificate authorities of their own.
+certificate authorities of their own; ``ServerAccess`` of a server may name another file, or believe any.
+
+And no server can hold it up: ``timeout_s`` is for a whole request, from the connection to the last byte of
+the answer, and an answer has an end (``limit_bytes``, unpacked) or is none. Only the status, the body and its
+media type are taken over; a body is UTF-8, whatever charset it claims.
 
 No other module makes an httpx client or transport, or uses urllib.request (tests/repository/test_proxies.py).
 """
 
 from __future__ import annotations
 
-import os
+import json
 import ssl
-from collections.abc import Mapping
-from functools import cache
-from typing import Final
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
+import httpcore
 import httpx
 
+from kvbench.core.access import ServerAccess
+from kvbench.hosts.server_access import tls_context
+
 TIMEOUT_S: Final = 5.0
-"""A client's where nothing is said, for each step of a request; httpx's own."""
+"""A client's where nothing is said, for a whole request."""
+LIMIT_BYTES: Final = 8 * 1024 * 1024
+"""Of an answer, unpacked. vLLM's /metrics has 0.1 MB an engine."""
+JSON_BYTES: Final = 2 * 1024 * 1024
+"""Of one that is JSON, which takes twenty times as much memory where it is ``[[],[],…``."""
+ANY_SERVER: Final = ServerAccess()
+_PIECE_BYTES: Final = 64 * 1024
+_ZLIB_OR_GZIP: Final = 32 + zlib.MAX_WBITS
 
 
 def client(
@@ -28,34 +45,156 @@ def client(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     over: httpx.BaseTransport | None = None,
+    limit_bytes: int = LIMIT_BYTES,
+    access: ServerAccess = ANY_SERVER,
 ) -> httpx.Client:
-    """A client for requests with these headers, one after the other. ``over``: another way than sockets."""
-    return httpx.Client(
-        headers=dict(headers or {}),
-        timeout=timeout_s,
-        transport=over,
-        verify=verification(_chosen_authorities()),
-        trust_env=False,
-    )
+    """A client for requests with these headers, one after the other. ``over``: another way than sockets.
 
-
-def transport() -> httpx.HTTPTransport:
-    """The sockets below such a client, for one that sends some of its requests another way."""
-    return httpx.HTTPTransport(verify=verification(_chosen_authorities()), trust_env=False)
-
-
-def _chosen_authorities() -> tuple[str, str]:
-    return os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")
-
-
-@cache
-def verification(chosen: tuple[str, str]) -> ssl.SSLContext:
-    """Whose certificates are believed: those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` (``chosen``, empty
-    where they are unset) where one is set, as in OpenSSL, else this machine's and those that httpx brings.
+    ``access``: whose certificates are believed; its headers are the caller's to put in.
     """
-    context = ssl.create_default_context()  # reads both variables
-    if not any(chosen):
-        import certifi
+    said = {"accept-encoding": "identity", **(headers or {})}
+    way = over or transport(limit_bytes, access)
+    return httpx.Client(headers=said, timeout=timeout_s, transport=way, trust_env=False)
 
-        context.load_verify_locations(cafile=certifi.where())
-    return context
+
+def transport(limit_bytes: int = LIMIT_BYTES, access: ServerAccess = ANY_SERVER) -> httpx.BaseTransport:
+    """The sockets below such a client, for one that sends some of its requests another way."""
+    return _BoundedTransport(limit_bytes, access)
+
+
+def json_of(response: httpx.Response) -> Any:
+    """What an answer holds. Raises ValueError for what is no JSON, is nested too deep or too long."""
+    if len(response.content) > JSON_BYTES:
+        raise ValueError(f"JSON of more than {JSON_BYTES} bytes")
+    try:
+        return json.loads(response.content)
+    except RecursionError:
+        raise ValueError("JSON is nested too deep") from None
+
+
+class _BoundedTransport(httpx.BaseTransport):
+    """Each request over a connection of its own, whose every step ends by the request's deadline."""
+
+    def __init__(self, limit_bytes: int, access: ServerAccess) -> None:
+        self._limit_bytes = limit_bytes
+        self._context = tls_context(access)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        timeouts = request.extensions.get("timeout", {})
+        backend = _BoundedBackend(time.monotonic() + float(timeouts.get("read") or TIMEOUT_S))
+        with (
+            _as_httpx(request),
+            httpcore.ConnectionPool(ssl_context=self._context, network_backend=backend) as pool,
+            pool.stream(
+                request.method,
+                httpcore.URL(
+                    scheme=request.url.raw_scheme,
+                    host=request.url.raw_host,
+                    port=request.url.port,
+                    target=request.url.raw_path,
+                ),
+                headers=request.headers.raw,
+                content=request.read() or None,
+                extensions={"timeout": timeouts},
+            ) as answer,
+        ):
+            said = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
+            pieces = _unpacked(answer.iter_stream(), said.get(b"content-encoding", "identity").lower())
+            body = self._whole(pieces)
+        media_type = said.get(b"content-type", "").partition(";")[0].strip()
+        kept = {"content-type": media_type}
+        return httpx.Response(answer.status, headers=kept, content=body, request=request)
+
+    def _whole(self, pieces: Iterable[bytes]) -> bytes:
+        body = bytearray()
+        for piece in pieces:
+            body += piece
+            if len(body) > self._limit_bytes:
+                raise httpcore.RemoteProtocolError(f"the answer is longer than {self._limit_bytes} bytes")
+        return bytes(body)
+
+
+class _BoundedStream(httpcore.NetworkStream):
+    """A stream that ends by a time of the monotonic clock, however little at a time its other end sends."""
+
+    def __init__(self, stream: httpcore.NetworkStream, end: float) -> None:
+        self._stream = stream
+        self._end = end
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left_s(self._end, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left_s(self._end, httpcore.WriteTimeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        left_s = _left_s(self._end, httpcore.ConnectTimeout)
+        return _BoundedStream(self._stream.start_tls(ssl_context, server_hostname, left_s), self._end)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _BoundedBackend(httpcore.SyncBackend):
+    """Connections whose whole life ends by a time of the monotonic clock; looking up a name is not in it."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        left_s = _left_s(self._end, httpcore.ConnectTimeout)
+        return _BoundedStream(
+            super().connect_tcp(host, port, left_s, local_address, socket_options), self._end
+        )
+
+
+def _left_s(end: float, late: type[httpcore.TimeoutException]) -> float:
+    left_s = end - time.monotonic()
+    if left_s <= 0:
+        raise late("the answer took too long as a whole")
+    return left_s
+
+
+def _unpacked(pieces: Iterable[bytes], coding: str) -> Iterator[bytes]:
+    """A body as it was before it was packed, in pieces that are small however well it was packed."""
+    if coding == "identity":
+        yield from pieces
+        return
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        raise httpcore.RemoteProtocolError(f"the answer is packed by {coding[:40]!r}, which nobody asked for")
+    unpacking = zlib.decompressobj(_ZLIB_OR_GZIP)
+    try:
+        for piece in pieces:
+            left = piece
+            while left and not unpacking.eof:
+                yield unpacking.decompress(left, _PIECE_BYTES)
+                left = unpacking.unconsumed_tail
+    except zlib.error as error:
+        raise httpcore.RemoteProtocolError(f"the answer cannot be unpacked: {error}") from error
+
+
+@contextmanager
+def _as_httpx(request: httpx.Request) -> Iterator[None]:
+    """httpcore's errors as those of the same names that httpx has."""
+    try:
+        yield
+    except (
+        httpcore.TimeoutException,
+        httpcore.NetworkError,
+        httpcore.ProtocolError,
+        httpcore.ProxyError,
+    ) as error:
+        kind: type[httpx.TransportError] = getattr(httpx, type(error).__name__)
+        raise kind(str(error), request=request) from error

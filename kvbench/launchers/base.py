@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import ProcessSpec
 
 if TYPE_CHECKING:
@@ -93,11 +94,14 @@ class Launcher(Protocol):
     def far(self, name: str) -> Far:
         """What there is to say and to do where the process of that name runs."""
 
-    def web(self) -> httpx.BaseTransport | None:
-        """How its servers are asked by HTTP, if not from here."""
+    def web(self, access: ServerAccess) -> httpx.BaseTransport | None:
+        """How its servers are asked by HTTP, if not from here. ``access``: to those of somebody else's."""
 
     def host_of(self, name: str) -> str:
         """The host that a process of this name belongs on; empty for this machine."""
+
+    def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
+        """What the process is given beside what its host has: its own, and its GPUs where these are dealt."""
 
     @property
     def hosts(self) -> tuple[str, ...]:

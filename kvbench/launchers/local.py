@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec, unproxied
 from kvbench.errors import LaunchError
 from kvbench.hosts.log_tail import tail_of
@@ -214,12 +215,15 @@ class LocalLauncher:
         """Every process is here."""
         return Here()
 
-    def web(self) -> None:
+    def web(self, access: ServerAccess) -> None:
         """Servers are asked from here."""
 
     def host_of(self, name: str) -> str:
         """Empty: this machine."""
         return ""
+
+    def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
+        return spec.env
 
     @property
     def hosts(self) -> tuple[str, ...]:

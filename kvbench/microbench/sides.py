@@ -51,6 +51,11 @@ class Side:
     launcher: Launcher | None = None
     """What starts its workers on that host; None starts them here, behind the prefix."""
 
+    @property
+    def host_key(self) -> tuple[Any, ...]:
+        """The same for sides on the same machine, as far as that can be known from here."""
+        return (self.name,) if self.name else ((self.prefix, self.host) if self.elsewhere else ())
+
 
 class WorkerError(TransferError):
     """A worker failed, died, or gave no answer; ``log`` is what its library wrote last."""

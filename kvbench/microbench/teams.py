@@ -121,7 +121,11 @@ class Teams:
                 spec = {
                     "role": role,
                     "backend": case.backend,
-                    "options": {"role": role, **self._options(key, self._sides[role])},
+                    "options": {
+                        "role": role,
+                        **self._options(key, self._sides[role]),
+                        **self._gpu(key, role, number),
+                    },
                     "layout": layout.to_json(),
                     "memory": case.memory,
                     "seed": settings.seed,
@@ -148,6 +152,14 @@ class Teams:
             **({"op": key.op} if key.op else {}),
             **dict(self._settings.options.get(key.backend, {})),
         }
+
+    def _gpu(self, key: Key, role: str, number: int) -> dict[str, Any]:
+        """Whose turn a worker has at the GPUs of its host: on one host all have different ones, if it can."""
+        if key.memory != "cuda":
+            return {}
+        one, other = self._sides["initiator"], self._sides["target"]
+        together = one.host_key == other.host_key
+        return {"memory": "cuda", "gpu_turn": number + key.initiators * (together and role == "target")}
 
     def _reshape(self, team: Team, layouts: tuple[Layout, Layout]) -> bool:
         asked: list[Asked] = [

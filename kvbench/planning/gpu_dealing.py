@@ -1,25 +1,26 @@
-"""Deals the GPUs of a host out to the instances of a plan, and says where they are too few.
+"""What asks for GPUs and where they are, for ``core.plan.gpus.deal``: on this machine, or on hosts far away.
 
-Hosts that agents reach have their GPUs in ``deployment.hosts.*.devices`` (launchers/agents/fleet.py); pods
-get theirs from Kubernetes. Here it is about this machine, and about commands that are only printed.
+Pods get theirs from Kubernetes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from kvbench import engines
-from kvbench.core.plan.gpus import GpuNeed, GpuPool, dealt
-from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.plan.gpus import GpuNeed, GpuPool, GpuWant, deal, pool_of
+from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan
+from kvbench.core.scenario.deployment_section import Deployment
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.hosts import devices
 from kvbench.launchers.parts.sockets import is_free
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 Listed = Sequence[Mapping[str, Any]] | None
 """GPUs as ``devices.gpus`` lists them: empty without nvidia-smi, None where it does not answer."""
 
@@ -28,77 +29,103 @@ def with_devices(plan: Plan) -> Plan:
     """The plan with the GPUs of each instance.
 
     Where this machine has too few they are numbered on, for commands that are printed for another one;
-    ``require_gpus`` refuses to start that here.
+    ``require_gpus`` refuses to start that here. Hosts far away: ``far_device_env``.
     """
-    needed = [_needs(plan.scenario, each) for each in plan.deployments]
-    if not any(needed):
+    wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
+    if not any(wanted):
         return plan
     pool = pool_here(plan.scenario)
     found = []
-    for planned, needs in zip(plan.deployments, needed, strict=True):
+    for planned, wants in zip(plan.deployments, wanted, strict=True):
         try:
-            found.append(_dealt(plan.scenario, planned, needs, pool))
+            given = _dealt_here(planned.label, wants, pool)
         except InputError:
-            found.append(_dealt(plan.scenario, planned, needs, None))
+            given = _dealt_here(planned.label, wants, None)
+        mine = (replace(each, devices=given.get(each.name, each.devices)) for each in planned.instances)
+        found.append(replace(planned, instances=tuple(mine)))
     return replace(plan, deployments=tuple(found))
 
 
 def require_gpus(plan: Plan, listed: Listed = None) -> None:
-    """Raises InputError with the counts where a deployment of this machine needs more GPUs than it has.
+    """Raises InputError with the counts where a deployment needs more GPUs than its hosts are known to have.
 
-    ``listed``: the GPUs, where they are known already.
+    ``listed``: this machine's GPUs, where they are known already.
     """
-    needed = [_needs(plan.scenario, each) for each in plan.deployments]
-    if any(needed):
+    wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
+    if any(wanted):
         pool = pool_here(plan.scenario, listed)
-        for planned, needs in zip(plan.deployments, needed, strict=True):
-            _dealt(plan.scenario, planned, needs, pool)
+        for planned, wants in zip(plan.deployments, wanted, strict=True):
+            _dealt_here(planned.label, wants, pool)
+    for planned in plan.deployments if plan.scenario.deployment.hosts else ():
+        far_device_env(plan.scenario, planned)
 
 
 def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
-    """The GPUs that processes here may use; None if that is not known, or the scenario is for elsewhere.
-
-    What CUDA_VISIBLE_DEVICES names counts before what nvidia-smi lists, also if it names none.
-    """
+    """The GPUs that processes here may use; None if that is not known, or the scenario is for elsewhere."""
     deployment = scenario.deployment
     if deployment.several_hosts or deployment.hosts or not is_free(deployment.host, 0):
         return None
     visible = os.environ.get(VISIBLE)
-    if visible is not None:
-        names = [word.strip() for word in visible.split(",")]
-        # As in CUDA: what stands behind the first that does not exist is not seen.
-        end = names.index("-1") if "-1" in names else len(names)
-        return GpuPool(tuple(name for name in names[:end] if name), f"{VISIBLE} names")
-    found = devices.gpus() if listed is None else listed
-    return GpuPool(tuple(str(number) for number in range(len(found)))) if found else None
+    found = listed if listed is not None or visible is not None else devices.gpus()
+    return pool_of(visible, len(found or ()))
 
 
-def _needs(scenario: Scenario, planned: DeploymentPlan) -> dict[str, GpuNeed]:
-    """What each instance needs of the GPUs that are dealt out here; none where somebody else does that."""
-    deployment = scenario.deployment
-    engine = engines.get(deployment.engine)
-    if deployment.hosts or deployment.launcher != "local":
+def far_device_env(
+    scenario: Scenario, planned: DeploymentPlan, answers: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, dict[str, str]]:
+    """Environment by process: the GPUs of those that run on ``deployment.hosts``.
+
+    A host's ``devices`` are what is dealt out there; else those that its agent reports (``answers``, by host:
+    to the question ``gpus``), which sees what Slurm or Ray shows to it. Where ``devices`` are named even an
+    engine that needs no GPU is dealt one a rank. Raises InputError with the counts where they are too few.
+    """
+    deployment = scenario.deployed(planned.label)
+    if not deployment.hosts or not deployment.engine_options.starts_processes:
         return {}
-    needs = {
-        each.name: engine.gpus(
-            deployment.engine_options, each.role, each.rank, deployment.tensor_parallel_size
-        )
+    pools: dict[str, GpuPool | None] = {}
+    for name, host in deployment.hosts.items():
+        answer = (answers or {}).get(name)
+        if host.devices:
+            pools[name] = GpuPool(tuple(map(str, host.devices)), f"the devices of host {name} are")
+        elif answer is not None:
+            pools[name] = pool_of(answer.get("visible"), len(answer.get("used_bytes") or ()), name)
+    wants = [
+        want for each in planned.instances for want in _far_wants(deployment, each) if want.host in pools
+    ]
+    given = deal(planned.label, wants, pools)
+    return {process: {VISIBLE: ",".join(mine)} for process, mine in given.items()}
+
+
+def _far_wants(deployment: Deployment, instance: InstancePlan) -> Iterator[GpuWant]:
+    """What an instance wants on each host that it spans: its share."""
+    need = _need(deployment, instance)
+    nodes = deployment.nodes_of(instance.name)
+    for number, host in enumerate(nodes):
+        count = need.count
+        if not count and deployment.hosts[host].devices:
+            count = deployment.ranks_of(instance.name).gpus
+        if count:
+            process = f"{instance.name}{NODE}{number}" if number else instance.name
+            yield GpuWant(process, instance.role, host, replace(need, count=count // len(nodes)))
+
+
+def _need(deployment: Deployment, instance: InstancePlan) -> GpuNeed:
+    ranks = deployment.ranks_of(instance.name)
+    engine = engines.get(deployment.engine)
+    return engine.gpus(deployment.engine_options, instance.role, instance.rank, ranks)
+
+
+def _wants_here(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
+    """What each instance wants of the GPUs that are dealt out here; nothing where somebody else does that."""
+    deployment = scenario.deployed(planned.label)
+    if deployment.hosts or deployment.launcher != "local":
+        return []
+    wants = [
+        GpuWant(each.name, each.role, deployment.address_of(each.name), _need(deployment, each))
         for each in planned.instances
-    }
-    return {name: need for name, need in needs.items() if need.count}
+    ]
+    return [want for want in wants if want.need.count]
 
 
-def _dealt(
-    scenario: Scenario, planned: DeploymentPlan, needs: Mapping[str, GpuNeed], pool: GpuPool | None
-) -> DeploymentPlan:
-    """On each host by itself. Of GPUs that are not known, one who is alone there needs to be given none."""
-    deployment = scenario.deployment
-    if pool is not None and not pool.devices:
-        return planned  # hidden from us on purpose
-    hosts: dict[str, dict[str, GpuNeed]] = {}
-    for name, need in needs.items():
-        hosts.setdefault(deployment.address_of(name), {})[name] = need
-    for mine in hosts.values():
-        if pool is not None or len(mine) > 1:
-            planned = dealt(planned, mine, pool, deployment.tensor_parallel_size)
-    return planned
+def _dealt_here(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> dict[str, tuple[str, ...]]:
+    return deal(label, wants, {want.host: pool for want in wants})

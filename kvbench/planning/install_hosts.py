@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.scenario.hosts import FarHost
+from kvbench.core.scenario.hosts.hosts import FarHost
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
+from kvbench.hosts.scratch import scratch
 from kvbench.launchers.agents.fleet import in_shell
 from kvbench.launchers.ssh import SshConnections
 from kvbench.planning.overrides import CliOptions, resolve
@@ -71,9 +71,9 @@ def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, con
         except KvbenchError as error:
             return error
 
-    with tempfile.TemporaryDirectory(prefix="kvbench-wheel-") as folder:
+    with scratch("kvbench-wheel-") as folder:
         try:
-            ready = prepared(wanted, Path(folder))
+            ready = prepared(wanted, folder)
             with ThreadPoolExecutor(16) as pool:
                 results = dict(zip(hosts, pool.map(install, hosts), strict=True))
         finally:

@@ -14,7 +14,7 @@ import yaml
 
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts.hosts import FarHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.kubernetes_pods import K8sOptions, Manifest, k8s_name, pod_manifests, run_tag
@@ -81,6 +81,7 @@ def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
 
 def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOptions) -> list[Manifest]:
     """ConfigMap, Service and StatefulSet of each pod, in the order of start. Raises InputError."""
+    scenario = scenario.at(planned.label)
     if not scenario.deployment.engine_options.starts_processes:
         raise InputError("an external server is not launched by kvbench", hint="name an engine that is")
     names = dns_names(scenario, planned)

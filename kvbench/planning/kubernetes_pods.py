@@ -33,7 +33,7 @@ class K8sOptions(Section):
     gpu: str = Field(
         "nvidia.com/gpu",
         pattern=_RESOURCE,
-        description="GPU resource: tensor_parallel_size of it an instance",
+        description="GPU resource: as many of it as an instance has ranks",
     )
     rdma: str = Field(
         "",
@@ -171,16 +171,16 @@ def _container(scenario: Scenario, options: K8sOptions, name: str, spec: Process
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         if options.model_claim:
             mounts.append({"name": "model", "mountPath": options.model_mount, "readOnly": True})
-        container |= _resources(scenario, options)
+        container |= _resources(scenario, options, spec.name)
     if mounts:
         container["volumeMounts"] = mounts
     return container
 
 
-def _resources(scenario: Scenario, options: K8sOptions) -> Manifest:
+def _resources(scenario: Scenario, options: K8sOptions, instance: str) -> Manifest:
     limits: dict[str, str] = {}
     if options.gpu and scenario.deployment.engine_options.uses_gpus:
-        limits[options.gpu.partition("=")[0]] = str(scenario.deployment.tensor_parallel_size)
+        limits[options.gpu.partition("=")[0]] = str(scenario.deployment.ranks_of(instance).gpus)
     found: Manifest = {}
     if options.rdma:
         resource, _, count = options.rdma.partition("=")

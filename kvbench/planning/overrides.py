@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import yaml
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.scenario.overrides import Overrides, Unread, merged, typed_overrides
 from kvbench.core.scenario.scenario import Scenario, read_scenario
 from kvbench.core.scenario.yaml_lines import Plain
-from kvbench.engines.external import url_problem
-from kvbench.errors import InputError, ServerError
-from kvbench.hosts.api_key import bearer
-from kvbench.planning.scenario_files import load_draft, registry
+from kvbench.engines.external import header_problem, url_problem
+from kvbench.errors import InputError
+from kvbench.planning.scenario_files import load_draft, plain_name, registry
+from kvbench.planning.served_model import served_model
 from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
 
-ASK_TIMEOUT_S = 10.0
 SMALL_VOCABULARY = 4000
 """Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
 
@@ -36,6 +37,10 @@ class CliOptions:
     tpot_ms: float | None = None
     attainment: float | None = None
     fixed_rate: float | None = None
+    concurrency: int | None = None
+    """Of a closed loop, in place of ``fixed_rate``."""
+    num_requests: int | None = None
+    duration_s: float | None = None
     replay: bool = False
     slo: tuple[str, ...] = ()
     method: str | None = None
@@ -43,9 +48,15 @@ class CliOptions:
     trace: str | None = None
     time_scale: float | None = None
     workers: int | None = None
+    endpoint: str | None = None
     direct: bool = False
     both_modes: bool = False
     api_key_env: str | None = None
+    model: str | None = None
+    headers: tuple[str, ...] = ()
+    """``NAME: VALUE`` each."""
+    ca_file: str | None = None
+    insecure: bool = False
     prefill_metrics_url: str | None = None
     decode_metrics_url: str | None = None
 
@@ -56,11 +67,10 @@ def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     if bare:
         text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
         draft, source = read_scenario(text, bare), text.encode()
-        own = {"load.workers": cli.workers} if cli.workers is not None else {}
+        own = _load_values(cli)
         overrides = merged(_sections(replace(cli, slo=())), typed_overrides(cli.overrides), own)
     else:
-        if cli.prefill_metrics_url or cli.decode_metrics_url:
-            raise InputError("--prefill-metrics-url and --decode-metrics-url go with a --base-url")
+        _require_no_server_options(cli)
         draft, source = load_draft(cli.scenario)
         overrides = merged(_sections(cli), typed_overrides(cli.overrides), _values(cli))
     known = registry()
@@ -73,6 +83,22 @@ def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     if scenario.workload.trace:
         require_fitting(scenario, load_trace(scenario.workload.trace))
     return scenario, source
+
+
+def _require_no_server_options(cli: CliOptions) -> None:
+    given = {
+        "--model": cli.model,
+        "--header": cli.headers,
+        "--ca-file": cli.ca_file,
+        "--insecure": cli.insecure,
+        "--prefill-metrics-url": cli.prefill_metrics_url,
+        "--decode-metrics-url": cli.decode_metrics_url,
+    }
+    if names := [name for name, value in given.items() if value]:
+        raise InputError(
+            f"{', '.join(names)} {'goes' if len(names) == 1 else 'go'} with a --base-url",
+            hint="a scenario says the same in model and in deployment.engine_options",
+        )
 
 
 def _sections(cli: CliOptions) -> Overrides:
@@ -127,11 +153,29 @@ def _values(cli: CliOptions) -> Overrides:
         "slo.ttft_ms": cli.ttft_ms,
         "slo.tpot_ms": cli.tpot_ms,
         "slo.attainment": cli.attainment,
-        "load.workers": cli.workers,
         "load.mode": "direct" if cli.direct else None,
+        **_load_values(cli),
         "deployment.engine_options.api_key_env": None if cli.api_key_env is None else Unread(cli.api_key_env),
     }
     return {path: value for path, value in values.items() if value is not None}
+
+
+def _load_values(cli: CliOptions) -> dict[str, Plain]:
+    values: dict[str, Plain] = {
+        "load.workers": cli.workers,
+        "load.endpoint": None if cli.endpoint is None else Unread(cli.endpoint),
+        "search.trial_s": cli.duration_s,
+        **_counts(cli),
+    }
+    return {path: value for path, value in values.items() if value is not None}
+
+
+def _counts(cli: CliOptions) -> dict[str, Plain]:
+    """How many requests one trial has at least and at most, where ``bench`` was told."""
+    n, closed = cli.num_requests, cli.concurrency is not None
+    if n is not None:
+        return {"search.min_requests": 1 if closed or cli.duration_s else n, "search.max_requests": n}
+    return {"search.min_requests": 1, "search.max_requests": 10_000_000} if cli.duration_s else {}
 
 
 def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
@@ -153,7 +197,9 @@ def _external(cli: CliOptions, base_url: str) -> str:
             hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
         )
     root = base_url.rstrip("/").removesuffix("/v1")
-    served = served_model(root, cli.api_key_env or "")
+    headers = _headers(cli.headers)
+    access = ServerAccess(cli.api_key_env or "", headers, cli.ca_file or "", cli.insecure)
+    served = served_model(root, access, cli.model or "")
     return _bare(cli, "external", name, served, _engine_options(root, name, cli))
 
 
@@ -188,12 +234,12 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
     return cli.connectors[0] if cli.connectors else "aggregated"
 
 
-def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, str]) -> str:
+def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, Any]) -> str:
     """The text of a scenario that has nothing but a model served, its workload and its SLO."""
     document = {
         "version": 1,
         "name": engine,
-        "model": {"name": engine, "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
+        "model": {"name": plain_name(served), "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
         "deployment": {"engine": engine, "engine_options": options},
         "connectors": [connector],
         "workload": {}
@@ -213,14 +259,30 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
     return str(yaml.safe_dump(document, sort_keys=False))
 
 
-def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, str]:
-    options = {"base_url": root}
+def _headers(given: tuple[str, ...]) -> dict[str, str]:
+    """The headers of ``--header 'NAME: VALUE'``. Raises InputError."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, mark, value = (part.strip() for part in each.partition(":"))
+        if not mark:
+            raise InputError(f"--header takes 'NAME: VALUE', not {each.split('=')[0]!r}")
+        if problem := header_problem(name, value):
+            raise InputError(f"--header: {problem}")
+        found[name] = value
+    return found
+
+
+def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, Any]:
+    options: dict[str, Any] = {"base_url": root}
     if connector == "aggregated":
         options["decode_metrics_url"] = f"{root}/metrics"
     given = {
         "prefill_metrics_url": cli.prefill_metrics_url,
         "decode_metrics_url": cli.decode_metrics_url,
         "api_key_env": cli.api_key_env,
+        "headers": _headers(cli.headers),
+        "ca_file": cli.ca_file,
+        "insecure": cli.insecure,
     }
     options |= {name: value for name, value in given.items() if value}
     if connector == "aggregated" and "prefill_metrics_url" in options:
@@ -236,24 +298,3 @@ def _lengths(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--input-len takes whole numbers with commas between, not {text!r}") from None
-
-
-def served_model(root: str, api_key_env: str = "") -> str:
-    """The first model that a server offers. Raises ServerError if it cannot be asked."""
-    import httpx  # a tenth of a second, which `kvbench plan` of a scenario need not wait for
-
-    from kvbench.hosts import web
-
-    url = f"{root}/v1/models"
-    headers = bearer(api_key_env)
-    try:
-        with web.client(headers=headers, timeout_s=ASK_TIMEOUT_S) as client:
-            response = client.get(url)
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except httpx.HTTPError as error:
-        raise ServerError(
-            f"GET {url} failed: {type(error).__name__} {error}".rstrip(), hint="is the server running there?"
-        ) from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ServerError(f"GET {url} answered no list of models", hint="is it OpenAI-compatible?") from error

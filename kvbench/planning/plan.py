@@ -3,57 +3,121 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from kvbench import connectors, engines
+from kvbench.core.findings.unequal_ranks import unequal_ranks
+from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.plan.prospect_text import prospect_text
-from kvbench.core.scenario.hosts import NODE
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import InputError
-from kvbench.planning.gpu_dealing import require_gpus, with_devices
+from kvbench.errors import InputError, Problem
+from kvbench.hosts.devices import gpus, rdma
+from kvbench.hosts.gpu_affinity import affinity_text, with_affinity
+from kvbench.planning.gpu_dealing import with_devices
+from kvbench.planning.obstacles import left_out, obstacles
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.planning.process_specs import engine_warnings, process_specs, profile_of
+from kvbench.planning.process_specs import engine_warnings, process_specs, profile_of, tcp_findings
 
 
 def plan_of(scenario: Scenario) -> Plan:
     """The plan of a scenario, with the connectors that are there and what its engine says about it."""
     known = {name: connectors.get(name) for name in connectors.names()}
-    profiles = {}
+    profiles, lacking = {}, []
     for choice in scenario.connectors:
-        with suppress(InputError):  # the engine lacks it: reported when it is to be launched
+        try:
             profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
+        except InputError as error:  # ends the connector when it is to be launched
+            lacking.append(f"{choice.label} cannot run: {error.message}; {error.hint}")
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
-    return with_devices(replace(plan, notes=(*plan.notes, *engine_warnings(scenario))))
+    measured = [each.label for each in plan.deployments if not each.reference_only]
+    unequal = [f"{each.message}; {each.advice}" for each in unequal_ranks(plan.to_json(), measured)]
+    return with_devices(replace(plan, notes=(*plan.notes, *lacking, *engine_warnings(scenario), *unequal)))
 
 
 def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
     """Print the plan: for people, or as JSON with every process's argv and environment."""
     scenario, _ = resolve(cli)
     plan = plan_of(scenario)
-    require_gpus(plan)
+    skipped, problems = left_out(scenario, plan), obstacles(scenario, plan)
     if as_json:
         processes = {each.label: _processes(scenario, each) for each in plan.deployments}
-        print(json.dumps({**plan.to_json(), "processes": processes}, indent=2))
+        said = [{"what": each.reason, "fix": each.fix} for each in problems]
+        gone = {label: {"why": each.reason, "fix": each.fix} for label, each in skipped.items()}
+        whole = {**plan.to_json(), "processes": processes, "obstacles": said, "left_out": gone}
+        print(json.dumps(whole, indent=2))
         return
+    _print_obstacles(plan, skipped, problems, console)
     _print_header(plan, console)
-    console.print(_deployments_table(plan))
-    console.print(_cells_table(plan))
-    for note in plan.notes:
+    width = console.width if console.is_terminal else None
+    for title, grid in (("processes", _deployments(plan)), ("cells", _cells(plan))):
+        console.print(f"{title}\n{grid.fitted(width).text()}\n", markup=False, soft_wrap=True)
+    lengths = f"each length for {len({cell.connector for cell in plan.cells})} connectors"
+    console.print(f"{len(plan.cells)} cells: {lengths}", markup=False)
+    for note in (*plan.notes, *_of_this_machine(plan)):
         console.print(f"note: {note}", markup=False)
-    console.print(f"\nestimated time: {_minutes(plan.lower_s)} to {_minutes(plan.upper_s)}", markup=False)
-    for part in plan.time:
-        console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
+    _print_time(plan, skipped, console)
     if text := prospect_text(plan.prospects):
         console.print(f"precision: {text}", markup=False)
     console.print("nothing was started", markup=False)
+
+
+def _print_obstacles(
+    plan: Plan, skipped: Mapping[str, Problem], problems: Sequence[Problem], console: Console
+) -> None:
+    """What prevents a start, and what would be left out, before anything else is said."""
+    said = [("cannot start: ", each) for each in problems]
+    said += [(f"left out: {label}: ", each) for label, each in skipped.items()]
+    for words, each in said:
+        console.print(f"{words}{each.reason}", markup=False, style="yellow")
+        if each.fix:
+            console.print(f"  fix: {each.fix}", markup=False)
+    if set(skipped) >= {each.label for each in plan.deployments}:
+        console.print("so nothing would be measured", markup=False, style="yellow")
+    if said:
+        console.print()
+
+
+def _print_time(plan: Plan, skipped: Mapping[str, Problem], console: Console) -> None:
+    """How long it takes, of that which would be measured; and what is not in that."""
+    scenario = plan.scenario
+    kept = tuple(each for each in scenario.connectors if each.label not in skipped)
+    if skipped and kept:
+        plan = plan_of(scenario.model_copy(update={"connectors": kept}))
+    if not kept:
+        return
+    without = f", without {', '.join(skipped)}" if skipped else ""
+    lower, upper = _minutes(plan.lower_s), _minutes(plan.upper_s)
+    console.print(f"\nestimated time: {lower} to {upper}{without}", markup=False)
+    for part in plan.time:
+        console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
+    not_in_it = [_WAITS[scenario.deployment.launcher]] if scenario.deployment.launcher in _WAITS else []
+    if scenario.deployment.engine_options.served_from:
+        not_in_it.append("downloading the model")
+    if not_in_it:
+        console.print(f"  not in it: {', '.join(not_in_it)}", markup=False)
+
+
+_WAITS: Final = {"ssh": "reaching the hosts", "slurm": "waiting for Slurm's job", "ray": "waiting for nodes"}
+
+
+def _of_this_machine(plan: Plan) -> Iterator[str]:
+    """What this machine's devices say to a plan that is for it: TCP beside RDMA, and where its GPUs sit."""
+    if plan.scenario.deployment.launcher != "local":
+        return
+    for each in tcp_findings(plan.scenario, plan, {"": rdma()}):
+        yield f"{each.message}; {each.advice}"
+    dealt = {device for mine in plan.deployments for each in mine.instances for device in each.devices}
+    for card in (with_affinity(gpus()) or ()) if dealt else ():
+        if card["index"] in dealt:
+            yield f"GPU {card['index']}: {affinity_text(card)}"
 
 
 def render(cli: CliOptions, words: Sequence[str]) -> None:
@@ -77,8 +141,11 @@ def _print_header(plan: Plan, console: Console) -> None:
     slos, search = scenario.slo.by_tier(), scenario.search
     deployment = scenario.deployment
     console.print(f"scenario   {scenario.name}", markup=False)
-    model, ranks = scenario.model, deployment.tensor_parallel_size
-    console.print(f"model      {model.name}, {model.kv_dtype} KV, TP {ranks}", markup=False)
+    model = scenario.model
+    served = deployment.engine_options.server.base_url
+    what = f"{model.name}, {model.kv_dtype} KV, {_ranks(scenario)}"
+    asked = f"{model.served_model_name} at {served}, by {scenario.load.endpoint}"
+    console.print(f"model      {asked if served else what}", markup=False)
     console.print(f"engine     {deployment.engine}, {_engines(plan)}", markup=False)
     for heading, (tier, slo) in zip(["SLO", *[""] * len(slos)], slos.items(), strict=False):
         console.print(f"{heading:<10} {tier + ': ' if tier else ''}{slo.text()}", markup=False)
@@ -86,6 +153,16 @@ def _print_header(plan: Plan, console: Console) -> None:
     beside = ", burst beside it" if search.compare_burst else ""
     console.print(f"method     {search.method}{rates}{beside}", markup=False)
     console.print(f"seed       {scenario.seed}\n", markup=False)
+
+
+def _ranks(scenario: Scenario) -> str:
+    """``TP 8``; ``P TP 4, D TP 8`` where they differ; ``TP 1, TP 2`` of several sizes."""
+    said = []
+    for label in dict.fromkeys(each.label for each in scenario.connectors):
+        deployed = scenario.deployed(label)
+        prefill, decode = (deployed.ranks_of(f"{role}-0").text() for role in ("prefill", "decode"))
+        said.append(prefill if prefill == decode else f"P {prefill}, D {decode}")
+    return ", ".join(dict.fromkeys(said))
 
 
 def _engines(plan: Plan) -> str:
@@ -96,46 +173,50 @@ def _engines(plan: Plan) -> str:
         return f"as the simulator has: {simulated}" if simulated else "as many as there are behind the URL"
     measured = [each.instances for each in plan.deployments if not each.reference_only]
     whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())
-    words = [f"{deployment.prefill}P{deployment.decode}D"] * any(m[0].role != "aggregated" for m in measured)
+    pair = f"{deployment.prefill.instances}P{deployment.decode.instances}D"
+    words = [pair] * any(m[0].role != "aggregated" for m in measured)
     words += [f"{len(whole)} engine{'s' * (len(whole) > 1)} without P/D"] * bool(whole)
     return " against ".join(words)
 
 
-def _deployments_table(plan: Plan) -> Table:
-    table = Table("deployment", "process", "port", "side port", title="processes", title_justify="left")
+def _deployments(plan: Plan) -> Grid:
+    dealt = any(each.devices for mine in plan.deployments for each in mine.instances)
+    rows: list[list[str]] = []
+    none = [""] * dealt
     for each in plan.deployments:
         label = f"{each.label} (reference outputs only)" if each.reference_only else each.label
         for instance in each.instances:
             nodes = plan.scenario.deployment.nodes_of(instance.name)
             where = f" on {nodes[0]}" if nodes else ""
-            table.add_row(label, f"{instance.name}{where}", _port(instance.port), _ports(instance))
+            given = [",".join(instance.devices)] * dealt
+            rows.append([label, f"{instance.name}{where}", _port(instance.port), _ports(instance), *given])
             for number, host in enumerate(nodes[1:], 1):
                 meeting = f"meets at {_port(instance.group_port)}"
-                table.add_row("", f"{instance.name}{NODE}{number} on {host}", meeting, "")
+                rows.append(["", f"{instance.name}{NODE}{number} on {host}", meeting, "", *none])
             label = ""
         if each.service_ports:
-            table.add_row("", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "")
+            rows.append(["", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "", *none])
         if each.router_port is not None:
             count = plan.scenario.deployment.router_processes
-            table.add_row("", f"router × {count}" if count > 1 else "router", _port(each.router_port), "")
-    return table
+            name = f"router × {count}" if count > 1 else "router"
+            rows.append(["", name, _port(each.router_port), "", *none])
+    return Grid(columns_of("deployment|process|port|side port" + "|GPUs" * dealt), rows)
 
 
-def _cells_table(plan: Plan) -> Table:
-    table = Table(
-        "input_len", "output_len", "KV per request", "descriptors", title="cells", title_justify="left"
-    )
-    for each in plan.kv:
-        table.add_row(
+def _cells(plan: Plan) -> Grid:
+    rows = [
+        [
             str(each.input_len),
             str(plan.scenario.workload.output_len),
             f"{each.wire_bytes / 1e6:.2f} MB",
             str(each.descriptors),
-        )
-    table.caption = (
-        f"{len(plan.cells)} cells: each length for {len({cell.connector for cell in plan.cells})} connectors"
-    )
-    return table
+        ]
+        for each in plan.kv
+    ]
+    workload = plan.scenario.workload
+    if not rows:  # of a server's model nothing more is known
+        rows = [[str(each), str(workload.output_len), "–", "–"] for each in workload.input_len]
+    return Grid(columns_of("", "input_len|output_len|KV per request|descriptors"), rows)
 
 
 def _ports(instance: InstancePlan) -> str:

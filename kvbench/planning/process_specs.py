@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 
 from kvbench import connectors, engines
 from kvbench.connectors.base import Connector, Neighbours
+from kvbench.core.findings.tcp_beside_rdma import tcp_beside_rdma
 from kvbench.core.physics.model_shapes import ModelShape
-from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.process_modules import ROUTER_MODULE
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts import NODE
+from kvbench.core.records import Finding
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, Problem
@@ -42,10 +46,32 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     setting = OptionsContext(
         connectors=chosen,
         hosts=frozenset(deployment.host_of(role) for role in ("prefill", "decode")),
-        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode,
+        max_concurrency=None if rate is None else rate * per_request_s / deployment.decode.instances,
     )
     warnings = list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
     return [*_exposed(scenario), *warnings]
+
+
+def tcp_findings(
+    scenario: Scenario, plan: Plan, devices: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[Finding]:
+    """Where a real engine is told to use TCP beside active RDMA. ``devices``: as listed, by host.
+
+    What is not said in a process's environment it inherits from this one, on this machine.
+    """
+    options = scenario.deployment.engine_options
+    if not (options.starts_processes and options.chooses_transport):
+        return []
+    inherited = dict(os.environ) if scenario.deployment.launcher == "local" else {}
+    found = []
+    for planned in plan.deployments:
+        if connectors.get(planned.connector).disaggregated:
+            specs: list[ProcessSpec] = []
+            with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
+                specs = process_specs(scenario, planned)
+            commands = [(each.argv, {**inherited, **each.env}) for each in specs if each.name != "router"]
+            found.append(tcp_beside_rdma(planned.label, commands, devices))
+    return [each for each in found if each is not None]
 
 
 def _exposed(scenario: Scenario) -> list[str]:
@@ -90,6 +116,7 @@ def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
 def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
     """The engine instances of one deployment, prefill first."""
     shape: ModelShape = scenario.model.shape
+    deployed = scenario.deployed(plan.label)
     neighbours = _neighbours(scenario, plan)
     longest = scenario.workload.longest
     return [
@@ -103,7 +130,10 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
             engine_id=f"{plan.label}-{process.name}",
             model=shape,
             served_model_name=scenario.model.served_model_name,
-            tensor_parallel_size=scenario.deployment.tensor_parallel_size,
+            ranks=deployed.ranks_of(process.name),
+            wire_ranks=deployed.wire_ranks
+            if process.role != "aggregated"
+            else deployed.ranks_of(process.name).tensor,
             max_tokens_per_request=longest,
             neighbours=neighbours,
             nodes=tuple(
@@ -160,7 +190,7 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
             "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
             "side_address": member.side_address,
             **(
-                {"engine_id": member.engine_id, "tensor_parallel_size": member.tensor_parallel_size}
+                {"engine_id": member.engine_id, "tensor_parallel_size": member.ranks.tensor}
                 if connector.needs_engine_id
                 else {}
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def registry() -> Registry:
         connectors={name: connectors.get(name).options_model for name in connectors.names()},
         engines={name: engines.options_model(name) for name in engines.names()},
     )
+
+
+def plain_name(text: str) -> str:
+    """A text as the name of a model or of a scenario may be: its last part, without what is no letter."""
+    last = text.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).lstrip("._-")[:64] or "model"
 
 
 def bundled_folder() -> Path:

@@ -26,13 +26,15 @@ from rich.text import Text
 from kvbench.core.metrics.metrics import Summary
 from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import read_object, said_clearly, write_bytes, write_json
+from kvbench.hosts.scratch import scratch
 from kvbench.report.report import write_report
 from kvbench.report.scrub import KINDS, Scrubber
-from kvbench.results.run import CellResult, load_run
+from kvbench.results.checksums import CHECKSUMS, begin_checksums
+from kvbench.results.run import MANIFEST, CellResult, load_run
 from kvbench.results.store import RunInfo
 
-DERIVED: Final = ("report.md", "report.html", "tables", "figures")
+DERIVED: Final = ("report.md", "report.html", "tables", "figures", CHECKSUMS)
 MOST_TEXT: Final = 256 * 2**20
 """A larger text file is left out."""
 _RECORDS: Final = (TrialRecord, Cell, Finding, CellResult, RunInfo, RequestRecord, Summary)
@@ -43,11 +45,15 @@ _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too."""
+    """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too.
+
+    ``label``: marks a run that is not as it was written, and gets no checksums.
+    """
 
     output: Path | None = None
     also: tuple[str, ...] = ()
     without_logs: bool = False
+    label: str = ""
 
 
 @dataclass
@@ -98,8 +104,8 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
             hint="give the archive's file name with --output",
         )
     bundled = Bundled(archive, removed=scrubber.removed, counts=scrubber.counts)
-    with tempfile.TemporaryDirectory(prefix="kvbench-bundle-") as temporary, said_clearly(archive):
-        folder = Path(temporary) / name
+    with scratch("kvbench-bundle-") as temporary, said_clearly(archive):
+        folder = temporary / name
         for file in sources:
             inside = file.relative_to(path)
             if asked.without_logs and inside.parts[0] == "logs":
@@ -111,10 +117,24 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
                 bundled.left_out[str(inside)] = why
         for empty in ("requests", "telemetry", "logs"):
             (folder / empty).mkdir(exist_ok=True)
+        _sign(folder, asked.label)
         write_report(folder)
         _pack(folder, archive)
         bundled.files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     return bundled
+
+
+def _sign(folder: Path, label: str) -> None:
+    """Checksums of the scrubbed files, where the run had any; what is asked is scrubbed, too."""
+    manifest = read_object(folder / MANIFEST, [])
+    manifest.pop("asked_digests", None)
+    if label:
+        manifest.pop("checksums", None)
+        manifest["labels"] = [*manifest.get("labels", []), label]
+    manifest["bundled"] = True
+    write_json(folder / MANIFEST, manifest)
+    if manifest.get("checksums"):
+        begin_checksums(folder, "bundle")
 
 
 def _hosts(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterable[str]:
@@ -184,10 +204,10 @@ def _json(text: str, scrubber: Scrubber, indent: int | None = None) -> str:
     """JSON through its values, so that no escape hides anything; what is torn is scrubbed as text."""
     try:
         data = json.loads(text)
-    except ValueError:
+        libraries = data.pop("libraries", None) if isinstance(data, dict) else None
+        clean = scrubber.value(data, left=_FIELDS)
+    except (ValueError, RecursionError):
         return scrubber.text(text)
-    libraries = data.pop("libraries", None) if isinstance(data, dict) else None
-    clean = scrubber.value(data, left=_FIELDS)
     if libraries is not None:
         clean["libraries"] = libraries  # names and versions; 12.8.4.1 is no address
     return json.dumps(clean, indent=indent, ensure_ascii=False) + ("\n" if indent else "")

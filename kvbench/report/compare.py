@@ -1,5 +1,5 @@
-"""``kvbench compare``: rows of one or several runs side by side, the conclusions first, in the format asked
-for.
+"""``kvbench compare``: a run before and one after, or rows of one or several runs side by side, in the format
+asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvbench.core.findings.findings import KIND_WORDS
-from kvbench.errors import InputError
+from kvbench.core.foreign_text import markdown_words, visible
+from kvbench.errors import EXIT_OK, InputError
+from kvbench.files import said_clearly, write_bytes
+from kvbench.report.before_after.cell_changes import (
+    WHAT,
+    CellChange,
+    cell_changes,
+    change_rows,
+    counts_text,
+)
+from kvbench.report.before_after.ci_verdict import CiVerdict
+from kvbench.report.before_after.setting_changes import SettingChange, setting_changes
 from kvbench.report.compared import load_tables
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_as_text, compared_runs
-from kvbench.report.tables.table import FORMATS, WRITERS, Table, as_json
+from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
 from kvbench.report.terminal import print_sections
 from kvbench.report.value import Block, Note, ReportSection
-from kvbench.results.provenance import caption, mark_of
+from kvbench.results.provenance import caption, check_comparable, mark_of, scenario_of
 from kvbench.results.run import RunFolder, load_run
 
 NOT_COMPARABLE: Final = "NOT COMPARABLE, put together by --force"
@@ -30,13 +41,28 @@ _STYLES: Final[Mapping[str, str]] = {"invalid": "red", "warning": "yellow"}
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How rows are to be shown: ``by`` is the axis that is compared; ``sort`` and ``group`` are axes, too."""
+    """How rows are to be shown: ``by`` is the axis that is compared; ``sort`` and ``group`` are axes, too.
+
+    ``before``: how many of the runs are repeats of the one before; 0: the first of two. ``ci``: whether only
+    the verdict for a pipeline is asked for, with an alarm from a loss of ``worse_than`` (a share) on;
+    ``junit``, ``comment``: files to write it to.
+    """
 
     by: str = ""
     sort: tuple[str, ...] = ()
     group: str = ""
     format: str = "terminal"
     force: bool = False
+    before: int = 0
+    ci: bool = False
+    worse_than: float = 0.05
+    junit: Path | None = None
+    comment: Path | None = None
+
+    @property
+    def rows_asked(self) -> bool:
+        """Whether it is rows side by side that are asked for."""
+        return bool(self.by or self.sort or self.group)
 
     def check(self) -> None:
         """Raises InputError for an axis or a format that there is not."""
@@ -53,11 +79,21 @@ class CompareOptions:
             raise InputError(f"--format {self.format}: not known", hint=f"there are: {', '.join(FORMATS)}")
 
 
-def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> None:
-    """Prints the comparison of the runs. Raises InputError where they are not comparable, unless forced."""
+def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> int:
+    """Prints the comparison of the runs; returns the exit code, ``EXIT_WORSE`` for an alarm.
+
+    Raises InputError where they are not comparable, unless forced.
+    """
     asked.check()
     runs = [load_run(path) for path in paths]
     micro = are_microbenchmarks(runs)
+    if not micro and (found := before_after(runs, asked)) is not None:
+        return found.write(asked, console)
+    if asked.ci or asked.before or asked.junit or asked.comment:
+        raise InputError(
+            "nothing was searched in these runs, so that no highest rate can have changed",
+            hint="give two sweeps, the one before first, or several with --before N",
+        )
     if micro and asked.format == "terminal":
         print_transfers(runs, console)
     elif micro:
@@ -67,6 +103,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> N
     else:
         # Not through the console: it would wrap lines that programs read.
         console.file.write(as_text(compare_runs(runs, asked), asked))
+    return EXIT_OK
 
 
 def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
@@ -74,6 +111,111 @@ def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None)
     asked = asked or CompareOptions()
     asked.check()
     return compared_runs(runs, asked.by, force=asked.force)
+
+
+# --- before and after ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """Two runs, or repeats of both: what was set otherwise, and what became of each highest rate."""
+
+    before: Sequence[RunFolder]
+    after: Sequence[RunFolder]
+    settings: Sequence[SettingChange]
+    cells: Sequence[CellChange]
+    differing: Sequence[str] = ()
+
+    def write(self, asked: CompareOptions, console: Console) -> int:
+        """Prints it, or the verdict alone; writes the files asked for. Returns the exit code."""
+        alarm = self.alarm(asked)
+        if alarm is not None:
+            for path, text in ((asked.junit, alarm.junit), (asked.comment, alarm.comment)):
+                if path is not None:
+                    with said_clearly(path):
+                        write_bytes(path, text().encode())
+        if asked.format != "terminal":
+            console.file.write(self.as_text(asked.format, alarm))
+        elif alarm is not None and asked.ci:
+            console.file.write("".join(f"{visible(line)}\n" for line in alarm.lines()))
+        else:
+            print_sections([self.section()], console)
+        return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
+
+    def alarm(self, asked: CompareOptions) -> CiVerdict | None:
+        """The verdict for a pipeline, where it is asked for."""
+        if not (asked.ci or asked.junit or asked.comment):
+            return None
+        return CiVerdict(self.cells, self.settings, asked.worse_than, f"kvbench {scenario_of(self.after[0])}")
+
+    @property
+    def heads(self) -> list[str]:
+        sides = (("before", self.before), ("after", self.after))
+        return [f"{word}: {run.run_id} · {caption(run)}" for word, side in sides for run in side]
+
+    def section(self) -> ReportSection:
+        """What a terminal shows."""
+        differing = [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in self.differing]
+        changes = [Note(each.text()) for each in self.settings] or [Note("nothing")]
+        blocks = [
+            *(Block(words=line, style="dim") for line in self.heads),
+            *differing,
+            Block("\nWhat was set otherwise", notes=changes),
+            Block(f"\n{counts_text(self.cells)}", table=change_rows(self.cells)),
+            Block(notes=[Note(f"{WHAT}.", style="dim")], bullets=False),
+        ]
+        return ReportSection("before_after", "", blocks)
+
+    def as_text(self, format_: str, alarm: CiVerdict | None = None) -> str:
+        """In a format for files; CSV has the cells alone."""
+        table = change_rows(self.cells)
+        if format_ == "csv":
+            return WRITERS["csv"](
+                [replace(table, columns=[Column(key, key) for key in self.cells[0].flat()])]
+            )
+        if format_ == "json":
+            more: dict[str, Any] = {
+                "before": [run.run_id for run in self.before],
+                "after": [run.run_id for run in self.after],
+                "settings": [each._asdict() for each in self.settings],
+                "not_comparable": list(self.differing),
+                "cells": [each.flat() for each in self.cells],
+            }
+            if alarm is not None:
+                more |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
+            return json_text(more)
+        said = [*self.heads, *(f"{NOT_COMPARABLE}: {line}" for line in self.differing)]
+        lines = ["What was set otherwise:", *(f"- {each.text()}" for each in self.settings)]
+        if format_ == "latex":
+            commented = "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines])
+            return commented + WRITERS["latex"]([table])
+        head = "\n\n".join(map(markdown_words, said))
+        return "\n\n".join(
+            [head, "\n".join(map(markdown_words, lines)), WRITERS["md"]([table]), f"{WHAT}.\n"]
+        )
+
+
+def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfter | None:
+    """The runs before and after, if it is that: two sweeps, or repeats whose number is given.
+
+    Raises InputError where they are not comparable, unless forced, and where the number does not fit.
+    """
+    if asked.rows_asked or not (len(runs) == 2 or asked.before):
+        return None
+    if not 0 <= asked.before < len(runs):
+        raise InputError(
+            f"--before {asked.before} of {len(runs)} runs leaves none after",
+            hint="give the runs before first, then those after",
+        )
+    count = asked.before or 1
+    before, after = runs[:count], runs[count:]
+    if not all(
+        any(run.cells and run.manifest.get("kind") != "bench" for run in side) for side in (before, after)
+    ):
+        return None
+    differing = check_comparable(runs, force=asked.force)
+    cells = cell_changes(before, after)
+    return BeforeAfter(before, after, setting_changes(before, after), cells, differing) if cells else None
 
 
 # --- as text ---------------------------------------------------------------------------------------
@@ -101,7 +243,7 @@ def as_text(compared: Compared, asked: CompareOptions) -> str:
     lines = [f"- {statement.text}" for statement in compared.statements]
     if asked.format == "latex":
         return "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines]) + WRITERS["latex"](found)
-    return "\n".join([*said, "", *lines, "", WRITERS["md"](found)])
+    return "\n".join([*map(markdown_words, [*said, "", *lines, ""]), WRITERS["md"](found)])
 
 
 def _captions(compared: Compared) -> Iterable[str]:

@@ -10,7 +10,7 @@ from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.plan.engine_count import Unit, unit_of
 from kvbench.core.transfers.stats import Change
 from kvbench.report.findings.load_rows import AXES
-from kvbench.report.tables.table import Column, Table, of_values
+from kvbench.report.tables.table import WHOLE_RUN, Column, Table, of_values
 from kvbench.report.tables.transfers import CASE_KEYS
 
 _AXIS_TITLES: Final = {
@@ -70,12 +70,13 @@ def load_tables(
     unit = unit_of(row.size for row in rows)
     columns = _columns(rows, by, unit, several)
     if not group:
-        return [of_values("", columns, [_flat(row, unit) for row in rows])] if rows else []
+        return [of_values("", columns, [_flat(row, unit) for row in rows], WHOLE_RUN)] if rows else []
     return [
         of_values(
             f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
             columns,
             [_flat(row, unit) for row in mine],
+            WHOLE_RUN,
         )
         for level, mine in groupby(rows, key=lambda row: row.axes.get(group))
     ]
@@ -103,7 +104,9 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool) -> lis
         brief.discard("rate")
     columns = [Column(axis, _AXIS_TITLES[axis], axis in brief) for axis in order]
     if answered:
-        columns.append(Column("max_request_rate", "max rate (req/s)"))
+        bounds = {row.answer_bounds for row in rows if row.answer_bounds}
+        word = bounds.pop() if len(bounds) == 1 else "[interval]"
+        columns.append(Column("max_request_rate", f"max rate (req/s) {word}"))
         columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
         columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
     columns += [Column(key, heading, brief) for key, heading, brief in _SERVE]

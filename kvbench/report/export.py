@@ -18,8 +18,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, spreadsheet_cell, write_bytes
+from kvbench.files import said_clearly, write_bytes
+from kvbench.report import mlflow_runs
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.result import summary_table
 from kvbench.results.provenance import mark_of, model_of, scenario_of
@@ -67,6 +69,18 @@ _PLAIN: Final = {
     "max_request_rate_per_gpu": Metric(
         "max_request_rate_per_gpu_per_second", "Highest request rate by GPU, where known.", "{request}/s"
     ),
+    "request_goodput_per_gpu": Metric(
+        "request_goodput_per_gpu_per_second", "Goodput by GPU, where known.", "{request}/s"
+    ),
+    "output_tok_per_s_per_gpu": Metric(
+        "output_tokens_per_gpu_per_second", "Output tokens by GPU, where known.", "{token}/s"
+    ),
+    "cost_per_1k_requests": Metric("cost_per_1k_requests", "Cost by the scenario's price of a GPU hour."),
+    "cost_per_1m_output_tokens": Metric(
+        "cost_per_1m_output_tokens", "Cost by the scenario's price of a GPU hour."
+    ),
+    "watts_per_gpu": Metric("watts_per_gpu", "Mean power of a GPU, where known.", "W"),
+    "joules_per_output_token": Metric("joules_per_output_token", "Energy of all GPUs by token.", "J"),
     "engines": Metric("engines", "Engines that served it.", "{engine}"),
     "gpus": Metric("gpus", "GPUs of these, where known.", "{gpu}"),
     "slo_attainment": Metric("slo_attainment_ratio", "Share of requests that met every limit of the SLO."),
@@ -101,10 +115,18 @@ _TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second."
 
 
 def command(path: Path, name: str, output: Path | None, console: Console) -> None:
-    """Prints a run's summary in a format, or writes it to a file. Raises InputError for an unknown format."""
+    """Prints a run's summary in a format, or writes it to a file; ``mlflow`` hands it to MLflow instead.
+
+    Raises InputError for an unknown format.
+    """
+    if name == "mlflow":
+        run_id, rows = mlflow_runs.export(load_run(path))
+        console.print(Text(f"MLflow run {run_id}, with {rows} rows below it"), soft_wrap=True)
+        return
     if name not in FORMATS:
-        raise InputError(f"--format {name}: not known", hint=f"there are: {', '.join(FORMATS)}")
-    text = FORMATS[name](load_run(path))
+        known = ", ".join([*FORMATS, "mlflow"])
+        raise InputError(f"--format {name}: not known", hint=f"there are: {known}")
+    text = visible(FORMATS[name](load_run(path)))
     if output is None:
         console.file.write(text)
         return

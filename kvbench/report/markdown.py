@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.report.tables.table import Table, markdown_table
 from kvbench.report.value import Block, Note, Report
 
 
-def report_markdown(report: Report, figures: Collection[str] = ()) -> str:
-    """The whole story of one run on one page. ``figures``: names of the pictures that lie under figures/."""
-    parts = [f"# {report.titles['markdown']}", f"{report.caption}\n\n{report.goal}"]
+def report_markdown(report: Report, figures: Mapping[str, str] | None = None) -> str:
+    """The whole story of one run on one page. ``figures``: the files under figures/ by picture's name."""
+    figures = figures or {}
+    parts = [f"# {_escaped(report.titles['markdown'])}"]
+    parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
     if report.mark is not None:
-        parts.append(f"> **{report.mark.word.title()}**: {report.not_of_a_gpu}")
-    for section in report.of("markdown"):
-        blocks = [each for each in section.blocks if not each.picture or each.picture.name in figures]
-        if section.blocks and not blocks:
-            continue
-        parts += [f"## {section.title}"] if section.title else []
-        parts += [part for block in blocks for part in _parts(block)]
+        parts.append(f"> **{report.mark.word.title()}**: {_escaped(report.not_of_a_gpu)}")
+    for section in report.shown("markdown", figures):
+        parts += [f"## {_escaped(section.title)}"] if section.title else []
+        parts += [part for block in section.blocks for part in _parts(block, figures)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _parts(block: Block) -> Iterator[str]:
+def _parts(block: Block, figures: Mapping[str, str]) -> Iterator[str]:
     if block.title:
-        yield f"### {block.title}"
-    yield block.words or (block.table.words if block.table else "")
+        yield f"### {_escaped(block.title)}"
+    yield markdown_words(block.about)
     yield bullets(block.notes)
     if block.table is not None:
         yield from _tables(block.table)
     if block.code:
-        yield f"```\n{block.code}\n```"
+        yield fenced(block.code)
     if block.picture is not None:
-        yield f"![{block.picture.title}](figures/{block.picture.name}.png)"
+        yield f"![{_escaped(block.picture.title)}](figures/{figures[block.picture.name]})"
 
 
 def _tables(table: Table) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _tables(table: Table) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return markdown_words(text).replace("|", "\\|").replace("\n", " ")
 
 
 def bullets(notes: Iterable[Note]) -> str:
@@ -59,8 +59,8 @@ def bullets(notes: Iterable[Note]) -> str:
     lines = []
     for note in notes:
         first, *more = note.text.strip().splitlines() or [""]
-        advice = f" → {' '.join(note.advice.split())}" if note.advice else ""
-        lines.append(f"- {' '.join(first.split())}{advice}")
-        quoted = (" ".join(line.split()).replace("`", "'") for line in more)
+        advice = f" → {markdown_words(' '.join(note.advice.split()))}" if note.advice else ""
+        lines.append(f"- {markdown_words(' '.join(first.split()))}{advice}")
+        quoted = (" ".join(visible(line).split()).replace("`", "'") for line in more)
         lines += [f"  - `{line}`" for line in quoted if line]  # lines of a log
     return "\n".join(lines)

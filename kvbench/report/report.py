@@ -12,34 +12,52 @@ from typing import Final
 
 from rich.console import Console
 
+from kvbench.core.foreign_text import visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
-from kvbench.files import said_clearly, write_bytes, write_csv, write_json
+from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.report.html.page import report_html
 from kvbench.report.markdown import report_markdown
-from kvbench.report.plots import write_plots
+from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
+from kvbench.report.tables.table import json_text, write_csv
 from kvbench.report.terminal import print_sections
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
 
-FORMATS: Final = ("md", "html", "csv", "json", "png", "svg")
+FORMATS: Final = ("md", "html", "csv", "json", "svg")
+"""What a report is by itself. "png": its pictures, too, where somebody asks; each costs as much again."""
 
 
-def command(paths: Sequence[Path], console: Console, *, force: bool = False, dark: bool = False) -> None:
-    """Writes the report of each run and prints one table of all of them; ``dark``: figures for that, too.
+def command(
+    paths: Sequence[Path],
+    console: Console,
+    *,
+    force: bool = False,
+    dark: bool = False,
+    png: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Writes the report of each run and prints one table of all of them.
+
+    ``dark``: figures for a dark background, too; ``png``: figures as PNG beside the SVG; ``as_json``: prints
+    what lies in their tables/*.json instead, a document a run.
 
     Raises InputError for runs that are not comparable, unless ``force``.
     """
     runs = [load_run(path) for path in paths]
     micro = are_microbenchmarks(runs, hint="report them one by one")
     differing = [] if micro else check_comparable(runs, force=force)
+    formats = (*FORMATS, "png") if png else FORMATS
     for run in runs:
-        write_report(run.path)
+        write_report(run.path, formats)
         if dark:
-            write_plots(run, run.path / "figures", theme="dark")
-    if micro:
+            write_plots(run, run.path / "figures", [kind for kind in PICTURES_AS if kind in formats], "dark")
+    if as_json:
+        documents = [document for run in runs for document in build(run).documents.values()]
+        console.file.write(json_text({"runs": documents}))
+    elif micro:
         print_transfers(runs, console)
     else:
         render_terminal(runs, console, differing)
@@ -71,7 +89,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
     run = load_run(path)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
-    drawn = [kind for kind in formats if kind in ("png", "svg")]
+    drawn = [kind for kind in PICTURES_AS if kind in formats]
     if len(pairs_of(run.transfer_records())) > 1:
         drawn = []  # pictures are of one pair of hosts; of several the matrix shows
     with said_clearly(run.path):
@@ -86,12 +104,12 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
             written.append(tables / f"{name}.json")
         texts = _comparison(run, formats)
         if "md" in formats:
-            there = [file.stem for file in figures.glob("*.png")]
+            there = {file.stem: file.name for kind in PICTURES_AS for file in figures.glob(f"*.{kind}")}
             texts["report.md"] = report_markdown(report, there)
         if "html" in formats:
             texts["report.html"] = report_html(report, figures if "svg" in formats else None)
         for file, text in texts.items():
-            write_bytes(run.path / file, text.encode("utf-8", "replace"))
+            write_bytes(run.path / file, visible(text).encode("utf-8", "replace"))
     return [*written, *(run.path / file for file in texts)]
 
 

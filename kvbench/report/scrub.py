@@ -2,6 +2,9 @@
 
 Each value becomes a word such as ``HOST1``, the same one wherever it stands, so that what is left can still
 be read. The words have no sign that HTML, JSON or YAML would mistake.
+
+All of it takes time in proportion to the text's length: a pattern that begins with a run of characters begins
+where the run does, and nowhere within it.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ _ORDINARY: Final = frozenset(
     {"localhost", "root", "user", "users", "home", "host", "none", "unknown", "node"}
 )
 """Names that say nothing of anybody and stand everywhere."""
+_MOST_NAMES: Final = 2000
+"""Learned from texts; each is looked for everywhere."""
 
 _SECRET_NAME: Final = (
     r"[\w-]*(?:api[_-]?key|apikey|passwd|password|secret|credentials?|(?:auth|access|refresh|hf|session)[_-]?token|"
     r"access[_-]?key|private[_-]?key|authorization)"
 )
-_SECRET_KEY: Final = re.compile(rf"-*{_SECRET_NAME}|-*token", re.IGNORECASE)
+_SECRET_KEY: Final = re.compile(rf"{_SECRET_NAME}|-*token", re.IGNORECASE)
 _PATTERNS: Final = (
     (
         "KEY",
@@ -53,12 +58,19 @@ _PATTERNS: Final = (
     ("KEY", re.compile(r"\b(?:sk|hf|ghp|gho|ghs|glpat|nvapi|xox[abp]|AKIA|ASIA)[-_]?[A-Za-z0-9_-]{16,}")),
     (
         "KEY",
-        re.compile(rf"(?P<before>\b{_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?P<value>[^\s\"',;&]{{3,}})", re.I),
+        re.compile(
+            rf"(?P<before>(?<![\w-]){_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?P<value>[^\s\"',;&]{{3,}})", re.I
+        ),
     ),
-    ("KEY", re.compile(rf"(?P<before>--{_SECRET_NAME}\s+)(?P<value>[^\s\"'-][^\s\"']+)", re.IGNORECASE)),
+    (
+        "KEY",
+        re.compile(
+            rf"(?P<before>(?<![\w-])(?=[\w-]*--){_SECRET_NAME}\s+)(?P<value>[^\s\"'-][^\s\"']+)", re.I
+        ),
+    ),
     ("KEY", re.compile(r"(?P<before>://)(?P<value>[^\s/@:\"']+:[^\s/@\"']+)(?=@)")),
     ("SERIAL", re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{20,}", re.IGNORECASE)),
-    ("ADDRESS", re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+")),
+    ("ADDRESS", re.compile(r"(?P<before>(?<![\w.+-])[.+-]*)(?P<value>\w[\w.+-]*@[\w-]+(?:\.[\w-]+)+)")),
     ("ADDRESS", re.compile(r"(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])", re.IGNORECASE)),
     ("ADDRESS", re.compile(r"(?<![\w:])(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:])", re.IGNORECASE)),
 )
@@ -66,7 +78,9 @@ _IPV4: Final = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
 _IPV6: Final = re.compile(
     r"(?<![\w:])[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}(?:\.\d{1,3}){0,3}(?![\w:])", re.IGNORECASE
 )
-_URL_HOST: Final = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://)(?P<value>[A-Za-z0-9.-]+)", re.IGNORECASE)
+_URL_HOST: Final = re.compile(
+    r"(?P<before>(?<![a-z0-9+.-])[a-z0-9+.-]+://)(?P<value>[a-z0-9.-]+)", re.IGNORECASE
+)
 _HOME: Final = re.compile(r"/(?:home|Users)/(?P<user>[A-Za-z0-9._-]+)")
 # Not behind a letter, a digit, a dot or another slash: those make a URL, a rate or a relative path.
 _PATH: Final = re.compile(r"(?<![\w./<~-])(?P<folder>/(?:[\w.@+~-]+/)+)(?P<name>[\w.@+~-]*)")
@@ -85,6 +99,7 @@ class Scrubber:
     ) -> None:
         self.removed: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self.counts: Counter[str] = Counter()
+        self._given: set[str] = set()
         self._names: dict[str, str] = {}
         self._known: re.Pattern[str] | None = None
         for kind, names in (("WORD", words), ("HOST", hosts), ("USER", users)):
@@ -98,9 +113,9 @@ class Scrubber:
         for found in _URL_HOST.finditer(text):
             host = found["value"].rstrip(".")
             if not _is_address(host) and not host.endswith(_PUBLIC) and ("." in host or "-" in host):
-                self._learn("HOST", host)
+                self._learn("HOST", host, _MOST_NAMES)
         for found in _HOME.finditer(text):
-            self._learn("USER", found["user"])
+            self._learn("USER", found["user"], _MOST_NAMES)
 
     def text(self, text: str) -> str:
         """The text without them."""
@@ -109,9 +124,11 @@ class Scrubber:
         text = _IPV6.sub(self._address, _IPV4.sub(self._address, text))
         text = _URL_HOST.sub(self._url_host, text)
         text = _WINDOWS.sub(lambda found: self._path(found[0], ""), _PATH.sub(self._folder, text))
-        if self._known is not None:
-            text = self._known.sub(self._name, text)
-        return text
+        if self._names and self._known is None:
+            longest = sorted(self._names, key=len, reverse=True)
+            words = "|".join(re.escape(word) for word in longest)
+            self._known = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])", re.IGNORECASE)
+        return self._known.sub(self._name, text) if self._known is not None else text
 
     def value(self, value: Any, key: str = "", left: frozenset[str] = frozenset()) -> Any:
         """A JSON value, through all that is inside; keys in ``left`` stay as they are.
@@ -140,18 +157,16 @@ class Scrubber:
     def _secret(self, value: Any) -> Any:
         return self._word("KEY", value) if isinstance(value, str) and value else value
 
-    def _learn(self, kind: str, name: str) -> None:
+    def _learn(self, kind: str, name: str, most: int | None = None) -> None:
         name = name.strip()
         # A host is known by its short name, too.
         names = [name, name.split(".")[0]] if kind == "HOST" and not _is_address(name) else [name]
         for each in names:
             if len(each) < 2 or each.lower() in _ORDINARY or each.isdigit() or _is_address(each):
                 continue
-            self._names.setdefault(each.lower(), kind)
-        if self._names:
-            longest = sorted(self._names, key=len, reverse=True)
-            words = "|".join(re.escape(word) for word in longest)
-            self._known = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])", re.IGNORECASE)
+            if each.lower() not in self._names and (most is None or len(self._names) < most):
+                self._names[each.lower()] = kind
+                self._known = None
 
     def _name(self, found: re.Match[str]) -> str:
         return self._word(self._names[found[0].lower()], found[0].lower())
@@ -159,7 +174,7 @@ class Scrubber:
     def _instead(self, kind: str, found: re.Match[str]) -> str:
         parts = found.groupdict()
         value = parts.get("value") or found[0]
-        if value in self.removed[kind].values():  # it was taken out already
+        if value in self._given:  # it was taken out already
             return found[0]
         return f"{parts.get('before') or ''}{self._word(kind, value)}"
 
@@ -171,8 +186,12 @@ class Scrubber:
 
     def _url_host(self, found: re.Match[str]) -> str:
         host = found["value"].rstrip(".")
-        taken = any(host in words.values() for words in self.removed.values())
-        if taken or host.lower() in _ORDINARY or host in _LEFT_ADDRESSES or host.endswith(_PUBLIC):
+        if (
+            host in self._given
+            or host.lower() in _ORDINARY
+            or host in _LEFT_ADDRESSES
+            or host.endswith(_PUBLIC)
+        ):
             return found[0]
         return found["before"] + self._word("HOST", host.lower()) + found["value"][len(host) :]
 
@@ -188,7 +207,9 @@ class Scrubber:
     def _word(self, kind: str, value: str) -> str:
         self.counts[kind] += 1
         known = self.removed[kind]
-        return known.setdefault(value, f"{kind}{len(known) + 1}")
+        word = known.setdefault(value, f"{kind}{len(known) + 1}")
+        self._given.add(word)
+        return word
 
 
 def _is_secret_option(word: Any) -> bool:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RuledTable
 from rich.text import Text
 
+from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.report.tables.table import Table
 from kvbench.report.value import Block, Note, ReportSection
 
 WIDTH: Final = 100
 """Words are broken into lines of so many columns."""
 _SUPERSCRIPT: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_LINE_STYLES: Final = {"head": "bold", "rule": "", "group": "cyan", "row": ""}
 _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
@@ -41,59 +41,48 @@ def _block(console: Console, block: Block) -> None:
         _line(console, block.title, "bold")
     if block.words:
         _line(console, block.words, block.style)
-    if block.table is not None and block.table.ruled:
-        console.print(_ruled(block.table))
-    elif block.table is not None:
-        _aligned(console, block.table)
+    if block.table is not None:
+        print_table(console, block.table)
     _list(console, block.notes, "• " if block.bullets else "")
 
 
 # --- tables ----------------------------------------------------------------------------------------
 
 
-def _ruled(table: Table) -> RuledTable:
-    """A line below the header and between groups; only the brief columns."""
-    # One blank less between the columns of a table with groups: so a hundred columns hold one figure more.
-    padding = (0, 1, 0, 0) if table.groups else (0, 1)
-    ruled = RuledTable(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=padding
-    )
+def print_table(console: Console, table: Table) -> None:
+    """Only the brief columns, of these as many as fit; a row's footnotes stand behind it."""
     places = [place for place, column in enumerate(table.columns) if column.brief]
-    for place in places:
-        column = table.columns[place]
-        align = column.align or ("right" if place else "left")
-        width = column.width or None
-        ruled.add_column(
-            Text(column.title), justify=align, no_wrap=not table.wrap, max_width=width
-        )  # fmt: skip
-    for number, (_, rows, _marks) in enumerate(table.parts()):
-        if number:
-            ruled.add_section()
-        for cells in rows:
-            ruled.add_row(*(Text(cells[place]) for place in places))
-    return ruled
+    grid = Grid(
+        [_column(table, place, first=place == places[0]) for place in places],
+        [[cells[place] for place in places] for cells in table.cells],
+        table.groups,
+        table.ruled,
+        "" if table.ruled else "  ",
+    )
+    # A file or a pipe has no width: what is told does not depend on it.
+    fitted = grid.fitted(console.width if console.is_terminal else None)
+    if not table.ruled and table.groups:
+        _line(console, "")
+    for line in fitted.lines:
+        text = Text(line.text, style=_LINE_STYLES[line.kind])
+        if line.row >= 0 and not table.ruled:
+            text.stylize(_COLOURS.get(table.cells[line.row][-1], "") if table.groups else "")
+        marks = table.marks[line.row] if table.marks and line.row >= 0 else ()
+        noted = " ".join(str(mark).translate(_SUPERSCRIPT) for mark in marks)
+        text.append(f" {noted}" if noted else "", style="yellow")
+        console.print(text, soft_wrap=True)
+    if table.window:
+        _line(console, table.of_window, "dim")
+    if fitted.note:
+        _line(console, fitted.note, "dim")
 
 
-def _aligned(console: Console, table: Table) -> None:
-    """Columns set apart by blanks; a row's footnotes stand behind it."""
-    widths = [max(map(len, texts)) for texts in zip(table.header, *table.cells, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = [
-            cell.ljust(width) if column.align == "left" else cell.rjust(width)
-            for cell, width, column in zip(cells, widths, table.columns, strict=True)
-        ]
-        return "  " + "  ".join(parts).rstrip()
-
-    _line(console, *(("\n" + line(table.header), "bold") if table.groups else (line(table.header),)))
-    for title, rows, marks in table.parts():
-        if title:
-            _line(console, title, "cyan")
-        for place, cells in enumerate(rows):
-            text = Text(line(cells), style=_COLOURS.get(cells[-1], "") if table.groups else "")
-            noted = " ".join(str(mark).translate(_SUPERSCRIPT) for mark in (marks[place] if marks else ()))
-            text.append(f" {noted}" if noted else "", style="yellow")
-            console.print(text, soft_wrap=True)
+def _column(table: Table, place: int, *, first: bool) -> FittedColumn:
+    column = table.columns[place]
+    align: Literal["left", "right"] = column.align or ("left" if first else "right")
+    if not table.ruled:
+        align = "left" if column.align == "left" else "right"
+    return FittedColumn(column.title, align, column.rank, column.width)
 
 
 # --- words -----------------------------------------------------------------------------------------

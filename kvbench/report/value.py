@@ -6,8 +6,8 @@ show is marked with their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -63,6 +63,13 @@ class Block:
     bullets: bool = True
     writers: Sequence[Writer] = WRITERS
 
+    @property
+    def about(self) -> str:
+        """Its words, or else those of its table, and what the table's figures are of."""
+        if self.table is None:
+            return self.words
+        return " ".join(filter(None, [self.words or self.table.words, self.table.of_window]))
+
 
 @dataclass(frozen=True)
 class ReportSection:
@@ -95,7 +102,27 @@ class Report:
     @property
     def not_of_a_gpu(self) -> str:
         """What is said beside the mark of a run that no real engine served."""
-        return f"{self.mark.why}. These are not figures of a GPU." if self.mark else ""
+        if self.mark is None:
+            return ""
+        return f"{self.mark.why}. These are not figures of a GPU: `per GPU` is by planned rank."
+
+    def shown(self, writer: Writer, drawn: Collection[str]) -> list[ReportSection]:
+        """The sections with something to show, if pictures of these names are there: the answer has the first
+        of them, and no other section has it again.
+        """
+        first = next((name for name in self.pictures(writer) if name in drawn), "")
+        sections = []
+        for section in self.of(writer):
+            own = {first} if section.anchor == "answer" else set(drawn) - {first}
+            blocks = [each for each in section.blocks if not each.picture or each.picture.name in own]
+            if blocks or not section.blocks:
+                sections.append(replace(section, blocks=blocks))
+        return sections
+
+    def pictures(self, writer: Writer) -> dict[str, Drawing]:
+        """All that a writer's sections have, by name, in their order."""
+        found = (block.picture for section in self.of(writer) for block in section.blocks)
+        return {each.name: each for each in found if each is not None}
 
     def of(self, writer: Writer) -> list[ReportSection]:
         """The sections of one writer, in their order, with its own blocks."""

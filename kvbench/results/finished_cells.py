@@ -88,8 +88,10 @@ def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, s
     first: dict[tuple[str, int], Outputs] = {}
     changed: dict[tuple[str, int], tuple[str, str]] = {}
     for key, outputs in _outputs(rows):
-        texts = first.setdefault(key, outputs).texts
-        found = [pair for pair in zip(texts, outputs.texts, strict=False) if pair[0] != pair[1]]
+        known = first.setdefault(key, outputs)
+        if any(each.texts != known.texts for each in known.repeats):
+            continue  # it does not agree with itself within one session either
+        found = [pair for pair in zip(known.texts, outputs.texts, strict=False) if pair[0] != pair[1]]
         if found:
             changed[key] = found[0]
     return [(*key, *pair) for key, pair in changed.items()]
@@ -97,12 +99,24 @@ def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, s
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:
     """A line that has not what it should have is one that is not there: the outputs are asked for again."""
-    from kvbench.core.records import Outputs
-
     for row in rows:
         with suppress(KeyError, TypeError, ValueError):
-            outputs = Outputs(tuple(map(str, row["texts"])), float(row["latency_s"]))
-            yield (str(row["label"]), int(row["input_len"])), outputs
+            yield (str(row["label"]), int(row["input_len"])), _outputs_of(row)
+
+
+def _outputs_of(row: Mapping[str, Any]) -> Outputs:
+    from kvbench.core.records import Outputs, TokenChoice
+
+    choices = (
+        tuple(TokenChoice(str(token), {str(k): float(v) for k, v in known.items()}) for token, known in each)
+        for each in row.get("choices", ())
+    )
+    return Outputs(
+        tuple(map(str, row["texts"])),
+        float(row["latency_s"]),
+        tuple(choices),
+        tuple(_outputs_of(each) for each in row.get("repeats", ())),
+    )
 
 
 def _ends(result: CellResult, own_method: Method) -> bool:
@@ -113,9 +127,13 @@ def _ends(result: CellResult, own_method: Method) -> bool:
 
 def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:
     """One line of outputs.jsonl."""
-    return {
-        "label": label,
-        "input_len": input_len,
-        "texts": list(outputs.texts),
-        "latency_s": outputs.latency_s,
-    }
+    return {"label": label, "input_len": input_len, **_row_of(outputs)}
+
+
+def _row_of(outputs: Outputs) -> dict[str, Any]:
+    row: dict[str, Any] = {"texts": list(outputs.texts), "latency_s": outputs.latency_s}
+    if outputs.choices:
+        row["choices"] = [[[each.token, dict(each.logprobs)] for each in one] for one in outputs.choices]
+    if outputs.repeats:
+        row["repeats"] = [_row_of(each) for each in outputs.repeats]
+    return row

@@ -142,9 +142,12 @@ def scenario_of(run: RunFolder) -> str:
 
 
 def way_of(run: RunFolder) -> str:
-    """``router`` or ``direct``. Folders from before there was a choice went through the router."""
+    """``router`` or ``direct``, and whether by chats. Folders from before there was a choice: ``router``."""
     load = resolved(run, "load")
-    return str(load.get("mode") or "router") if isinstance(load, Mapping) else "router"
+    if not isinstance(load, Mapping):
+        return "router"
+    way = str(load.get("mode") or "router")
+    return f"{way}, chats" if load.get("endpoint") == "chat" else way
 
 
 def started(run: RunFolder) -> str:
@@ -173,36 +176,49 @@ def hardware_of(run: RunFolder) -> str:
     return ", ".join(part for part in parts if part) or "hardware not recorded"
 
 
+def server_of(run: RunFolder) -> str:
+    """``Qwen/Qwen3-8B at http://router:8000`` where somebody else's server was measured; else empty."""
+    deployment, model = resolved(run, "deployment"), resolved(run, "model")
+    options = deployment.get("engine_options") if isinstance(deployment, Mapping) else None
+    url = options.get("base_url") if isinstance(options, Mapping) else None
+    served = model.get("served_model_name") if isinstance(model, Mapping) else None
+    return f"{served or model_of(run)} at {url}" if isinstance(url, str) and url else ""
+
+
 def caption(run: RunFolder) -> str:
-    """What every picture and table carries: scenario, model, version, hardware, date."""
+    """What every picture and table carries: scenario, model, version, hardware, date.
+
+    Of somebody else's server also its URL; the hardware is then that of the client.
+    """
+    server = server_of(run)
     parts = [
         scenario_of(run),
-        model_of(run),
+        server or model_of(run),
         f"{'read in by ' if run.manifest.get('kind') == 'imported' else ''}kvbench "
         f"{run.manifest.get('kvbench', '?')}",
-        host_of(run),
+        f"client {host_of(run)}" if server else host_of(run),
         hardware_of(run),
         started(run),
     ]
     return " · ".join(part for part in parts if part)
 
 
+_NO_WORKLOAD: Final = ("input_len", "output_len", "request_timeout_s")
+"""Lengths are a cell's, and cells of other lengths are other rows; the deadline is the client's."""
+
+
 def identity(run: RunFolder) -> dict[str, Any]:
-    """What has to be equal before two runs' rows may stand in one table."""
-    deployment = resolved(run, "deployment")
-    # The emulated engine's options set its speed; a real engine's are what one may want to compare.
-    options = deployment.get("engine_options") if isinstance(deployment, Mapping) else None
-    mark = mark_of(run)
+    """What has to be equal before two runs' rows may stand in one table: what was asked, and of what.
+
+    Machine, versions and options are what one may want to compare.
+    """
+    mark, workload = mark_of(run), resolved(run, "workload")
+    asked = workload if isinstance(workload, Mapping) else {}
     return {
         "model": model_of(run),
         "engine": mark.word if mark is not None else "real",
-        "engine options": options if mark is not None else None,
         "SLO": slo_of(run).text(),
-        "way of the requests": way_of(run),
-        "host": host_of(run),
-        "hardware": hardware_of(run),
-        "seed": run.manifest.get("seed"),
-        "schema": run.schema,
+        **{f"workload.{key}": value for key, value in asked.items() if key not in _NO_WORKLOAD},
     }
 
 
@@ -210,9 +226,10 @@ def differences(runs: Sequence[RunFolder]) -> list[str]:
     """One line per thing in which the runs differ, such as ``seed: 1 / 2``."""
     identities = [identity(run) for run in runs]
     lines = []
-    for key in identities[0] if identities else ():
-        values = [item[key] for item in identities]
-        if any(value != values[0] for value in values):
+    for key in dict.fromkeys(key for item in identities for key in item):
+        # What an older run does not know it did without.
+        values = [item.get(key) for item in identities]
+        if any((value or None) != (values[0] or None) for value in values):
             lines.append(f"{key}: " + " / ".join(str(value) for value in values))
     return lines
 

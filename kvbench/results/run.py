@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from kvbench.core.foreign_text import visible, visible_values
 from kvbench.core.records import (
     MAIN_METHODS,
     SCHEMA_VERSION,
@@ -26,12 +27,13 @@ from kvbench.core.records import (
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
-from kvbench.files import read_lines, read_object
+from kvbench.files import open_read, read_lines, read_object
 from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents, Upgrade, schema_of
 from kvbench.results.transfer_rows import read_transfers
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
 
 RunStatus = Literal["running", "complete", "failed", "interrupted"]
 CellStatus = Literal["done", "refused", "failed", "skipped"]
@@ -42,6 +44,14 @@ CELLS: Final = "cells.jsonl"
 OUTPUTS: Final = "outputs.jsonl"
 
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_LISTS: Final[Mapping[str, type]] = {
+    "sessions": dict,
+    "skipped": dict,
+    "labels": str,
+    "hosts": str,
+    "argv": str,
+}
+"""Lists of the manifest, and what they hold."""
 T = TypeVar("T")
 
 
@@ -50,7 +60,8 @@ class CellResult:
     """What came of one cell.
 
     ``answer`` is the search's answer as JSON, None when there was no search. ``equal_outputs`` is
-    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's. ``method``: how it
+    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's; of a server that was
+    asked again also ``within_noise`` and ``power`` (sweep/trial/output_check.py). ``method``: how it
     was measured. ``tier``: the SLO tier that this answers; "" where there is one SLO only.
     """
 
@@ -132,6 +143,23 @@ class RunFolder:
         """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
         return self._frame("requests", trial_id, columns)
 
+    def columns(
+        self, kind: Literal["requests", "telemetry"], trial_id: str, names: Sequence[str]
+    ) -> dict[str, NDArray[Any]]:
+        """Columns of the trial's requests or samples, each an array: texts, or floats and NaN for unknown.
+
+        The same as ``requests`` and ``telemetry``, without the time that pandas takes to be there. Raises
+        StoreError where the file or a column is missing.
+        """
+        import pyarrow.parquet as pq
+
+        path = self._parquet(kind, trial_id)
+        with _readable(path), pq.ParquetFile(path) as file:
+            if missing := set(names).difference(file.schema_arrow.names):
+                raise StoreError(f"{path} has no {', '.join(sorted(missing))}")
+            table = file.read(columns=list(names), use_threads=False)
+            return {name: _array(table.column(name)) for name in names}
+
     def request_records(self, trial_id: str) -> list[RequestRecord]:
         """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
         import pyarrow.parquet as pq
@@ -159,9 +187,26 @@ class RunFolder:
 
     def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
         path = parquet_path(self.path, kind, trial_id)
-        if not path.is_file():
+        if not path.is_file() or path.is_symlink():
             raise StoreError(f"{path} is not there", hint="the trial kept none, or the file was removed")
         return path
+
+
+def _array(column: Any) -> NDArray[Any]:
+    """A column of Arrow's. Its own ``to_numpy`` would import pandas (pyarrow 25)."""
+    import numpy as np
+    import pyarrow as pa
+
+    whole = column.combine_chunks()
+    if not (pa.types.is_floating(whole.type) or pa.types.is_integer(whole.type)):
+        return np.array(whole.to_pylist(), dtype=object)
+    whole = whole.cast(pa.float64())
+    valid, data = whole.buffers()
+    values = np.frombuffer(data, np.float64, len(whole), whole.offset * 8)
+    if not whole.null_count:
+        return values
+    known = np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[whole.offset :][: len(whole)]
+    return np.where(known == 1, values, np.nan)
 
 
 @contextmanager
@@ -191,11 +236,11 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     manifest = read_object(folder / MANIFEST, None)
     schema = schema_of(manifest, folder / MANIFEST, FIRST_SCHEMA + len(upgrades))
     documents = Documents(
-        manifest,
-        read_object(folder / "plan.json", warnings),
-        read_object(folder / "environment.json", warnings),
-        read_lines(folder / TRIALS, warnings),
-        read_lines(folder / CELLS, warnings),
+        visible_values(manifest),
+        visible_values(read_object(folder / "plan.json", warnings)),
+        visible_values(read_object(folder / "environment.json", warnings)),
+        [visible_values(row) for row in read_lines(folder / TRIALS, warnings)],
+        [visible_values(row) for row in read_lines(folder / CELLS, warnings)],
     )
     for upgrade in upgrades[schema - FIRST_SCHEMA :]:
         documents = upgrade(documents)
@@ -204,13 +249,14 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
         documents.manifest["status"] = "interrupted"
         warnings.append("the run was cut off: its process is gone and had not written how it ended")
+    _require_shapes(documents.manifest, warnings)
     trials = _parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings)
     cells = _last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings))
     return RunFolder(
         path=folder,
         schema=schema,
         manifest=documents.manifest,
-        scenario_text=_text(scenario) if scenario.is_file() else "",
+        scenario_text=visible(_text(scenario)) if scenario.is_file() else "",
         plan=documents.plan,
         environment=documents.environment,
         trials=[trial for trial in trials if trial.method in MAIN_METHODS],
@@ -222,10 +268,25 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
     )
 
 
+def _require_shapes(manifest: dict[str, Any], warnings: list[str]) -> None:
+    """Lists in the manifest that are none, or not of objects, are emptied, and that is said."""
+    for name, of in _LISTS.items():
+        value = manifest.get(name)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(each, of) for each in value)
+        ):
+            warnings.append(f"{MANIFEST}: {name} is {str(value)[:40]!r}, which is left out")
+            manifest[name] = []
+    for name in ("asked", "trace"):
+        if not isinstance(manifest.get(name), (dict, type(None))):
+            warnings.append(f"{MANIFEST}: {name} is {str(manifest[name])[:40]!r}, which is left out")
+            manifest[name] = None
+
+
 def _text(path: Path) -> str:
     """A scenario's text, as much of it as a scenario may have; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(open_read(path), "rb") as file:
             return file.read(4 * MAX_CHARS).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -234,7 +295,7 @@ def _text(path: Path) -> str:
 def writer_is_alive(folder: Path) -> bool:
     """Whether some process still has the folder open for writing; True when that is not known."""
     try:
-        handle = os.open(folder / TRIALS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = open_read(folder / TRIALS)
     except FileNotFoundError:
         return False
     except OSError:

@@ -13,6 +13,7 @@
     ├── requests/<trial>.parquet   one row a request
     ├── telemetry/<trial>.parquet  samples of counters and gauges
     ├── transfers.parquet          a microbenchmark's rows, written anew after each case
+    ├── checksums.jsonl            SHA-256 of each of these files, or of each line of one that grows
     └── logs/                      output of each process
 
 How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
@@ -31,24 +32,38 @@ import re
 import secrets
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvbench.core.records import SCHEMA_VERSION, RequestRecord, TrialRecord
 from kvbench.core.transfers.records import TransferRecord
+from kvbench.errors import StoreError
 from kvbench.files import (
-    append_line,
+    append_bytes,
     cut_torn_line,
+    line_of,
     open_append,
     read_object,
     replaced,
+    require_no_links,
     said_clearly,
     sync_folder,
     write_bytes,
     write_json,
+)
+from kvbench.results.checksums import (
+    ALGORITHM,
+    CHECKSUMS,
+    Checksums,
+    begin_checksums,
+    go_on_with_checksums,
+    sha256_of,
+    sha256_of_file,
 )
 from kvbench.results.finished_cells import EarlierSessions, output_row
 from kvbench.results.lock import ended_session, iso, locked, new_session
@@ -63,7 +78,8 @@ from kvbench.results.run import (
     load_run,
     parquet_path,
 )
-from kvbench.results.transfer_rows import TransferTable
+from kvbench.results.transfer_rows import TRANSFERS, TransferTable
+from kvbench.results.untouched import digests
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
@@ -103,11 +119,13 @@ class RunStore:
         self.path = path
         self.earlier = EarlierSessions()
         self._manifest = manifest
-        self._transfers = TransferTable(path)
+        self._transfers = TransferTable(path, partial(self._announced, TRANSFERS))
         with said_clearly(path):
             self._trials = locked(path) if lock is None else lock
             self._cells = open_append(path / CELLS)
             self._outputs = -1
+            self._checksums = Checksums(path)
+        self._sizes: dict[str, int] = {}
 
     @classmethod
     def create(
@@ -135,6 +153,8 @@ class RunStore:
             "error": "",
             "skipped": [],
             "sessions": [new_session(name, now)],
+            "asked_digests": digests(scenario_bytes, plan),
+            "checksums": ALGORITHM,
         }
         results = Path(results_dir)
         hidden = results / f".{name}"
@@ -148,6 +168,7 @@ class RunStore:
                 write_bytes(hidden / lines, b"")
             write_bytes(hidden / RESERVE, os.urandom(RESERVE_BYTES))
             write_json(hidden / MANIFEST, manifest)
+            begin_checksums(hidden, manifest["sessions"][0]["run_tag"])
             os.rename(hidden, results / name)
             sync_folder(results)
         return cls(results / name, manifest)
@@ -158,6 +179,7 @@ class RunStore:
 
         Raises StoreError if another process works on the folder.
         """
+        require_no_links(path)
         lock = locked(path)
         try:
             manifest = load_run(path).manifest
@@ -165,19 +187,22 @@ class RunStore:
                 for pattern in _LEFT_BY_A_KILL:
                     for left in [*path.glob(pattern), *path.glob(f"*/{pattern}")]:
                         left.unlink(missing_ok=True)
-                for lines in (TRIALS, CELLS, OUTPUTS):
+                for lines in (TRIALS, CELLS, OUTPUTS, CHECKSUMS):
                     cut_torn_line(path / lines)
                 for folder in ("requests", "telemetry", "logs"):
                     (path / folder).mkdir(exist_ok=True)
                 write_bytes(path / RESERVE, os.urandom(RESERVE_BYTES))
+            session = {**new_session(str(manifest["run_id"]), datetime.now(timezone.utc)), "differs": []}
+            with said_clearly(path):
+                go_on_with_checksums(path, session["run_tag"])
             store = cls(path, manifest, lock)
         except BaseException:
             os.close(lock)
             raise
-        session = {**new_session(str(manifest["run_id"]), datetime.now(timezone.utc)), "differs": []}
         sessions = [ended_session(each) for each in manifest.get("sessions", [])]
+        begun = {"checksums": ALGORITHM, "sessions": [*sessions, session]}
         try:
-            store.update(status="running", error="", ended_at=None, sessions=[*sessions, session])
+            store.update(status="running", error="", ended_at=None, **begun)
         except BaseException:
             store.close()
             raise
@@ -206,7 +231,7 @@ class RunStore:
         """Changes fields of the manifest, for example ``labels`` or ``hosts``."""
         self._manifest.update(fields)
         with said_clearly(self.path):
-            write_json(self.path / MANIFEST, self._manifest)
+            write_json(self.path / MANIFEST, self._manifest, partial(self._announced, MANIFEST))
 
     def resumed_elsewhere(self, differs: Sequence[str], label: str) -> None:
         """Keeps with this session what is not as it was when the run began, and labels the run."""
@@ -218,7 +243,7 @@ class RunStore:
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Replaces plan.json, for example when the processes' real ports and argv are known."""
         with said_clearly(self.path):
-            write_json(self.path / "plan.json", plan)
+            write_json(self.path / "plan.json", plan, partial(self._announced, "plan.json"))
 
     def processes(self) -> dict[str, Any]:
         """Each deployment's processes as plan.json has them."""
@@ -227,7 +252,8 @@ class RunStore:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replaces environment.json, when the other hosts of a run have reported theirs."""
         with said_clearly(self.path):
-            write_json(self.path / "environment.json", environment)
+            announced = partial(self._announced, "environment.json")
+            write_json(self.path / "environment.json", environment, announced)
 
     def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
         """Notes that a connector is not measured in this run, why, and the command that would fix it."""
@@ -238,20 +264,25 @@ class RunStore:
         """Stores one trial: its requests first, then its line, so that a listed trial is whole."""
         with said_clearly(self.path):
             if requests:
-                target = parquet_path(self.path, "requests", trial.trial_id)
-                with replaced(target) as temporary:
+                with self._replaced("requests", trial.trial_id) as temporary:
                     write_parquet(temporary, requests, {"trial_id": trial.trial_id, "cell": trial.cell.key})
-            append_line(self._trials, trial.to_json())
+            self._append(self._trials, TRIALS, trial.to_json())
 
     def add_telemetry(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Stores samples of counters and gauges; each row has the ``trial_id`` that it was taken in."""
         for trial_id in dict.fromkeys(str(row["trial_id"]) for row in rows):
             mine = [row for row in rows if row["trial_id"] == trial_id]
-            with (
-                said_clearly(self.path),
-                replaced(parquet_path(self.path, "telemetry", trial_id)) as temporary,
-            ):
+            with said_clearly(self.path), self._replaced("telemetry", trial_id) as temporary:
                 write_rows(temporary, mine)
+
+    def _replaced(
+        self, kind: Literal["requests", "telemetry"], trial_id: str
+    ) -> AbstractContextManager[Path]:
+        target = parquet_path(self.path, kind, trial_id)
+        return replaced(target, partial(self._announced, f"{kind}/{target.name}"))
+
+    def _announced(self, name: str, content: Path) -> AbstractContextManager[None]:
+        return self._checksums.announced(name, sha256_of_file(content))
 
     def add_transfer(self, record: TransferRecord) -> None:
         """Stores one row of a microbenchmark; the file is whole at every instant."""
@@ -262,7 +293,7 @@ class RunStore:
         """Stores what came of one cell; a later line for the same cell replaces an earlier one."""
         checked = result if isinstance(result, CellResult) else CellResult.from_json(result)
         with said_clearly(self.path):
-            append_line(self._cells, checked.to_json())
+            self._append(self._cells, CELLS, checked.to_json())
 
     def add_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
         """Stores a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
@@ -270,7 +301,19 @@ class RunStore:
             if self._outputs < 0:
                 self._outputs = open_append(self.path / OUTPUTS)
                 sync_folder(self.path)
-            append_line(self._outputs, output_row(label, input_len, outputs))
+            self._append(self._outputs, OUTPUTS, output_row(label, input_len, outputs))
+
+    def _append(self, handle: int, name: str, row: Mapping[str, Any]) -> None:
+        """Appends a row, and looks whether the file still is as this process left it, and where it was."""
+        path, known = self.path / name, self._sizes.get(name)
+        if handle >= 0 and known is not None and os.fstat(handle).st_size != known:
+            raise StoreError(
+                f"{path} was changed by somebody else while it was written",
+                hint="nothing but kvbench may write to the folder of a run; begin it anew",
+            )
+        line = line_of(row)
+        with self._checksums.announced(name, sha256_of(line)):
+            self._sizes[name] = append_bytes(handle, line, path)
 
     def require_room(self) -> None:
         """Raises StoreError where there is no room left to go on writing."""
@@ -288,6 +331,8 @@ class RunStore:
         session = {**session, "ended_at": ended, "why": f"{status}: {error}" if error else status}
         try:
             (self.path / RESERVE).unlink(missing_ok=True)
+            with said_clearly(self.path):
+                self._checksums.end()
             self.update(status=status, error=error, ended_at=ended, sessions=[*earlier, session])
         finally:
             self.close()
@@ -298,6 +343,7 @@ class RunStore:
             if handle >= 0:
                 os.close(handle)
         self._trials = self._cells = self._outputs = -1
+        self._checksums.close()
 
     def __enter__(self) -> RunStore:
         return self

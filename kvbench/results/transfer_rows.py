@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.transfers.records import TRANSFER_SCHEMA, Case, TransferRecord
 from kvbench.errors import NewerSchemaError, StoreError
-from kvbench.files import replaced
+from kvbench.files import Announcer, replaced
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ _SCHEMA_KEY: Final = b"kvbench_transfer_schema"
 class TransferTable:
     """The rows so far; the file is written anew, and put into place whole, after each of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, announced: Announcer) -> None:
         self._path = folder / TRANSFERS
+        self._announced = announced
         self._parts: list[pa.Table] = []
 
     def add(self, record: TransferRecord) -> None:
@@ -48,7 +49,7 @@ class TransferTable:
 
         self._parts.append(_table([record]))
         whole = pa.concat_tables(self._parts)
-        with replaced(self._path) as temporary:
+        with replaced(self._path, self._announced) as temporary:
             pq.write_table(whole, temporary, compression="zstd", row_group_size=64)
 
 

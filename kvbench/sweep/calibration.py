@@ -63,6 +63,7 @@ def surroundings(
     scenario: Scenario, label: str, backend: str, measured: RunFolder | None = None
 ) -> Surroundings:
     """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
+    scenario = scenario.at(label)
     modelled = scenario.deployment.engine_options.models_compute
     found = LOOPBACK.get(backend, LOOPBACK[""]) if modelled else NETWORK
     if measured is not None and measured.manifest.get("kind") == "microbench":
@@ -130,7 +131,7 @@ def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surr
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     """A fitted model as a link that moves the scenario's KV."""
     tokens = scenario.deployment.engine_options.kv_block_tokens
-    shape, ranks = scenario.model.shape, scenario.deployment.tensor_parallel_size
+    shape, ranks = scenario.model.shape, scenario.deployment.wire_ranks
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
     merged = MERGING.get(backend, False)
     gb_per_s, besides_s = model.as_link(block_bytes, shape.regions(), merged=merged)

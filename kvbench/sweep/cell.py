@@ -20,7 +20,7 @@ from kvbench.sweep.bench import CellWorkOf, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
-from kvbench.sweep.trial.load_plan import LoadMode, TrialPlan
+from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan
 from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0
@@ -44,10 +44,27 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and direct in turns."""
+    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and direct in turns.
+
+    Or, at rate 0, a closed loop of ``concurrency`` requests at once: ``num_requests``, or for ``duration_s``.
+    """
 
     rate: float
     both_modes: bool = False
+    concurrency: int = 0
+    num_requests: int = 0
+    duration_s: float = 0.0
+
+    def closed(self, most: int, latency_s: float) -> ClosedLoad | None:
+        """Its closed loop, if it is one; of ``most`` requests where nothing ends it sooner.
+
+        ``latency_s``: of one request alone. Requests are made beforehand, so there must be enough of them.
+        """
+        if not self.concurrency:
+            return None
+        rounds = 2 + math.ceil(1.2 * self.duration_s / max(latency_s, 1e-3))
+        n = self.num_requests or min(most, self.concurrency * rounds)
+        return ClosedLoad(self.concurrency, n, self.duration_s)
 
     def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
         """Each trial's way and the number of the trial whose load it repeats: own, other, other, own.
@@ -99,11 +116,12 @@ class CellRunner:
 
     def _run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         latency_s, equality, note = self._check_outputs(cell, is_reference)
-        checked = None if equality is None else {"checked": equality.checked, "equal": equality.equal}
+        checked = None if equality is None else equality.to_json()
         if equality is not None and not equality.passed:
-            wrong = f"{equality.checked - equality.equal} of {equality.checked}"
+            wrong = f"{equality.checked - equality.equal - equality.within_noise} of {equality.checked}"
             reason = (
                 f"corrupt: {wrong} greedy outputs differ from the aggregated server's ({equality.example})"
+                + (f"; {equality.power}" if equality.power else "")
             )
             hint = "the KV cache did not arrive intact: look for transfer errors in the logs"
             return [CellResult(cell, "refused", equal_outputs=checked, reason=reason, hint=hint)]
@@ -116,6 +134,8 @@ class CellRunner:
 
     def _methods(self) -> Sequence[Method]:
         search = self._scenario.search
+        if self._fixed is not None and self._fixed.concurrency:
+            return ("closed_loop",)
         if self._fixed is not None:
             return ("trace" if self._site.trace_rate else "sustained",)
         return (search.method, "burst") if search.compare_burst else (search.method,)
@@ -130,7 +150,13 @@ class CellRunner:
         reference = self._knowledge.reference.get(cell.input_len)
         if reference is None:
             return alone.latency_s, None, UNCOMPARED
-        return alone.latency_s, compare(reference, alone.outputs), ""
+        equality = compare(reference, alone.outputs)
+        if not equality.within_noise:
+            return alone.latency_s, equality, ""
+        text = (
+            f"{equality.within_noise} of {equality.checked} outputs differ within the reference's own noise"
+        )
+        return alone.latency_s, equality, f"{text}: {equality.power}"
 
     def _strategy(self, method: Method, cell: Cell, latency_s: float) -> Strategy:
         search = self._scenario.search
@@ -180,7 +206,7 @@ class CellRunner:
         stored = earlier.tried(attempt.cell, attempt.method)
         if stored:
             self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are taken from the folder")
-        latency_s = attempt.latency_s
+        latency_s, search = attempt.latency_s, self._scenario.search
         while (ask := strategy.ask()) is not None:
             for mode, twin_of in self._turns():
                 plan = TrialPlan(
@@ -196,6 +222,7 @@ class CellRunner:
                     latency_s=latency_s,
                     thorough=ask.thorough,
                     least_s=ask.least_s,
+                    closed=self._fixed.closed(search.max_requests, latency_s) if self._fixed else None,
                 )
                 again = bool(stored)
                 if again:
@@ -209,7 +236,7 @@ class CellRunner:
                 if record.verdict in ("met", "undecided") and median_ms:
                     latency_s = median_ms / 1e3
                 if not again:
-                    self._watcher.trial_finished(record)
+                    self._watcher.trial_finished(record, strategy.standing())
                 said = said or self._foretell(attempt, strategy, records)
         return records
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,15 +15,17 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import Problem, StoreError
 from kvbench.hosts import environment
+from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.placement.placement import Places
+from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.process_specs import process_specs, unusable
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
+from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs, reference_outputs
 from kvbench.sweep.trial.trial import TrialRunner
 
 INVENTED: Final = "outputs were not checked: this connector's KV is invented, by design"
@@ -44,7 +46,10 @@ class DeployedSite:
         trials: TrialRunner,
         store: RunStore,
         watcher: Watcher,
+        *,
+        compared: bool = False,
     ) -> None:
+        """``compared``: other deployments' outputs are compared with this one's."""
         self.trace_rate = trials.trace_rate
         self.has_direct = deployment.endpoints.direct is not None
         self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
@@ -52,6 +57,8 @@ class DeployedSite:
         self._deployment = deployment
         self._store = store
         self._watcher = watcher
+        # A modelled engine answers the same always; of a real one it is measured.
+        self._asked_again = compared and not scenario.deployment.engine_options.models_compute
 
     def alone(self, cell: Cell) -> Alone:
         """The greedy outputs are stored, for who goes on with the run."""
@@ -62,7 +69,7 @@ class DeployedSite:
         self._deployment.reset_caches()
         known = self._store.earlier.outputs.get((cell.connector, cell.input_len))
         if known is not None:  # the search began with that latency, and is told the same trials again
-            outputs = Outputs(outputs.texts, known.latency_s)
+            outputs = replace(outputs, latency_s=known.latency_s)
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
         return Alone(outputs.latency_s, outputs)
 
@@ -73,7 +80,10 @@ class DeployedSite:
 
     def _greedy(self, input_len: int, output_len: int) -> Outputs:
         prompts = check_prompts(self._scenario.seed, input_len, self._scenario.model.vocab_size)
-        return greedy_outputs(self._deployment.complete, prompts, output_len)
+        if not self._asked_again:
+            return greedy_outputs(self._deployment.complete, prompts, output_len)
+        fresh = self._deployment.reset_caches
+        return reference_outputs(self._deployment.complete_scored, prompts, output_len, fresh)
 
 
 class DeployedBench:
@@ -147,15 +157,27 @@ class DeployedBench:
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
         folder = "-".join(filter(None, (planned.label, round_, session)))
-        with tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path)) as specs_dir:
-            launcher = self._places.launcher(planned, self._store.logs / folder, Path(specs_dir))
+        with scratch(scratch_prefix(self._store.path), self._store.path.name) as specs:
+            env = far_device_env(self._scenario, planned, self._places.gpus())
+            launcher = self._places.launcher(self._store.logs / folder, specs, env)
             planned = with_ports_at(planned, self._scenario.deployment, launcher)
             self._announce(planned, launcher)
             with RunningDeployment(self._scenario, planned, launcher) as deployment:
                 self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
                 progress = self._watcher.trial_progress
                 trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)
-                yield DeployedSite(self._scenario, deployment, trials, self._store, self._watcher)
+                yield DeployedSite(
+                    self._scenario,
+                    deployment,
+                    trials,
+                    self._store,
+                    self._watcher,
+                    compared=self._is_compared_with(planned.label),
+                )
+
+    def _is_compared_with(self, label: str) -> bool:
+        others = (each.label for each in self._plan.deployments if each.label != label)
+        return any(self._plan.reference_of(other) == label for other in others)
 
     def _announce(self, planned: DeploymentPlan, launcher: Launcher) -> None:
         """Puts what is about to be started into plan.json; what nobody starts is not counted either."""

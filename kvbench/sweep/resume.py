@@ -13,34 +13,36 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from kvbench import engines
 from kvbench.core.load.traces import TracedRequest
-from kvbench.core.plan.engine_count import instance_names
-from kvbench.core.plan.plan import AGGREGATED, Plan
+from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.processes import RUN_TAG_ENV
+from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import Method
-from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, StoreError
 from kvbench.hosts import environment
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.scenario_files import registry
 from kvbench.planning.trace_files import load_trace, trace_digest
 from kvbench.results.finished_cells import earlier_sessions
 from kvbench.results.run import RunFolder, load_run, writer_is_alive
 from kvbench.results.same_conditions import ELSEWHERE, differences
 from kvbench.results.store import RunStore
+from kvbench.results.untouched import require_untouched
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
+from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
+from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 
 GONE_DEADLINE_S: Final = 10.0
 """What a killed run started dies with it; the kernel may need a moment."""
@@ -93,7 +95,10 @@ def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: 
         f"{done} of {len(resumed.plan.cells)} cells are finished; {len(run.all_trials)} trials are kept",
         markup=False,
     )
-    return carry_out(resumed.store, resumed.left, console, resumed.sweep)
+    open_cells = [cell for cell in resumed.plan.cells if not resumed.store.earlier.finished(cell)]
+    paced = resumed.store.manifest["kind"] != "simulate"
+    left = TimeLeft(resumed.plan, open_cells, paced=paced) if resumed.fixed is None else None
+    return carry_out(resumed.store, resumed.left, console, resumed.sweep, left)
 
 
 def resume(path: Path, *, force: bool = False) -> Path:
@@ -120,6 +125,13 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
     run = load_run(path)
     if run.manifest.get("status") == "running" and writer_is_alive(path):
         RunStore.reopen(path)  # says who it is
+    require_untouched(run)
+    damages = [str(each) for each in islice(damages_before_resume(run), MOST_SAID)]
+    if damages and not force:
+        raise StoreError(
+            f"{path} is not as it was written:\n  " + "\n  ".join(damages),
+            hint="put back what was there (from a copy of the run), or go on as it is, marked, with --force",
+        )
     scenario, plan, fixed = planned(run)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     _require_trace(run, scenario)
@@ -136,6 +148,8 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
     try:
         if differs:
             store.resumed_elsewhere(differs, ELSEWHERE)
+        if damages:
+            store.resumed_elsewhere(damages, DAMAGED)
         take_over(store, scenario, fixed, forced=force)
     except BaseException:
         store.close()
@@ -153,39 +167,26 @@ def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, force
 
 def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
     """What a folder says is to be done. Raises StoreError if this kvbench would do something else."""
-    asked = run.manifest.get("asked")
-    if asked is None:
+    if run.manifest.get("asked") is None:
         raise StoreError(
             f"{run.path} cannot be gone on with: it is more than one sweep, asks somebody else's simulator, "
             "or was begun by a kvbench that could not do this yet",
             hint="begin anew",
         )
-    text = json.dumps(_as_it_was(run))
-    scenario = parse_scenario(text, f"{run.path}/plan.json", registry())
+    scenario = scenario_of(run)
     plan = plan_of(scenario)
     now = json.loads(json.dumps(plan.to_json()))
-    other = [key for key in ("cells", "deployments", "reference") if now[key] != run.plan.get(key)]
+    other = [
+        key
+        for key in ("cells", "deployments", "reference", "references")
+        if now.get(key) != run.plan.get(key)
+    ]
     if other:
         raise StoreError(
             f"{run.path}/plan.json: this kvbench would plan other {' and '.join(other)} for that scenario",
             hint="go on with the version that began it, or begin anew",
         )
-    fixed = Fixed(asked["rate"], asked.get("both_modes", False)) if asked.get("rate") else None
-    return scenario, plan, fixed
-
-
-def _as_it_was(run: RunFolder) -> Any:
-    """The folder's scenario; of a kvbench that knew no number of aggregated engines, with those it had."""
-    scenario = run.plan.get("scenario")
-    deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
-    if not isinstance(deployment, dict) or "aggregated" in deployment:
-        return scenario
-    measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
-    members = [instance_names(run.plan, each.get("label")) for each in measured]
-    counts = [len(names) for names in members if names and names[0].startswith(AGGREGATED)]
-    if not counts or not engines.options_model_of(run.plan).starts_processes:
-        return scenario
-    return {**dict(scenario or {}), "deployment": {**deployment, "aggregated": counts[0]}}
+    return scenario, plan, fixed_of(run)
 
 
 def _require_kind(run: RunFolder, kind: str) -> None:

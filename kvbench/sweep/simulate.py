@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
@@ -120,7 +121,8 @@ def command(cli: CliOptions, output: Path, console: Console, like: Path | None =
     cannot be simulated.
     """
     ready = _ready(cli, output, like)
-    return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep)
+    left = TimeLeft(ready.plan, paced=False) if ready.fixed is None else None
+    return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep, left)
 
 
 def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:

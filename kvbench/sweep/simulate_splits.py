@@ -95,7 +95,9 @@ def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[
             hint="name fewer --splits, or one --connector",
         )
     reference = deployments[0].label
-    return replace(plan, deployments=tuple(deployments), cells=tuple(cells), reference=reference), meaning
+    return replace(
+        plan, deployments=tuple(deployments), cells=tuple(cells), reference=reference, references={}
+    ), meaning
 
 
 def _deployment(planned: DeploymentPlan, label: str, split: Split) -> DeploymentPlan:
@@ -161,7 +163,7 @@ class _Ready:
 
     def found(self) -> tuple[RunFolder, list[Prediction]]:
         run = load_run(self.store.path)
-        return run, predictions(run, self.meaning, self.scenario.deployment.tensor_parallel_size)
+        return run, predictions(run, self.meaning, self.scenario)
 
 
 def _ready(cli: CliOptions, choice: Choice, output: Path, like: Path | None) -> _Ready:

@@ -63,6 +63,8 @@ class SimulatedDeployment:
     plan: DeploymentPlan
     connector: Connector
     around: Surroundings
+    label: str = ""
+    """The scenario's connector, if it is not the plan's label."""
 
     @classmethod
     def of(
@@ -72,24 +74,25 @@ class SimulatedDeployment:
         label = label or plan.label
         connector = profile_of(scenario, plan.connector, label)
         backend = connector.transfer_backend if connector.disaggregated else ""
-        return cls(plan, connector, surroundings(scenario, label, backend, measured))
+        return cls(plan, connector, surroundings(scenario, label, backend, measured), label)
 
     def count(self, role: str) -> int:
         return sum(instance.role == role for instance in self.plan.instances)
 
 
-def timing_of(scenario: Scenario) -> TimingProfile:
-    """The step times that a scenario's engine is simulated with. Raises InputError where none is known."""
+def timing_of(scenario: Scenario, instance: str = "prefill-0") -> TimingProfile:
+    """The step times that an instance is simulated with. Raises InputError where none is known."""
     deployed = scenario.deployment
+    ranks = deployed.ranks_of(instance).tensor
     name = scenario.simulate.timing or deployed.engine_options.timing_profile
-    name = name or MODEL_PROFILES.get((scenario.model.name, deployed.tensor_parallel_size), "")
+    name = name or MODEL_PROFILES.get((scenario.model.name, ranks), "")
     if not name:
         raise InputError(
             f"no timing profile is known for {scenario.model.name} on the {deployed.engine} engine with "
-            f"tensor_parallel_size {deployed.tensor_parallel_size}; there are: {', '.join(PROFILE_NAMES)}",
+            f"tensor_parallel_size {ranks}; there are: {', '.join(PROFILE_NAMES)}",
             hint="choose one that is like it: --set simulate.timing=NAME",
         )
-    return timing_profile(name, deployed.tensor_parallel_size)
+    return timing_profile(name, ranks)
 
 
 def engine_config(scenario: Scenario) -> EngineConfig:
@@ -109,11 +112,14 @@ def engine_config(scenario: Scenario) -> EngineConfig:
 
 def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
     """The deployment as the simulation takes it."""
+    scenario = scenario.at(deployment.label or deployment.plan.label)
     config, shape = engine_config(scenario), scenario.model.shape
-    ranks = scenario.deployment.tensor_parallel_size
+    pair = deployment.count("prefill") > 0
+    ranks = scenario.deployment.wire_ranks
     own_scale = scenario.deployment.engine_options.time_factor
     return System(
-        timing=timing_of(scenario),
+        timing=timing_of(scenario, "prefill-0" if pair else "aggregated-0"),
+        decode_timing=timing_of(scenario, "decode-0") if pair else None,
         config=config,
         prefill=deployment.count("prefill"),
         decode=deployment.count("decode") or deployment.count("aggregated"),
@@ -139,6 +145,12 @@ def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
         return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
     lengths = [each.input_len for each in requests], [each.output_len for each in requests]
     return SimulatedLoad(offsets, *lengths, timeout_s)
+
+
+def alone_s(system: System, cell: Cell) -> float:
+    """End-to-end latency of one request of a cell alone. Raises InputError if it never fits."""
+    one = SimulatedLoad.alike([0.0], cell.input_len, cell.output_len, 1e9)
+    return simulate(system, one).records[0].e2el_s or 0.0
 
 
 class SimulatedSite:
@@ -171,8 +183,7 @@ class SimulatedSite:
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
-        one = SimulatedLoad.alike([0.0], cell.input_len, cell.output_len, 1e9)
-        return Alone(simulate(self.system, one).records[0].e2el_s or 0.0)
+        return Alone(alone_s(self.system, cell))
 
     def outputs(self, input_len: int) -> None:
         """There are none."""

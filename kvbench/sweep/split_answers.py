@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
+from kvbench.core.findings.possible_rates import LEVEL
 from kvbench.core.metrics.limit import LIMIT_SHORT
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.tables.result import Row, summary_table
-from kvbench.report.tables.table import markdown_table
+from kvbench.report.tables.table import markdown_table, of_texts
+from kvbench.report.terminal import print_table
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import RunFolder
 
@@ -59,13 +60,15 @@ class Prediction:
     best: bool = False
 
 
-def predictions(run: RunFolder, meaning: Mapping[str, tuple[str, Split]], ranks: int) -> list[Prediction]:
+def predictions(
+    run: RunFolder, meaning: Mapping[str, tuple[str, Split]], scenario: Scenario
+) -> list[Prediction]:
     """One line per split and input length, in the order of the plan; the best of each length is marked.
 
-    ``ranks``: GPUs of one instance. A rate per GPU is compared, so that splits of unequal size can be.
+    A rate per GPU is compared, so that splits of unequal size can be.
     """
     found = [
-        _prediction(row, *meaning[row.cell.connector], ranks)
+        _prediction(row, *meaning[row.cell.connector], scenario)
         for row in summary_table(run)
         if row.cell.connector in meaning
     ]
@@ -82,8 +85,12 @@ def predictions(run: RunFolder, meaning: Mapping[str, tuple[str, Split]], ranks:
     ]
 
 
-def _prediction(row: Row, connector: str, split: Split, ranks: int) -> Prediction:
-    rate, gpus = row.answer.max_request_rate, split.instances * ranks
+def _prediction(row: Row, connector: str, split: Split, scenario: Scenario) -> Prediction:
+    deployed = scenario.deployed(connector)
+    prefill, last = (deployed.ranks_of(f"{role}-0").gpus for role in ("prefill", "decode"))
+    if not split.prefill:
+        last = deployed.ranks_of("aggregated-0").gpus
+    rate, gpus = row.answer.max_request_rate, split.prefill * prefill + split.decode * last
     # At its rate the share that meets the SLO; the answer promises the target at least.
     share = row.values["slo_attainment"]
     return Prediction(
@@ -112,7 +119,7 @@ HEADER: Final = (
     "connector",
     "split",
     "GPUs",
-    "max rate (req/s)",
+    f"max rate (req/s) [{LEVEL * 100:g} %]",
     "per GPU",
     "met (%)",
     "TTFT P50 / P99 (ms)",
@@ -167,11 +174,9 @@ def show(scenario: Scenario, found: Sequence[Prediction], console: Console) -> N
     title = f"{SIMULATED.upper()} · {scenario.name} · {scenario.slo.main().text()}"
     console.print(f"\n{title}", style="bold", markup=False)
     for length in dict.fromkeys(each.input_len for each in found):
-        shown = Table(*HEADER, title=f"{length:,} in", title_justify="left")
-        for each in found:
-            if each.input_len == length:
-                shown.add_row(*cells_of(each), style="bold" if each.best else "")
-        console.print(shown)
+        cells = [[*cells_of(each), "best" * each.best] for each in found if each.input_len == length]
+        console.print(f"{length:,} in", style="bold", markup=False)
+        print_table(console, of_texts("", [*HEADER, ""], cells))
         for each in found:
             if each.input_len == length and each.best and each.limit_evidence:
                 console.print(f"best: {each.connector} {each.split}; {each.limit_evidence}", markup=False)

@@ -37,6 +37,25 @@ class Strategy(Protocol):
         """Each tier's answer as plain data; one under "" without tiers, none if nothing was searched."""
         ...
 
+    def standing(self) -> Standing | None:
+        """Where the search stands; None before anything was measured, or where nothing is searched."""
+        ...
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Between which rates (requests/s) the answer lies with a probability of 90 %, and how probable it is
+    that it is known to the precision asked for.
+    """
+
+    lower: float
+    upper: float
+    sure: float
+
+    def text(self) -> str:
+        """``between 58 and 67 req/s``."""
+        return f"between {self.lower:.3g} and {self.upper:.3g} req/s"
+
 
 class RateList:
     """Listed rates, each once, and no answer to a question nobody asked."""
@@ -54,6 +73,9 @@ class RateList:
 
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         return {}
+
+    def standing(self) -> None:
+        """Nothing is searched."""
 
 
 class OneRate(RateList):
@@ -80,6 +102,9 @@ class Burst:
 
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         return {"": self._search.answer().to_json()}
+
+    def standing(self) -> None:
+        """Its bisection has no posterior."""
 
 
 class Tiered:
@@ -115,6 +140,14 @@ class Tiered:
 
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         return {tier: search.answer().to_json() for tier, search in self._searches.items()}
+
+    def standing(self) -> Standing | None:
+        asking = self.ask()
+        search = self._searches[asking.tier] if asking is not None else list(self._searches.values())[-1]
+        found = search.estimate()
+        if found is None:
+            return None
+        return Standing(found.lower, found.upper, found.within(found.median, search.limits.precision))
 
 
 def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from rich.console import Console
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect_text import prospect_text
-from kvbench.core.records import Cell
+from kvbench.core.plan.time_left import TimeLeft
+from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.launchers.agents.wire import HostLostError
@@ -24,20 +25,25 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
 from kvbench.planning.trace_files import load_trace, trace_summary
-from kvbench.results.run import CellResult
+from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Site
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, Watcher
+from kvbench.sweep.display import Display, Watcher, minutes
 from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.new_run import create_store
+from kvbench.sweep.next_step import next_step
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.watchers.otlp import OtlpWatcher, meter
 
 
-def command(cli: CliOptions, output: Path, console: Console) -> int:
-    """Run a sweep (or one rate), write its report, print its table; returns the exit code."""
+def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> int:
+    """Run a sweep (or one rate), write its report, print its table; returns the exit code.
+
+    ``otlp``: the collector that its metrics are sent to meanwhile, if any.
+    """
     scenario, source = resolve(cli)
     if scenario.deployment.engine_options.simulator.command:
         raise InputError(
@@ -47,23 +53,39 @@ def command(cli: CliOptions, output: Path, console: Console) -> int:
     plan = plan_of(scenario)
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    fixed = _fixed(cli, trace)
+    fixed = _fixed(cli, scenario, trace)
     kind = "sweep" if fixed is None else "bench"
     store = create_store(output, scenario, source, plan, kind, {} if fixed is None else asdict(fixed))
+    left = TimeLeft(plan) if fixed is None else None
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
-    return carry_out(
-        store,
-        len(plan.cells),
-        console,
-        partial(deployed_sweep, scenario, plan, store, fixed=fixed, trace=trace),
-    )
+    sweep_of = partial(deployed_sweep, scenario, plan, store, fixed=fixed, trace=trace)
+    planned = f"{minutes(plan.lower_s)} to {minutes(plan.upper_s)} by the plan" if left else ""
+    if not otlp:
+        return carry_out(store, len(plan.cells), console, sweep_of, left, planned)
+    with meter(otlp, store.path.name, scenario.name) as told:
+        return carry_out(
+            store,
+            len(plan.cells),
+            console,
+            lambda display: sweep_of(OtlpWatcher(display, told)),
+            left,
+            planned,
+        )
 
 
-def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[[Display], Sweep]) -> int:
+def carry_out(
+    store: RunStore,
+    cells: int,
+    console: Console,
+    sweep_of: Callable[[Display], Sweep],
+    left: TimeLeft | None = None,
+    planned: str = "",
+) -> int:
     """Run a sweep to its end, write its report, print its table; returns the exit code.
 
-    ``cells``: how many are left to measure. Of a run that ends too soon it is said how to go on with it.
+    ``cells``: how many are left to measure; ``left`` and ``planned``: as ``Display`` takes them. The last
+    line is the next useful command; of a run that ends too soon that is how to go on with it.
     """
     from kvbench.report import report
 
@@ -71,18 +93,17 @@ def carry_out(store: RunStore, cells: int, console: Console, sweep_of: Callable[
     manifest = store.manifest
     words = resume_words(manifest["kind"], store.path) if manifest.get("asked") is not None else ""
     try:
-        with store, Display(console, cells) as display:
+        with store, Display(console, cells, left, planned) as display:
             results = sweep_of(display).run()
     except BaseException:
         # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console)
         if words:
-            console.print(f"to go on with it: {words}", markup=False)
+            console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
         raise
     report.command([store.path], console)
-    if words and any(result.status == "failed" for result in results):
-        console.print(f"to measure the failed cells once more: {words}", markup=False)
+    console.print(next_step(load_run(store.path), words), markup=False, soft_wrap=True)
     return exit_code(results)
 
 
@@ -91,8 +112,11 @@ def resume_words(kind: str, path: Path) -> str:
     return f"kvbench {'bench' if kind == 'bench' else 'sweep'} --resume {shlex.quote(str(path))}"
 
 
-def _fixed(cli: CliOptions, trace: Sequence[TracedRequest]) -> Fixed | None:
-    """The one rate of ``bench``: that which was asked for, or a trace's own. None: it is searched for."""
+def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
+    """What ``bench`` offers: a closed loop, a rate, or a trace's own rate. None: rates are searched for."""
+    if cli.concurrency is not None:
+        duration_s = cli.duration_s or (0.0 if cli.num_requests else scenario.search.trial_s)
+        return Fixed(0.0, False, cli.concurrency, cli.num_requests or 0, duration_s)
     if cli.fixed_rate is None and not cli.replay:
         return None
     rate = cli.fixed_rate or request_rate(trace)
@@ -157,6 +181,8 @@ class Sweep:
         self._work_of = work_of
         self._earlier = store.earlier
         self._knowledge = Knowledge({}, {}, store.earlier)
+        self._references: dict[str, dict[int, Outputs]] = {}
+        """By the label of the deployment that gave them: outputs by input length."""
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
@@ -197,20 +223,28 @@ class Sweep:
                 rate = (result.answer or {}).get("max_request_rate")
                 if result.main and result.status == "done" and rate is not None:
                     self._knowledge.rates[cell] = rate
-        if planned.label == self._plan.reference:
+        if self._is_reference(planned):
             for (label, input_len), outputs in self._earlier.outputs.items():
                 if label == planned.label:
-                    self._knowledge.reference[input_len] = outputs
+                    self._true_outputs(planned)[input_len] = outputs
         return left
+
+    def _is_reference(self, planned: DeploymentPlan) -> bool:
+        return self._plan.reference_of(planned.label) == planned.label
+
+    def _true_outputs(self, planned: DeploymentPlan) -> dict[int, Outputs]:
+        """By input length, those that a deployment's are compared with."""
+        return self._references.setdefault(self._plan.reference_of(planned.label), {})
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment without cells of its own still has outputs to give that others need."""
-        if planned.label != self._plan.reference or not self._bench.gives_reference(planned):
+        if not self._is_reference(planned) or not self._bench.gives_reference(planned):
             return False
-        others = [cell for cell in self._plan.cells if cell.connector != planned.label]
+        known = self._true_outputs(planned)
         return any(
-            cell.input_len not in self._knowledge.reference and not self._earlier.finished(cell)
-            for cell in others
+            cell.input_len not in known and not self._earlier.finished(cell)
+            for cell in self._plan.cells
+            if cell.connector != planned.label and self._plan.reference_of(cell.connector) == planned.label
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
@@ -220,7 +254,7 @@ class Sweep:
         self._store.skip_connector(deployment.label, problem.reason, problem.fix)
         self._watcher.note(f"{deployment.label} is skipped: {problem.reason}")
         if problem.fix:
-            self._watcher.note(f"  mend: {problem.fix}")
+            self._watcher.note(f"  fix: {problem.fix}")
         for cell in self._plan.cells_of(deployment.label):
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True
@@ -250,21 +284,22 @@ class Sweep:
         """Measures the cells of one deployment, each of which is then no longer among ``left``."""
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
-                self._learn_reference(site)
-            known = self._knowledge if self._bench.alike else Knowledge({}, {}, self._earlier)
+                self._learn_reference(site, self._true_outputs(planned))
+            known = replace(self._knowledge, reference=self._true_outputs(planned))
+            known = known if self._bench.alike else Knowledge({}, {}, self._earlier)
             work = self._work_of(site, known)
             while left:
-                self._finish(*work.run(left[0], is_reference=planned.label == self._plan.reference))
+                self._finish(*work.run(left[0], is_reference=self._is_reference(planned)))
                 left.pop(0)
             if planned is self._plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
 
-    def _learn_reference(self, site: Site) -> None:
+    def _learn_reference(self, site: Site, known: dict[int, Outputs]) -> None:
         for length in self._scenario.workload.input_len:
-            if length not in self._knowledge.reference:
+            if length not in known:
                 outputs = site.outputs(length)
                 if outputs is not None:
-                    self._knowledge.reference[length] = outputs
+                    known[length] = outputs
 
     def _finish(self, *results: CellResult) -> None:
         """Stores the results of one cell, the main one last: where it stands, the others are."""

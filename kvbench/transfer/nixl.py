@@ -78,6 +78,8 @@ class _Peer:
     address: int
     layout: Layout
     tables: list[Any]
+    device: int = 0
+    """The GPU that its memory is on, as its own process counts them."""
 
 
 class UcxEndpoint(AgentsEndpoint):
@@ -88,6 +90,7 @@ class UcxEndpoint(AgentsEndpoint):
         protocol = protocol_of(options, PROTOCOLS)
         nics = nics_of(options)
         self._kind = "VRAM" if options.get("memory") == "cuda" else "DRAM"
+        self._device = int(options.get("cuda_device", 0))
         self._probing = threading.Lock()
         self._owner: dict[int, NixlAgent] = {}
         params = {"ucx_error_handling_mode": "none" if protocol == "shm" else "peer"}
@@ -125,7 +128,7 @@ class UcxEndpoint(AgentsEndpoint):
 
     def register(self, address: int, layout: Layout) -> None:
         for agent in self._agents:
-            agent.register(address, layout.nbytes, self._kind)
+            agent.register(address, layout.nbytes, self._kind, self._device)
             for buffer in (self._key, self._scratch):
                 agent.register(ctypes.addressof(buffer), KEY_BYTES, "DRAM")
         self._address = address
@@ -135,13 +138,16 @@ class UcxEndpoint(AgentsEndpoint):
         for agent, table in zip(self._agents, self._tables, strict=False):
             agent.drop_table(table)
         self._layout = layout
-        self._tables = [agent.table("", self._address, layout, self._kind) for agent in self._agents]
+        self._tables = [
+            agent.table("", self._address, layout, self._kind, self._device) for agent in self._agents
+        ]
         return True
 
     def describe(self) -> dict[str, Any]:
         return {
             "agents": [agent.metadata for agent in self._agents],
             "address": self._address,
+            "device": self._device,
             "key": self._key.raw.hex(),
             "key_address": ctypes.addressof(self._key),
         }
@@ -154,13 +160,13 @@ class UcxEndpoint(AgentsEndpoint):
             raise TransferError(
                 f"this side has {ours} agents, the peer {theirs}: both need as many NICs and the same op"
             )
-        known = _Peer([], int(peer["address"]), layout, [])
+        known = _Peer([], int(peer["address"]), layout, [], int(peer.get("device", 0)))
         self._peers[peer["id"]] = known
         try:
             for agent, metadata in zip(self._agents, peer["agents"], strict=True):
                 name = agent.meet(metadata)
                 known.agents.append(name)
-                known.tables.append(agent.table(name, known.address, layout, self._kind))
+                known.tables.append(agent.table(name, known.address, layout, self._kind, known.device))
                 with self._probing:  # the scratch is one; each probe ends by its own deadline
                     self._probe(agent, name, int(peer["key_address"]), until)
                     if self._scratch.raw.hex() != peer["key"]:
@@ -183,7 +189,7 @@ class UcxEndpoint(AgentsEndpoint):
         finally:
             agent.drop(handle)
         if not done:
-            raise TransferError(f"no answer from the peer within {until - began:g} s")
+            raise TransferError(f"no answer from the peer within {until - began:.1f} s")
 
     def forget(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -204,7 +210,8 @@ class UcxEndpoint(AgentsEndpoint):
             parts.append((agent, agent.by_block(op, here, (known.tables[0], known.layout, remote))))
             pieces = count
         else:
-            here_at, there_at = NixlPlace(self._address, self._kind), NixlPlace(known.address, self._kind)
+            here_at = NixlPlace(self._address, self._kind, self._device)
+            there_at = NixlPlace(known.address, self._kind, known.device)
             dealt = split_spans(wanted, len(self._agents), MIN_PART_BYTES) if wanted else []
             for agent, name, spans in zip(self._agents, known.agents, dealt, strict=False):
                 parts.append((agent, agent.by_span(op, spans, here_at, there_at, name)))

@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.tcpwire import ID_BYTES, OPS, Exchange, TcpServer, TcpStream, receive_exactly
+from kvbench.transfer.parts.tcpwire import KEY_BYTES, OPS, Exchange, TcpServer, TcpStream, receive_exactly
 from kvbench.transfer.parts.threads import SWITCH_INTERVAL_S
 
 PROTOCOLS = ("tcp",)
@@ -67,8 +67,8 @@ class TcpEndpoint(Endpoint):
     def register(self, address: int, layout: Layout) -> None:
         self._layout = layout
         self._memory = memoryview((ctypes.c_char * layout.nbytes).from_address(address)).cast("B")
-        self._own_id = os.urandom(ID_BYTES)
-        self._server = TcpServer(self._addresses, self._own_id, self._memory)
+        self._key = os.urandom(KEY_BYTES)
+        self._server = TcpServer(self._addresses, self._key, self._memory)
 
     def reshape(self, layout: Layout) -> bool:
         self._layout = layout
@@ -77,7 +77,7 @@ class TcpEndpoint(Endpoint):
     def describe(self) -> dict[str, Any]:
         assert self._server is not None
         listeners = [list(pair) for pair in zip(self._addresses, self._server.ports, strict=True)]
-        return {"listeners": listeners, "key": self._own_id.hex()}
+        return {"listeners": listeners, "key": self._key.hex()}
 
     def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
         key = bytes.fromhex(peer["key"])
@@ -92,7 +92,7 @@ class TcpEndpoint(Endpoint):
                 socks.append(sock)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.sendall(key)
-                if receive_exactly(sock, ID_BYTES) != key:
+                if receive_exactly(sock, KEY_BYTES) != key:
                     raise TransferError(f"another endpoint listens on {host}:{port}")
                 sock.settimeout(None)
         except (OSError, TransferError) as error:

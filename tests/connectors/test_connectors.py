@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from kvbench import connectors, transfer
 from kvbench.connectors.base import PrefillPeer
-from kvbench.connectors.parts.ucx import moves_gpu_memory
+from kvbench.connectors.parts.ucx import TELLING, moves_gpu_memory
+from kvbench.core.ranks import Ranks
 from kvbench.errors import InputError
 
 CLIENT_BODY = {
@@ -54,7 +55,7 @@ def test_contract(name: str) -> None:
         assert connector.transfer_backend in ("", *transfer.names())
     assert connector.profile() is connector or type(connector.profile()) is type(connector)
     for role in ("prefill", "decode"):
-        assert (connector.side_ports(role, 2) > 0) == (role in connector.side_port_roles)
+        assert (connector.side_ports(role, Ranks(2)) > 0) == (role in connector.side_port_roles)
     assert all(
         isinstance(value, str) for value in connector.env("decode", options, 5600, "127.0.0.1").values()
     )
@@ -120,6 +121,7 @@ def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
     assert set(connector.env("decode", plain, 5600, "127.0.0.1")) == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST",
         "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        *TELLING,
     }
     assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
     assert connector.transport_asked(plain) == ""

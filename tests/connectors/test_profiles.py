@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -26,58 +28,33 @@ from kvbench.core.plan.engine_versions import (
     release,
     version_in,
 )
+from kvbench.core.ranks import Ranks
 from kvbench.engines.base import Instance
 from kvbench.engines.vllm import ENGINE, VllmOptions
 from kvbench.errors import InputError
 
-# Fields of KVTransferConfig, as the class has them in the source of each release.
-_OLD = {"kv_connector", "kv_buffer_device", "kv_buffer_size", "kv_role", "kv_rank", "kv_parallel_size"}
-_OLD |= {"kv_ip", "kv_port", "kv_connector_extra_config"}
-_V1 = _OLD | {"engine_id", "kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy"}
-SCHEMA = {
-    "0.8.5": _OLD,
-    "0.13.0": _V1,
-    "0.14.1": _V1,
-    "0.16.0": _V1,
-    "0.17.1": _V1,
-    "0.23.0": _V1,
-    "0.24.0": _V1,
-    "0.28.0": _V1,
-    "0.32.0": _V1 - {"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"},
-}
-# What the factory of each release has registered, of the classes that kvbench names.
-REGISTERED = {
-    "0.8.5": {"MooncakeConnector"},
-    "0.13.0": {
-        "MooncakeConnector",
-        "NixlConnector",
-        "P2pNcclConnector",
-        "LMCacheConnectorV1",
-        "MultiConnector",
-    }
-    | {"OffloadingConnector", "DecodeBenchConnector", "ExampleConnector"},
-}
-REGISTERED["0.14.1"] = REGISTERED["0.16.0"] = REGISTERED["0.17.1"] = REGISTERED["0.13.0"]
-REGISTERED["0.23.0"] = REGISTERED["0.17.1"] | {"MooncakeStoreConnector"}
-REGISTERED["0.24.0"] = (REGISTERED["0.23.0"] - {"P2pNcclConnector"}) | {"NixlPushConnector"}
-REGISTERED["0.28.0"] = REGISTERED["0.32.0"] = REGISTERED["0.24.0"]
-# Keys of kv_connector_extra_config that each class reads.
-_MOONCAKE_16 = {"num_workers", "mooncake_protocol"}
-_NIXL = {"backends", "num_threads", "enforce_handshake_compat"}
-EXTRA = {
-    ("mooncake", "0.16.0"): _MOONCAKE_16,
-    ("mooncake", "0.24.0"): _MOONCAKE_16,
-    ("mooncake", "0.32.0"): _MOONCAKE_16 | {"device_name", "bootstrap_server_address"},
-    ("nixl", "0.13.0"): _NIXL,
-    ("nixl", "0.32.0"): _NIXL | {"kv_lease_duration"},
-    ("nixl_push", "0.32.0"): _NIXL | {"push_registration_timeout"},
-    ("nccl", "0.13.0"): {"proxy_ip", "proxy_port", "http_port", "send_type", "mem_pool_size_gb"}
-    | {"nccl_num_channels"},
-    ("offloading", "0.13.0"): {"num_cpu_blocks", "block_size", "spec_name", "eviction_policy"},
-    ("offloading", "0.32.0"): {"cpu_bytes_to_use", "block_size", "spec_name", "eviction_policy"},
-    ("decode_bench", "0.32.0"): {"fill_mean", "fill_std", "startup_fill"},
-    ("example", "0.32.0"): {"shared_storage_path"},
-}
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "recorded" / "vllm" / "connectors.yaml").read_text())
+"""What the sources of every release say; `make vllm-connectors` makes it anew."""
+RELEASES: list[str] = TABLE["releases"].split(", ")
+FIRST_V1 = (0, 9)
+"""kvbench has profiles for classes of the V1 engine from here on."""
+V0_SPOKEN = {"mooncake"}
+"""Connectors whose class of the V0 engine kvbench starts, too."""
+
+
+def there(facts: Mapping[str, str], version: str) -> str | None:
+    """The one of several facts (a module, a default) that holds in a release; None if none does."""
+    for fact, spans in facts.items():
+        for span in spans.split(", "):
+            first, _, last = span.partition(" to ")
+            if release(first) <= release(version) <= release(last or first):
+                return fact
+    return None
+
+
+def having(facts: Mapping[str, Mapping[str, str]], version: str) -> set[str]:
+    return {name for name, each in facts.items() if there(each, version) is not None}
+
 
 NEIGHBOURS = Neighbours(("10.0.0.1:13003",), ("10.0.0.2:13053",), ("10.0.0.1:50051",))
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -101,7 +78,18 @@ def config_of(name: str, version: str, role: Role = "prefill", **given: Any) -> 
     options = options_for(known, **given)
     engine_role: Role = role if known.profile(version, options).disaggregated else "aggregated"
     instance = Instance(
-        "x-0", engine_role, 0, "10.0.0.1", 8100, 8998, "engine-x", MODELS["tiny"], "m", 1, 100, NEIGHBOURS
+        "x-0",
+        engine_role,
+        0,
+        "10.0.0.1",
+        8100,
+        8998,
+        "engine-x",
+        MODELS["tiny"],
+        "m",
+        Ranks(),
+        100,
+        NEIGHBOURS,
     )
     config = ENGINE.kv_transfer_config(
         instance, known.profile(version, options), options, VllmOptions(model="m", version=version)
@@ -118,26 +106,62 @@ def supported(name: str, version: str) -> bool:
     return name != "aggregated"
 
 
-PAIRS = [(name, version) for name in connectors.names() for version in SCHEMA if supported(name, version)]
+PAIRS = [(name, version) for name in connectors.names() for version in RELEASES if supported(name, version)]
 
 
 @pytest.mark.parametrize(("name", "version"), PAIRS)
 def test_configuration_fits_the_schema_of_its_version(name: str, version: str) -> None:
     for role in ROLES:
         config = config_of(name, version, role)
-        assert set(config) <= SCHEMA[version]
-        if name != "custom":
-            assert config["kv_connector"] in REGISTERED[version]
-        known = EXTRA.get((name, version))
-        assert known is None or set(config["kv_connector_extra_config"]) <= known
-        assert ("kv_load_failure_policy" in config) == ("kv_load_failure_policy" in SCHEMA[version])
+        fields = having(TABLE["transfer_config"], version)
+        assert set(config) <= fields
+        assert ("kv_load_failure_policy" in config) == ("kv_load_failure_policy" in fields)
         assert config.get("kv_load_failure_policy", "fail") == "fail"
+        if name != "custom":
+            known = having(TABLE["extra_config"].get(config["kv_connector"], {}), version)
+            assert set(config.get("kv_connector_extra_config", {})) <= known
 
 
-def test_every_release_has_its_connectors() -> None:
-    for version, registered in REGISTERED.items():
-        ours = {connectors.get(name).profile(version).kv_connector for name, at in PAIRS if at == version}
-        assert registered <= ours | {"SharedStorageConnector"}
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_release_has_the_connectors_that_its_factory_registers(version: str) -> None:
+    for name in set(connectors.names()) - {"custom", "aggregated", "tcp"}:
+        known = connectors.get(name)
+        module = {
+            profile.kv_connector: there(TABLE["registered"].get(profile.kv_connector, {}), version)
+            for profile in (type(known), *known.older)
+        }
+        in_v1 = (
+            any(each and each.startswith("v1.") for each in module.values()) and release(version) >= FIRST_V1
+        )
+        in_v0 = any(each and not each.startswith("v1.") for each in module.values()) and name in V0_SPOKEN
+        assert supported(name, version) == (in_v1 or in_v0), (name, module)
+        if supported(name, version):
+            profile = known.profile(version)
+            assert profile.v0_engine == (not (module[profile.kv_connector] or "").startswith("v1."))
+
+
+def test_the_newest_known_release_is_the_tables_newest() -> None:
+    assert release(RELEASES[-1])[:2] == NEWEST_KNOWN
+
+
+def test_defaults_that_profiles_count_on() -> None:
+    """What kvbench leaves out, or says only from some release on, since vLLM's own is what is wanted."""
+    keys = TABLE["extra_config"]
+    assert there(keys["NixlConnector"]["num_threads"], "0.33.0") == "4"
+    assert there(keys["MooncakeConnector"]["num_workers"], "0.13.0") == "10"
+    assert there(keys["MooncakeConnector"]["mooncake_protocol"], "0.33.0") == "'rdma'"
+    assert there(keys["P2pNcclConnector"]["send_type"], "0.9.2") == "'PUT'"
+    assert there(keys["P2pNcclConnector"]["send_type"], "0.10.0") == "'PUT_ASYNC'"
+    # Without a default it is demanded.
+    assert there(keys["P2pNcclConnector"]["http_port"], "0.11.0") == "(none)"
+    assert there(keys["P2pNcclConnector"]["http_port"], "0.11.1") == "None"
+    # NIXL's connector refuses CPUs with "cuda".
+    assert there(TABLE["transfer_config"]["kv_buffer_device"], "0.17.1") == "'cuda'"
+
+
+def test_on_cpus_the_buffers_are_in_host_memory_whatever_the_releases_default() -> None:
+    assert config_of("nixl", "0.13.0+cpu")["kv_buffer_device"] == "cpu"
+    assert "kv_buffer_device" not in config_of("nixl", "0.13.0")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +170,10 @@ def test_every_release_has_its_connectors() -> None:
         ("nccl", "0.24.0", "removed in 0.24"),
         ("nccl", "0.32.0+cpu", "removed in 0.24"),
         ("nixl_push", "0.23.0", "0.24 and newer"),
+        ("nccl", "0.9.1", "PyNcclConnector, up to 0.10.0"),
+        ("mooncake", "0.10.1", "up to 0.10.0"),
         ("mooncake", "0.12.0", "again from 0.13"),
+        ("mooncake_store", "0.10.0", "of the V0 engine"),
         ("mooncake_store", "0.17.1", "from vLLM 0.21"),
         ("tcp", "0.32.0", "emulated engine only"),
         ("multi", "sglang", "mooncake and nixl"),
@@ -174,7 +201,7 @@ def test_an_unknown_newer_version_takes_the_newest_profile() -> None:
 def test_mooncake_over_zmq_is_sequential_and_takes_a_port_for_each_rank(version: str) -> None:
     profile = connectors.get("mooncake").profile(version)
     assert profile.dispatch == "sequential"
-    assert (profile.side_ports("prefill", 8), profile.side_ports("decode", 8)) == (8, 0)
+    assert (profile.side_ports("prefill", Ranks(8)), profile.side_ports("decode", Ranks(8))) == (8, 0)
     first = profile.prefill_request(BODY, "id-1", PEER)
     assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
     params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 8998}
@@ -192,7 +219,7 @@ def test_mooncake_over_a_bootstrap_server_is_concurrent(version: str) -> None:
     profile = connectors.get("mooncake").profile(version)
     assert profile.dispatch == "concurrent"
     assert profile.needs_bootstrap
-    assert profile.side_ports("prefill", 8) == 1
+    assert profile.side_ports("prefill", Ranks(8)) == 1
     params = profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"]
     assert params == {
         "do_remote_prefill": True,
@@ -294,12 +321,14 @@ def test_v0_file_and_configuration() -> None:
 
 def test_v0_ports_stay_fifty_apart() -> None:
     profile = connectors.get("mooncake").profile("0.8.4")
-    assert profile.side_ports("prefill", 8) == profile.side_ports("decode", 8) == 50
+    assert profile.side_ports("prefill", Ranks(8)) == profile.side_ports("decode", Ranks(8)) == 50
     with pytest.raises(InputError, match="at most 20 ranks"):
-        profile.side_ports("prefill", 32)
+        profile.side_ports("prefill", Ranks(32))
 
 
-@pytest.mark.parametrize("server", ["redis://10.0.0.1:6379", "http://10.0.0.1:8080/metadata"])
+@pytest.mark.parametrize(
+    "server", ["redis://10.0.0.1:6379", "http://10.0.0.1:8080/metadata", "192.168.0.139:2379"]
+)
 def test_v0_takes_any_metadata_server_with_its_kind(server: str) -> None:
     assert v0_file(metadata_server=server)["metadata_server"] == server
 
@@ -308,7 +337,8 @@ def test_v0_takes_any_metadata_server_with_its_kind(server: str) -> None:
     ("given", "said"),
     [
         ({"metadata_server": ""}, "needs a metadata server"),
-        ({"metadata_server": "10.0.0.1:2379"}, "needs a metadata server"),
+        ({"metadata_server": "10.0.0.1"}, "needs a metadata server"),
+        ({"metadata_server": "ftp://10.0.0.1:2379"}, "needs a metadata server"),
         ({"protocol": "rdma"}, "device_name with protocol rdma"),
     ],
 )
@@ -350,9 +380,43 @@ def test_nccl_addresses_are_found_in_the_request_id(own: str) -> None:
 
 def test_nccl_binds_a_port_for_each_rank_on_both_sides() -> None:
     profile = connectors.get("nccl").profile("0.13.0")
-    assert profile.side_ports("prefill", 8) == profile.side_ports("decode", 8) == 8
+    assert profile.side_ports("prefill", Ranks(8)) == profile.side_ports("decode", Ranks(8)) == 8
     assert config_of("nccl", "0.13.0")["kv_port"] == 8998
     assert "proxy_ip" not in config_of("nccl", "0.13.0")["kv_connector_extra_config"]
+
+
+def test_nccl_starts_the_releases_that_demand_a_port_of_their_own() -> None:
+    for version, demanded in {"0.9.2": True, "0.11.0": True, "0.11.1": False, "0.23.0": False}.items():
+        assert ("http_port" in config_of("nccl", version)["kv_connector_extra_config"]) == demanded
+    # 0.9.2 makes an int of it, later ones a float: "32.0" would end the first.
+    assert config_of("nccl", "0.9.2")["kv_connector_extra_config"]["mem_pool_size_gb"] == 32.0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ["pins 32 GiB", "D receives into 1 GB of GPU memory", "PUT_ASYNC"]),
+        ({"mem_pool_size_gb": 33, "kv_buffer_size": 5e9}, ["pins 64 GiB", "into 5 GB"]),
+        ({"mem_pool_size_gb": 0.5}, ["pins 0.5 GiB"]),
+        ({"send_type": "GET"}, ["P keeps KV in at most 1 GB", "drops the oldest"]),
+    ],
+)
+def test_nccl_tells_what_memory_it_takes(given: dict[str, Any], said: list[str]) -> None:
+    connector = connectors.get("nccl")
+    told = " ".join(connector.profile("0.13.0").warnings(connector.options_model(**given), {}))
+    for words in said:
+        assert words in told
+
+
+# ---------------------------------------------------------------- nixl
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.11.0", "vLLM 0.11.1 and newer"), ("0.11.1", "")])
+def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: str, said: str) -> None:
+    profile = connectors.get("nixl").profile(version)
+    told = " ".join(profile.warnings(profile.options_model(num_threads=2), {}))
+    assert bool(told) == bool(said)
+    assert said in told
 
 
 # ---------------------------------------------------------------- the others
@@ -386,7 +450,7 @@ def test_multi_joins_the_first_ones_handshake_with_the_others_configurations() -
     options = connector.options_model(first="mooncake", first_options={"num_workers": 3})
     profile = connector.profile("0.32.0", options)
     assert (profile.dispatch, profile.needs_bootstrap) == ("concurrent", True)
-    assert profile.side_ports("decode", 1) == 0
+    assert profile.side_ports("decode", Ranks()) == 0
     config = config_of("multi", "0.32.0", first="mooncake", first_options={"num_workers": 3})
     first, second = config["kv_connector_extra_config"]["connectors"]
     assert (first["kv_connector"], first["kv_role"]) == ("MooncakeConnector", "kv_producer")
@@ -395,6 +459,8 @@ def test_multi_joins_the_first_ones_handshake_with_the_others_configurations() -
     assert "engine_id" not in first
     with pytest.raises(ValidationError, match="first_options of nixl: workers"):
         connector.options_model(first_options={"workers": 1})
+    with pytest.raises(InputError, match="of the V0 engine, which has no MultiConnector"):
+        connector.profile("0.9.2", options)
     with pytest.raises(InputError, match="NixlPushConnector"):
         connector.profile("0.13.0", connector.options_model(first="nixl_push"))
 

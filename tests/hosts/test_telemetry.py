@@ -17,7 +17,7 @@ from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.errors import ServerError
 from kvbench.hosts.devices import NicReading, cgroup_throttled_s, link_rate, nic_counters, thermal_events
 from kvbench.hosts.host_figures import host_figures
-from kvbench.hosts.nvml import names, slowed_s
+from kvbench.hosts.nvml import energy_j, names, nvlink_bytes, slowed_s
 from kvbench.hosts.telemetry import (
     HostReading,
     Metrics,
@@ -29,6 +29,8 @@ from kvbench.hosts.telemetry import (
     scrape,
 )
 from kvbench.sweep.trial.evidence import engine_figures, router_figures, transport_of, with_slots
+from kvbench.sweep.trial.host_samples import joined
+from kvbench.sweep.trial.readings import Readings
 
 BEFORE = """
 # TYPE vllm:prompt_tokens counter
@@ -148,6 +150,10 @@ COUNTERS = {
     f"{PORT}/2/counters/port_rcv_data": "2\n",
     f"{PORT}/2/rate": "100 Gb/sec (4X EDR)\n",
     "sys/class/infiniband/odd/ports/1/rate": "?\n",
+    "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/tx_bytes": "7000\n",
+    "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/rx_bytes": "9000\n",
+    "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/rdma_read_bytes": "6000\n",
+    "sys/class/infiniband/rdmap0s6/ports/1/rate": "200 Gb/sec (4X HDR)\n",
     "sys/devices/system/cpu/cpu0/thermal_throttle/core_throttle_count": "3\n",
     "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_count": "4\n",
     "sys/devices/system/cpu/cpu1/thermal_throttle/package_throttle_count": "1\n",
@@ -163,6 +169,7 @@ def test_counters_of_another_machine(tmp_path: Path) -> None:
         "lo": NicReading("ip", 5, 5, None, loopback=True),
         "ens1": NicReading("ip", 1000, 2000, 50e9),
         "mlx5_0": NicReading("rdma", 1004, 2008, 62.5e9),  # words of four bytes, two ports
+        "rdmap0s6": NicReading("rdma", 7000, 9000, 25e9),  # an EFA's: bytes, under other names
     }
     assert thermal_events(root) == 8
     assert cgroup_throttled_s(root) == 2.5  # the limit above binds as well
@@ -197,6 +204,19 @@ def test_what_the_machine_withheld_is_told_as_shares() -> None:
     figures = host_figures(before, after)
     assert (figures.throttled_share, figures.thermal_events) == (0.05, 2)
     assert figures.gpu_slowdowns == ("GPU 0 (heat) for 20% of the time",)
+
+
+def test_power_is_the_energy_between_two_readings() -> None:
+    before = HostReading(0.5, 0, 0, 0, 10.0, gpu_energy_j={"0": 500.0, "GPU-a": 500.0, "1": 900.0})
+    after = HostReading(0.5, 0, 0, 0, 20.0, gpu_energy_j={"0": 4500.0, "GPU-a": 4500.0, "1": 3.0, "2": 8.0})
+    figures = host_figures(before, after)
+    assert figures.gpu_watts == {"0": 400.0, "GPU-a": 400.0}  # the second one's driver was loaded anew
+    assert joined({"a": figures, "b": figures}).gpu_watts["b/0"] == 400.0
+    known = Readings({}, {}, {}, (), figures, gpus=("GPU-a", "0"))
+    assert (known.gpu_watts, known.watts) == ({"GPU-a": 400.0, "0": 400.0}, 800.0)
+    for some in ((), ("0", "2")):
+        lacking = Readings({}, {}, {}, (), figures, gpus=some)
+        assert (lacking.gpu_watts, lacking.watts) == ({}, None)
 
 
 def test_slots_are_seen_where_others_wait() -> None:
@@ -244,6 +264,13 @@ def test_the_busiest_process_of_a_router_counts() -> None:
 
 
 NVML = """
+typedef struct {{
+  unsigned field, scope; long long time, latency; int kind, ret; unsigned long long v;
+}} field_t;
+int nvmlDeviceGetFieldValues(void *h, int n, field_t *f) {{
+  for (int i = 0; i < n; i++) {{ f[i].ret = (long)h == 2 || f[i].scope != -1u; f[i].v = f[i].field; }}
+  return 0;
+}}
 typedef struct {{ unsigned long long reference, violation; }} violation_t;
 int nvmlInit_v2(void) {{ return {init}; }}
 int nvmlDeviceGetCount_v2(unsigned *n) {{ *n = 2; return 0; }}
@@ -252,6 +279,10 @@ int nvmlDeviceGetName(void *h, char *s, unsigned n) {{ s[0] = 'H'; s[1] = '0' + 
 int nvmlDeviceGetViolationStatus(void *h, int policy, violation_t *t) {{
   t->reference = 9; t->violation = (long)h * 1000000000ull + policy; return (long)h == 2 && policy == 1;
 }}
+int nvmlDeviceGetTotalEnergyConsumption(void *h, unsigned long long *mj) {{
+  *mj = 5000000000000ull + (long)h; return (long)h == 2 ? 3 : 0;
+}}
+int nvmlDeviceGetUUID(void *h, char *s, unsigned n) {{ s[0] = 'U'; s[1] = '0' + (long)h; return s[2] = 0; }}
 """
 
 
@@ -266,9 +297,12 @@ def test_gpus_are_asked_through_the_driver_s_library(tmp_path: Path) -> None:
     library = built("nvml.so", 0)
     assert slowed_s(library) == {"GPU 0 (power)": 1.0, "GPU 0 (heat)": 1.000000001, "GPU 1 (power)": 2.0}
     assert names(library) == ["H1", "H2"]
+    assert nvlink_bytes(library) == {0: (138 * 1024, 139 * 1024)}  # the second has no such links
+    # More than 32 bits hold; the second, as one before Volta, says that it is not supported.
+    assert energy_j(library) == {"0": 5e9 + 0.001, "U1": 5e9 + 0.001}
     assert (slowed_s(built("dead.so", 9)), names(built("dead.so", 9))) == ({}, [])
 
 
 def test_without_the_driver_s_library_nothing_is_known_of_gpus(tmp_path: Path) -> None:
     absent = str(tmp_path / "libnvidia-ml.so.1")
-    assert (slowed_s(absent), names(absent)) == ({}, [])
+    assert (slowed_s(absent), names(absent), nvlink_bytes(absent), energy_j(absent)) == ({}, [], {}, {})

@@ -19,7 +19,7 @@ import pytest
 from commands import kvbench
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged, fuzz
+from mutations import damaged, fuzz, stored
 from rich.console import Console
 from sample_run import make_run
 
@@ -72,7 +72,8 @@ def said(error: KvbenchError) -> None:
 # --- scenarios and traces ----------------------------------------------------------------------------
 
 
-@given(damaged(SCENARIOS))
+@given(data=damaged(SCENARIOS))
+@stored("scenario", "data")
 @fuzz(60)
 def test_a_scenario_is_planned_or_refused_in_words(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
@@ -125,7 +126,8 @@ def test_a_bomb_of_yaml_is_refused_by_scenario_and_by_report(tmp_path: Path, tex
     assert slo_of(run).ttft_ms is None
 
 
-@given(damaged(TRACES))
+@given(data=damaged(TRACES))
+@stored("trace", "data")
 @fuzz(100)
 def test_a_trace_is_read_or_refused_in_words(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.trace"
@@ -320,7 +322,7 @@ def test_a_bundle_takes_no_file_from_outside(tmp_path: Path) -> None:
 
 def test_what_nobody_foresaw_is_said_without_a_traceback(tmp_path: Path) -> None:
     """Values that are read by nobody's rule, as in a folder changed by hand: a line, a hint, exit code 1."""
-    folder = empty_run(tmp_path / "run", skipped=[17])
+    folder = empty_run(tmp_path / "run", skipped=[{}])
     done = kvbench("report", str(folder))
     assert done.status == 1
     assert "Traceback" not in done.text

@@ -96,7 +96,8 @@ def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connect
         validate(each)
     services, workloads = of_kind(documents, "Service"), of_kind(documents, "StatefulSet")
     deployment = scenario.deployment
-    wanted = deployment.prefill + deployment.decode + 1  # without P/D as many engines, and the router
+    engines = deployment.prefill.instances + deployment.decode.instances
+    wanted = engines + 1  # without P/D as many engines, and the router
     assert list(services) == list(workloads)
     assert len(workloads) == wanted
 
@@ -134,7 +135,7 @@ def test_what_binds_to_an_address_gets_the_pods_own() -> None:
 def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
     scenario = scenario_of("qwen3-30b-a3b-h200-mooncake", connector="mooncake")
     documents = manifests(scenario, [f"rdma={RDMA}", "engine-image=vllm/vllm-openai:v0.11.0", "image=mine:1"])
-    ranks = str(scenario.deployment.tensor_parallel_size)
+    ranks = str(scenario.deployment.ranks_of("prefill-0").gpus)
     for end in ("prefill-0", "decode-0"):
         instance = container(documents, end)
         assert instance["image"] == "vllm/vllm-openai:v0.11.0"

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvbench.connectors.parts.ucx import TELLING
+
 NICS = ",".join(f"mlx5_{number}" for number in range(8))
 P, D = "10.0.0.1", "10.0.0.2"
 
@@ -46,6 +48,8 @@ ENV = {
     "nixl": {"NCCL_SOCKET_IFNAME": "bond0", "GLOO_SOCKET_IFNAME": "bond0", "UCX_NET_DEVICES": "all"},
 }
 ENV["nccl"] = ENV["mooncake"]
+GIVEN_UP = {"VLLM_RPC_TIMEOUT", "VLLM_ENGINE_ITERATION_TIMEOUT_S"}
+"""In the set-up, and read by its vLLM 0.13; 0.33 does nothing with them."""
 LEFT_OUT = {"MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"}
 """In the set-up, but read by Mooncake's store only and never by this connector."""
 ADDED = {
@@ -54,7 +58,7 @@ ADDED = {
 }
 ADDED_BY = {
     "mooncake": {"MC_FORCE_HCA", "VLLM_HOST_IP"},  # RDMA or nothing; the address that D connects to
-    "nixl": {"UCX_TLS"},  # "all" is what UCX does without the variable
+    "nixl": {"UCX_TLS", *TELLING},  # "all" is what UCX does without the variable
     "nccl": {"VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"},
 }
 
@@ -119,8 +123,10 @@ def test_flags_and_environment(case: str) -> None:
         rest = {key: value for key, value in flags.items() if key not in PLACE_FLAGS}
         del rest["--kv-transfer-config"]
         assert rest == FLAGS
-        assert (ENV[connector] | ADDED).items() <= env.items()
-        assert not LEFT_OUT & set(env)
+        dropped = set() if case.endswith("0.13") else GIVEN_UP
+        kept = {name: value for name, value in ENV[connector].items() if name not in dropped}
+        assert (kept | ADDED).items() <= env.items()
+        assert not (LEFT_OUT | dropped) & set(env)
         side = {name for name in env if "SIDE_CHANNEL" in name or "BOOTSTRAP" in name}
         more = set(env) - set(ENV[connector]) - set(ADDED) - side - {"PYTHONPATH"}
         assert more == ADDED_BY[connector]
@@ -159,7 +165,6 @@ def test_mooncake_gets_the_list_of_nics_without_a_patch_of_vllm() -> None:
             "kv_connector_extra_config": {
                 "rdma_devices": NICS,
                 "num_workers": 10,  # vLLM's default
-                "mooncake_protocol": "rdma",  # what 0.13 has hard-wired
             },
         }
         assert "PYTHONPATH" in made[role][0]
@@ -195,7 +200,7 @@ def test_nccl_has_a_port_of_its_own_for_each_rank() -> None:
             "kv_connector_extra_config": {
                 "send_type": "PUT_ASYNC",
                 "nccl_num_channels": "8",
-                "mem_pool_size_gb": "32",
+                "mem_pool_size_gb": 32.0,
             },
         }
 

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.console import Console
 from sample_run import make_run
 
 from kvbench.errors import StoreError
-from kvbench.report.bundle import BundleOptions, bundle, command
+from kvbench.report.bundle import BundleOptions, _json, bundle, command
 from kvbench.report.scrub import Scrubber
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import load_run
@@ -132,7 +133,7 @@ def test_the_pictures_are_drawn_anew_and_the_report_reads(planted: Path, archive
     run = load_run(folder)
     assert [(row.cell, row.answer) for row in summary_table(run)] == before
     assert "HOST1" in (folder / "report.md").read_text()
-    assert (folder / "figures" / "latency.png").is_file()
+    assert (folder / "figures" / "latency.svg").is_file()
     assert run.environment["libraries"] == {"nvidia-cublas-cu12": "12.8.4.1"}
     log = next((folder / "logs").glob("prefill*")).read_text()
     assert "GET /v1/completions 12.3 req/s" in log
@@ -211,3 +212,124 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 @given(st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just("k"), inner)))
 def test_values_without_secrets_are_as_before(value: Any) -> None:
     assert Scrubber(hosts=HOSTS).value(value) == value
+
+
+PUMPS = (
+    *(
+        "-",
+        "a-",
+        "a.",
+        "a.-",
+        "_",
+        " ",
+        "\t",
+        "0",
+        "1.",
+        "::",
+        "a:",
+        "=",
+        "@",
+        "a@",
+        "a@a.",
+        "/",
+        "/a",
+        "/a@",
+    ),
+    *(
+        "/a@",
+        "@/a/",
+        "://",
+        "a://",
+        "http://",
+        "//",
+        "\\",
+        "a:\\",
+        "a\\",
+        "secret",
+        "secret-",
+        "secret ",
+    ),
+    *(
+        "--secret ",
+        "--",
+        '--secret"',
+        "api_key",
+        "api_key : ",
+        "Bearer ",
+        "Basic\t",
+        "sk-",
+        "GPU-",
+        "ab:",
+        "ab-",
+    ),
+    *(
+        "GPU-00000000-",
+        "-----BEGIN ",
+        "-----BEGIN PRIVATE KEY-----",
+        "-----END ",
+        "/home/",
+        "/home/a",
+        "token",
+    ),
+    *(
+        "/home/",
+        "/home/a",
+        "token",
+        "--token ",
+        "1.2.3.4 ",
+        "1.2.3.4.",
+        "fe80::1 ",
+        "12:",
+        "'",
+        '"',
+        "\n",
+        "é",
+        "user",
+    ),
+    *("box-a", "box-a."),
+)
+
+
+@pytest.mark.parametrize("pump", PUMPS)
+def test_it_takes_time_in_proportion_to_the_text(pump: str) -> None:
+    """Square time would be ten minutes and more."""
+    text = pump * (100_000 // len(pump))
+    scrubber = Scrubber(["box-a.example"], ["user"])
+    began = time.process_time()
+    for end in ("", "!", "x"):
+        scrubber.look(text + end)
+        scrubber.text(text + end)
+    assert time.process_time() - began < 6
+
+
+def test_a_thousand_different_names_cost_as_much_as_one() -> None:
+    scrubber = Scrubber()
+    began = time.process_time()
+    text = " ".join(
+        f"http://node-{number}.example.com and 10.0.{number // 250}.{number % 250}" for number in range(9000)
+    )
+    scrubber.look(text)
+    clean = scrubber.text(text)
+    assert time.process_time() - began < 20
+    assert "node-" not in clean
+    assert "10.0." not in clean
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("x-my-api-key: hunter22", "hunter22"),
+        ("run --my-secret hunter22", "hunter22"),
+        ("mail +ann@example.org", "ann@example.org"),
+        ("x.1-http://box9.example/", "box9"),
+        ("9.http://box9.example/", "box9"),
+        ("...ann.b@example.org", "ann.b"),
+    ],
+)
+def test_what_begins_within_a_run_of_signs_goes_too(text: str, left: str) -> None:
+    assert left not in Scrubber().text(text)
+
+
+def test_brackets_without_end_are_text() -> None:
+    for deep in ("[" * 100_000, "[" * 900 + '"me@example.org"' + "]" * 900):
+        assert "me@" not in _json(deep, Scrubber())

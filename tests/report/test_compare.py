@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
+from kvbench.core.foreign_text import spreadsheet_cell
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
-from kvbench.files import spreadsheet_cell
 from kvbench.importers.parts import importing
 from kvbench.report import compare
 from kvbench.report.compare import CompareOptions, compare_runs, tables

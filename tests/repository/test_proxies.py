@@ -21,13 +21,16 @@ import pytest
 from commands import EASY, Finished, Running, kvbench, the_run
 from emulated import running, spec
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import NO_PROXIES, PROXIES, ProcessSpec, unproxied
+from kvbench.errors import ServerError
 from kvbench.hosts import web
 from kvbench.hosts.telemetry import SAMPLE_INTERVAL_S, Sampler
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
 from kvbench.planning.scenario_files import load_scenario
+from kvbench.planning.served_model import served_model
 from kvbench.sweep.selftest.exact_server import exact_server
 from tests.processes.loadgen.test_loadgen import made_certificate
 
@@ -146,6 +149,20 @@ def test_telemetry_has_no_gap_behind_a_proxy(tmp_path: Path, request: pytest.Fix
         with Sampler("t", {}, {"aggregated-0": f"{engine.url}/metrics"}) as sampler:
             time.sleep(4 * SAMPLE_INTERVAL_S)
         assert "aggregated-0" in {row["source"] for row in sampler.rows}
+    assert trap.heard == []
+
+
+def test_who_needs_a_proxy_is_told_that_there_is_none(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ServerError) as met:
+        served_model(nobody, ServerAccess())
+    assert "past the proxy that is set" in met.value.hint
+    for name in trap.variables:
+        monkeypatch.delenv(name)
+    with pytest.raises(ServerError) as met:
+        served_model(nobody, ServerAccess())
+    assert "proxy" not in met.value.hint
     assert trap.heard == []
 
 
@@ -278,7 +295,8 @@ def breaches(tree: ast.AST) -> Iterator[str]:
             names = {alias.name for alias in node.names}
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             whole = {f"{module}.{name}" if module else name for name in names} | {module}
-            for name in whole & {"urllib.request"} | {each.split(".")[0] for each in whole} & OTHER_CLIENTS:
+            tops = {each.split(".")[0] for each in whole}
+            for name in whole & {"urllib.request", "http.client"} | tops & OTHER_CLIENTS:
                 yield f"line {node.lineno}: imports {name}"
             if module == "httpx" and names & HTTPX_CALLS:
                 yield f"line {node.lineno}: takes {', '.join(sorted(names & HTTPX_CALLS))} from httpx"
@@ -305,6 +323,7 @@ def test_one_module_alone_makes_clients() -> None:
     "code",
     [
         "import urllib.request",
+        "import http.client",
         "from urllib import request",
         "from urllib.request import urlopen",
         "import requests",

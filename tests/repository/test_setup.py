@@ -30,8 +30,8 @@ import setup_tests  # noqa: E402
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-BY_THE_CLUSTER = "ray"
-"""The extra whose version is that of the cluster that is joined: nothing that set-up installs."""
+NOT_SET_UP = ("ray", "otlp", "mlflow", "all")
+"""Extras that set-up installs nothing of: of the cluster that is joined, and for who sends metrics away."""
 NATIVE_WHEELS = {*setup_native.MOONCAKE_WHEELS.values(), setup_native.NIXL_WHEEL}
 
 
@@ -45,7 +45,7 @@ def pins() -> dict[str, str]:
 def declared() -> list[Requirement]:
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    groups = [project["dependencies"], *(extras[name] for name in extras if name != BY_THE_CLUSTER)]
+    groups = [project["dependencies"], *(extras[name] for name in extras if name not in NOT_SET_UP)]
     return [Requirement(line) for group in [*groups, PYPROJECT["dependency-groups"]["dev"]] for line in group]
 
 

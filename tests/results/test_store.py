@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from kvbench.core.records import SCHEMA_VERSION, Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import append_line, open_append, write_json
+from kvbench.results.checksums import damages
 from kvbench.results.parquet import write_parquet
 from kvbench.results.run import writer_is_alive
 from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents
@@ -41,6 +44,43 @@ def trial(number: int = 1, **changes: object) -> TrialRecord:
 
 def request(number: int) -> RequestRecord:
     return RequestRecord(f"r{number}", number * 0.1, 1024, 16, number * 0.1, 1.0, 1.5, 16, [0.25, 0.5], 200)
+
+
+def _removed(path: Path) -> None:
+    path.unlink()
+
+
+def _replaced(path: Path) -> None:
+    path.write_bytes(b"")
+    path.with_suffix(".new").write_bytes(b"")
+    path.with_suffix(".new").rename(path)
+
+
+def _emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _grown(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("{}\n")
+
+
+@pytest.mark.parametrize("lost", [_removed, _replaced, _emptied, _grown])
+@pytest.mark.parametrize("name", ["trials.jsonl", "cells.jsonl"])
+def test_a_file_that_is_not_ours_any_more_is_said(
+    tmp_path: Path, name: str, lost: Callable[[Path], None]
+) -> None:
+    with new_store(tmp_path / "results") as store:
+        cell = {"cell": {"connector": "tcp", "input_len": 1024, "output_len": 16}, "status": "done"}
+        for _ in range(2):
+            store.add_trial(trial())
+            store.put_cell(cell)
+        lost(store.path / name)
+        append = (
+            partial(store.add_trial, trial(2)) if name == "trials.jsonl" else partial(store.put_cell, cell)
+        )
+        with pytest.raises(StoreError, match=rf"{name} was (removed or replaced|changed by somebody else)"):
+            append()
 
 
 def test_a_run_folder_has_the_promised_shape(tmp_path: Path) -> None:
@@ -83,8 +123,7 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
     store.add_trial(trial())
     assert load_run(store.path).trials == [trial()]
     assert writer_is_alive(store.path)
-    os.close(store._trials)  # what the kernel does when the process dies
-    os.close(store._cells)
+    store.close()  # what the kernel does when the process dies
     run = load_run(store.path)
     assert run.manifest["status"] == "interrupted"
     assert "cut off" in run.warnings[0]
@@ -288,6 +327,7 @@ def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: 
         assert run.scenario_text == "name: kill"
         assert [entry.trial_id for entry in run.trials] == [f"t{n}" for n in range(len(run.trials))]
         assert len(run.cells) in (len(run.trials), len(run.trials) - 1)
+        assert list(damages(folder)) == []
         for entry in run.trials:
             assert len(run.requests(entry.trial_id, ["request_id"])) == 50
 

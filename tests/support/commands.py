@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
+from kvbench.hosts import scratch
 from kvbench.results.run import RunFolder, load_run
 
 DEADLINE_S = 90.0
@@ -102,10 +104,13 @@ class Running:
         return Finished(self._process.returncode, "".join(self._printed) + rest, "")
 
     def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """End it at once, if it still runs. What one that was killed could not remove is removed."""
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
         self._process.communicate(timeout=DEADLINE_S)
+        if self._process.returncode in (-signal.SIGKILL, -signal.SIGQUIT):
+            for folder, _ in scratch.left():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def the_run(results: Path) -> RunFolder:
@@ -114,7 +119,7 @@ def the_run(results: Path) -> RunFolder:
     return load_run(folder)
 
 
-SPOILT_BY_THE_MACHINE = {"client_limited", "router_limited", "emulator_behind"}
+SPOILT_BY_THE_MACHINE = {"client_limited", "router_limited", "host_starved", "emulator_behind"}
 """Gates by which it shows that a process did not get its core in time. Any other one is a fault of ours."""
 
 

@@ -201,7 +201,7 @@ FAULTS = {
     )
 }
 
-# Class of faults, in a word or two → its rows. README.md has a row for each, with the longest time of them.
+# Class of faults, in a word or two → its rows. docs/faults.md has a row for each, with their longest time.
 GROUPS: dict[str, tuple[str, ...]] = {
     "a process is killed": ("decode_killed", "prefill_killed", "router_killed", "loadgen_killed"),
     "a process is frozen (SIGSTOP)": (

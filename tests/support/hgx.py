@@ -26,12 +26,47 @@ def nic_address(number: int) -> str:
 
 CARDS = [{"index": str(number), "pci_address": f"0000{gpu_address(number)}"} for number in range(8)]
 """As nvidia-smi tells them, with eight digits of domain."""
+
+
+def topology() -> str:
+    """What `nvidia-smi topo -m` prints of it (its format, with the escapes that it writes to a terminal)."""
+    nics = [*NAMES, *STORAGE]
+    nodes = [number // 4 for number in range(8)] + [0, 1]
+    titles = [f"GPU{number}" for number in range(8)] + [f"NIC{number}" for number in range(len(nics))]
+    lines = ["\t\x1b[4m" + "\t".join([*titles, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
+    for gpu in range(8):
+        others = [" X " if gpu == other else "NV18" for other in range(8)]
+        ways = ["NODE" if node == gpu // 4 else "SYS" for node in nodes]
+        ways[gpu] = "PXB"
+        cores = "0-55" if gpu < 4 else "56-111"
+        lines.append("\t".join([f"GPU{gpu}", *others, *ways, cores, str(gpu // 4), "", "N/A"]))
+    legend = [f"  NIC{number}: {name}" for number, name in enumerate(nics)]
+    return "\n".join([*lines, "", "Legend:", "", "  X    = Self", "", "NIC Legend:", "", *legend, ""])
+
+
 ADDRESSES = {f"rail{number}": [f"10.0.{number}.1"] for number in range(8)} | {
     "lo": ["127.0.0.1"],
     "bond0": ["10.1.0.1"],
     "docker0": ["172.17.0.1"],
     "veth12ab": [],
 }
+
+
+MIB_H200 = 143_771
+"""Memory that nvidia-smi tells of one H200."""
+
+
+def write_smi(folder: Path, count: int) -> None:
+    """An nvidia-smi that lists so many of the recorded node's GPUs, in the format that is asked for."""
+    rows = [
+        f"{card['index']}, NVIDIA H200, {MIB_H200}, 570.86, {card['pci_address'].upper()}, P0"
+        for card in CARDS[:count]
+    ]
+    path = folder / "nvidia-smi"
+    (folder / "topology").write_text(topology())
+    asked = f'[ "$1" = topo ] && exec cat "{folder / "topology"}"'
+    path.write_text(f"#!/bin/sh\n{asked}\ncat <<'EOF'\n" + "\n".join(rows) + "\nEOF\n")
+    path.chmod(0o755)
 
 
 def machine(root: Path) -> Path:

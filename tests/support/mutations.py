@@ -8,13 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, example, settings
 from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """So many examples for each fuzz test, new ones each time; 0: a few, always the same (the default suite)."""
+
+CORPUS: Final = Path(__file__).parents[1] / "recorded" / "fuzz"
+"""Inputs that once broke something, as they came: a folder a kind, a file an input."""
+FOUND: Final = Path(__file__).parents[2] / ".hypothesis" / "fuzz"
+"""What `make fuzz` found: it tries that first, each time, until it breaks nothing any more."""
 
 PLANTS: Final = (
     b"\0",
@@ -75,9 +82,20 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
         max_examples=EXAMPLES or examples,
         derandomize=not EXAMPLES,
         deadline=None,
-        database=None,
+        database=DirectoryBasedExampleDatabase(FOUND) if EXAMPLES else None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def stored(kind: str, argument: str, **others: Any) -> Callable[[Any], Any]:
+    """Gives a fuzz test each stored input of that kind, as its ``argument``, before any other."""
+
+    def add(test: Any) -> Any:
+        for path in sorted((CORPUS / kind).iterdir()):
+            test = example(**{argument: path.read_bytes()}, **others)(test)
+        return test
+
+    return add
 
 
 @st.composite

@@ -36,6 +36,7 @@ class Page(HTMLParser):
         self.wrong: list[str] = []
         self.policy = ""
         self.title = ""
+        self.values: list[str] = []
         self._open: list[str] = []
         self._cell: list[str] | None = None
         self._value = ""
@@ -104,7 +105,10 @@ class Page(HTMLParser):
         if self._open and self._open[-1] == "style":
             self.styles.append(data)
         if self._open and self._open[-1] == "title":
-            self.title += data
+            if "svg" in self._open:
+                self.values.append(data)
+            else:
+                self.title += data
 
     def table(self, csv: str, columns: int | None = None) -> Table:
         """The table of that CSV: the one with the most columns."""

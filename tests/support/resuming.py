@@ -13,6 +13,7 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import TrialRecord
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
+from kvbench.results.checksums import CHECKSUMS, begin_checksums
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
@@ -139,7 +140,17 @@ def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:
     (session,) = manifest["sessions"]
     manifest.update(status="running", ended_at=None, sessions=[{**session, "ended_at": None, "why": ""}])
     (target / "manifest.json").write_text(json.dumps(manifest))
+    begin_checksums(target, session["run_tag"])
     return target
+
+
+def without_checksums(folder: Path) -> Path:
+    """The folder as a kvbench wrote it that had none."""
+    (folder / CHECKSUMS).unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksums"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
 def trials_of(run: RunFolder) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def test_several_instances_are_given_with_commas() -> None:
 
 
 def test_metrics_without_a_pair_are_refused() -> None:
-    with pytest.raises(InputError, match="go with a --base-url"):
+    with pytest.raises(InputError, match="with a --base-url"):
         resolve(CliOptions(prefill_metrics_url="http://a:1/metrics"))
 
 

@@ -22,7 +22,7 @@ def trial(verdict: VerdictKind, **fields: object) -> TrialRecord:
 
 def shown(*, terminal: bool) -> str:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, color_system=None)
+    console = Console(file=stream, force_terminal=terminal, width=120, highlight=False, color_system=None)
     with Display(console, 1) as display:
         display.stage("mooncake: starting")
         display.trial_progress(CELL, 24.5, 100, Progress(met=9, missed=1, done=10))
@@ -36,7 +36,8 @@ def shown(*, terminal: bool) -> str:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_each_trial_is_a_whole_line(terminal: bool) -> None:
     text = shown(terminal=terminal)
-    for word in ("mooncake", "1024 in", "24.50 req/s", "50.0% within SLO", "missed", "1 × tpot, 7 × ttft"):
+    words = ("mooncake", "1024 in", "24.50 req/s", "50.0% within SLO", "missed")
+    for word in (*words, "1 missed TPOT, 7 missed TTFT"):
         assert word in text
     assert "invalid  the client was late" in text
     assert "nixl is skipped" in text
@@ -51,12 +52,12 @@ def test_plain_lines_hold_no_control_characters() -> None:
 
 def test_a_refused_trial_says_why_and_a_missed_one_what() -> None:
     assert why(trial("invalid")) == "the client was late"
-    assert why(trial("missed")) == "1 × tpot, 7 × ttft"
+    assert why(trial("missed")) == "1 missed TPOT, 7 missed TTFT"
 
 
 def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> None:
     record = trial("undecided")
-    assert why(record) == "the client was late; 1 × tpot, 7 × ttft"
+    assert why(record) == "the client was late; 1 missed TPOT, 7 missed TTFT"
     record.summary |= {"missed_by": {}, "judged_met": 34, "judged_missed": 0, "effective_n": 13.2}
     assert why(record) == "the client was late; the 34 count as 13, since neighbours fare alike"
     record.summary["effective_n"] = 34.0
@@ -66,7 +67,7 @@ def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> Non
 def test_a_flood_says_what_it_is_and_what_came_out() -> None:
     record = trial("measured", purpose="ceiling")
     record.summary |= {"completion_rate": 65.99, "completion_steady": True}
-    assert why(record) == "a flood to find the capacity: about 66 req/s served"
+    assert why(record) == "saturating probe to find the capacity: about 66 req/s served"
     record.summary["completion_steady"] = False
     assert why(record).endswith("served, still changing")
     stream = io.StringIO()
@@ -74,7 +75,7 @@ def test_a_flood_says_what_it_is_and_what_came_out() -> None:
         display.trial_finished(record)
     assert "within SLO" not in stream.getvalue()
     record.summary |= {"completion_rate": None}
-    assert why(record) == "a flood to find the capacity: too little was served in its time to tell"
+    assert why(record) == "saturating probe to find the capacity: too little was served in its time to tell"
 
 
 def test_silence() -> None:

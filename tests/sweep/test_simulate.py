@@ -69,7 +69,7 @@ def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[
     report = (run.path / "report.md").read_text()
     assert "> **Simulated**: nothing ran" in report
     assert "was simulated with 0.95 GB/s" in report
-    assert list((run.path / "figures").glob("*.png"))
+    assert list((run.path / "figures").glob("*.svg"))
     again = kvbench("report", str(run.path))
     assert again.status == 0
     assert "SIMULATED" in again.out

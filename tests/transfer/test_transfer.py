@@ -14,6 +14,7 @@ import random
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -480,6 +481,26 @@ def test_child_refuses_a_wrong_spec(arguments: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert done.returncode == 2
     assert "spec" in done.stderr
+
+
+def test_tcp_tells_strangers_nothing_and_serves_them_nothing() -> None:
+    async def work() -> None:
+        async with pair("tcp") as (here, there, peer):
+            agent = there.process.agent
+            key = bytes.fromhex(agent["key"])
+            for said in (bytes(16), os.urandom(16), key[:15] + bytes([key[15] ^ 1])):
+                with socket.create_connection(tuple(agent["listeners"][0]), timeout=5) as stranger:
+                    told = stranger.recv(16, socket.MSG_WAITALL) if stranger.send(said) else b""
+                    assert told == bytes(16)
+                    with contextlib.suppress(OSError):
+                        stranger.sendall(told + struct.pack("<BIQQ", 0, 1, 0, 64))
+                        assert stranger.recv(1) == b""
+            with socket.create_connection(tuple(agent["listeners"][0]), timeout=20) as silent:
+                silent.sendall(key[:15])
+                assert silent.recv(1) == b""  # after some seconds; its thread does not wait for ever
+            await move_and_verify(here, there, peer, "write", 8, seed=10)
+
+    run(work())
 
 
 def test_tcp_server_survives_nonsense() -> None:

@@ -15,7 +15,7 @@ from .cases import EASY
 from .trials import deployed, running
 
 PAIRS: Final = ("mooncake", "nixl", "tcp")
-LATE_GATES: Final = frozenset({"client_limited", "router_limited", "emulator_behind"})
+LATE_GATES: Final = frozenset({"client_limited", "router_limited", "host_starved", "emulator_behind"})
 NO_ACCUSATION: Final = STEADY_GATES | LATE_GATES | {"machine_disturbed"}
 """Warnings of the load, of kvbench's own parts, and of the machine."""
 TAKEN: Final = 0.25

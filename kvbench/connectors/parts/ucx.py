@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions
 from kvbench.core.scenario.options import nic_names
+
+TELLING: Final = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
+"""Lines at start-up and at each new connection, none at transfers."""
 
 
 class UcxOptions(ConnectorOptions):
@@ -44,10 +47,11 @@ class UcxOptions(ConnectorOptions):
     def env(self) -> dict[str, str]:
         """UCX's environment; what is not given there it chooses: transports, and devices among all.
 
-        UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory.
+        UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory. It is to say which transports it
+        took, once a connection and operation (deployment/transport_lines.yaml).
         """
         wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
-        return {name: value for name, value in wanted.items() if value}
+        return {**{name: value for name, value in wanted.items() if value}, **TELLING}
 
 
 def moves_gpu_memory(tls: str) -> bool:

@@ -80,6 +80,8 @@ class LoadRow:
     """The search's answer in words, where this row is the load that supports it."""
     answer_rate: float | None = None
     """The rate of that answer, in requests per second."""
+    answer_bounds: str = ""
+    """What the brackets in ``answer`` hold, such as ``[90 %]``; empty where it has none."""
     size: Size = field(default_factory=Size)
     """Engines and GPUs that served it."""
     client_late: bool = False

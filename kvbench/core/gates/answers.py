@@ -12,6 +12,8 @@ from typing import Final
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.records import Finding
 
+WORDED_SHARE: Final = 0.05
+"""By so much may a chat's length in tokens be off, where some words are more than one token."""
 BOS: Final = 1
 """So many tokens of difference are what a tokenizer adds on its own."""
 LEAST_ANSWERS: Final = 20
@@ -30,15 +32,17 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     evidence: `usage.prompt_tokens` of the answers against the token ids sent; 1 % of the answers may be off
     by more than 1 % of their length.
     limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not tell it.
+    Chats are made of words, and are let off by 5 %.
     """
     answers = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
     off = Counter((each.input_len, each.prompt_tokens or 0) for each in answers)
     wrong = {pair: count for pair, count in off.items() if pair[0] != pair[1]}
     if not wrong:
         return None
-    share = evidence.limits.count_tolerance
+    share = WORDED_SHARE if evidence.worded else evidence.limits.count_tolerance
     far = sum(n for (sent, read), n in wrong.items() if abs(read - sent) > max(BOS, share * sent))
-    level = "note" if all(abs(read - sent) <= BOS for sent, read in wrong) else "warning"
+    near = evidence.worded or all(abs(read - sent) <= BOS for sent, read in wrong)
+    level = "note" if near else "warning"
     (sent, read), _ = max(wrong.items(), key=lambda item: item[1])
     count = sum(wrong.values())
     shorter = read < sent

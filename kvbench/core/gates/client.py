@@ -11,6 +11,7 @@ import re
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
+from kvbench.core.gates.machine import cpu_taken
 from kvbench.core.records import Finding
 from kvbench.core.slo import Slo
 
@@ -47,6 +48,8 @@ def client_limited(evidence: Evidence) -> Finding | None:
     lag = max(client.send_ms, client.look_ms)
     if lag <= allowed:
         return None
+    if router_starved(evidence):
+        return None  # host_starved tells of both
     forgiven = (client.worst_send_ms + client.worst_look_ms, client.worst_look_ms)
     refused = lag > gross or _may_have_caused_the_miss(evidence, *forgiven)
     return Finding(
@@ -74,6 +77,55 @@ def client_limited(evidence: Evidence) -> Finding | None:
     )
 
 
+def router_starved(evidence: Evidence) -> bool:
+    """kvbench's router was late, had little to do, and spent the delay ready to run without a core."""
+    router, limits = evidence.router, evidence.limits
+    late = 1e3 * (router.loop_lag_p99_s or 0.0) > _allowed_ms(evidence)
+    if not late or router.wait_s is None or router.lag_s is None:
+        return False
+    return (router.cpu_share or 0.0) < limits.router_cpu_share and (
+        router.wait_s >= limits.waited_lag * router.lag_s
+    )
+
+
+def host_starved(evidence: Evidence) -> Finding | None:
+    """The machine had CPU left for kvbench's own processes, which need little.
+
+    evidence: kvbench's router was late, used less than 90 % of a core, and for half of its delay or more the
+    kernel's scheduler says that it was ready and had no core; the load generator's own lag beside it.
+    limits: a router of somebody else's tells nothing. Who had the cores is told where it is known: others, or
+    the engines themselves.
+    """
+    if not router_starved(evidence):
+        return None
+    client, router, host = evidence.client, evidence.router, evidence.host
+    lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
+    client_ms = max(client.send_ms, client.look_ms)
+    forgiven = (2 * lag_ms + client.worst_send_ms + client.worst_look_ms, lag_ms + client.worst_look_ms)
+    refused = max(lag_ms, client_ms) > _gross_ms(evidence) or _may_have_caused_the_miss(evidence, *forgiven)
+    taken = list(cpu_taken(host, evidence.limits))
+    by = ", ".join(taken) if taken else "no others were seen, so the engines filled the machine"
+    return Finding(
+        "host_starved",
+        "invalid" if refused else "warning",
+        f"the host was starved of CPU: the router used {router.cpu_share or 0.0:.0%} of a core, waited for "
+        f"one for {router.wait_share or 0.0:.0%} of the time and was late by {lag_ms:.1f} ms (P99), the load "
+        f"generator by {client_ms:.1f} ms; {by}",
+        "stop other work on this machine, or give router and load generator cores or a machine of their own; "
+        "the router is not at fault",
+        {
+            "router_cpu_share": router.cpu_share,
+            "router_wait_share": router.wait_share,
+            "router_lag_p99_ms": lag_ms,
+            "client_lag_p99_ms": client_ms,
+            "client_wait_share": client.run_queue_wait_share,
+            "other_cpu_share": host.other_cpu_share,
+            "takers": list(host.takers),
+            "allowed_ms": _allowed_ms(evidence),
+        },
+    )
+
+
 def router_limited(evidence: Evidence) -> Finding | None:
     """kvbench's router was neither out of CPU nor late.
 
@@ -85,7 +137,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
     share = router.cpu_share or 0.0
     busy = share >= limits.router_cpu_share
-    if lag_ms <= allowed and not busy:
+    if (lag_ms <= allowed and not busy) or router_starved(evidence):
         return None
     missed = not evidence.attained or evidence.queue_growth is not None
     # A router without CPU left queues what comes in: by how much nobody knows, so all of it may be its own.

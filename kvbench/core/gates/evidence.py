@@ -11,6 +11,7 @@ from kvbench.core.gates.evidence_figures import (
     ClientFigures,
     EngineFigures,
     HostFigures,
+    LoggedTransport,
     NicFigures,
     RouterFigures,
 )
@@ -47,6 +48,12 @@ class GateLimits:
     steal_share: float = 0.02
     throttled_share: float = 0.02
     run_queue_wait_share: float = 0.10
+    waited_lag: float = 0.5
+    """A lag of which this part was spent waiting for a core is nobody's but who had the cores."""
+    busy_share: float = 0.80
+    pressure_share: float = 0.10
+    """A machine that was busier, and on which somebody waited for a core for longer, had no room: what others
+    took was taken from the system under test."""
     router_cpu_share: float = 0.90
     shed_share: float = 0.005
     """Requests turned away: more of them make the others' latencies those of a lower rate."""
@@ -91,18 +98,26 @@ class Evidence:
     kv_may_expire: float = 0.0
     transport_asked: str = ""
     transport_ran: str = ""
+    logged_transports: Sequence[LoggedTransport] = ()
+    """What the processes' logs prove of the way that KV takes."""
     reuse_expected: bool = False
     disaggregated: bool = False
     """P computes the prompts, and D the answers."""
     whole_prompt: bool = True
     """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
+    worded: bool = False
+    """Prompts are chats of words, so that their lengths in tokens are near what was asked for, not equal."""
     dummy_weights: bool = False
     """The model's weights are made up, as the scenario says: its answers may be all alike."""
     stopped_as: Literal["", "met", "missed"] = ""
     logged: Sequence[Finding] = ()
+    recorded: Sequence[Finding] | None = None
+    """What all gates found in its time: of a trial that is over, whose requests alone are still there."""
     router: RouterFigures = field(default_factory=RouterFigures)
     nics_asked: Sequence[str] = ()
     engines_here: bool = False
+    hosts_watched: bool = False
+    """``host`` tells of the machines that the engines run on, and which processes are theirs."""
     kv_line_rate: float | None = None
     prefill_work: PrefillWork | None = None
     prefill_flops: float | None = None

@@ -90,12 +90,22 @@ class ClientFigures:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """What kvbench's router says of itself: CPU seconds of its busiest process, lag over all of them."""
+    """What kvbench's router says of itself: CPU seconds of its busiest process, lag over all of them.
+
+    ``lag_s``: the sum of the lags that were measured; ``wait_s``: time in which it was ready and had no core.
+    """
 
     cpu_s: float | None = None
     seconds: float | None = None
     processes: int = 1
     loop_lag_p99_s: float | None = None
+    lag_s: float | None = None
+    wait_s: float | None = None
+
+    @property
+    def wait_share(self) -> float | None:
+        """Seconds per second in which its processes together waited for a core."""
+        return None if self.wait_s is None or not self.seconds else self.wait_s / self.seconds
 
     @property
     def cpu_share(self) -> float | None:
@@ -105,9 +115,9 @@ class RouterFigures:
 
 @dataclass(frozen=True)
 class NicFigures:
-    """One network interface ("ip") or RDMA device ("rdma") during the trial."""
+    """One network interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") during the trial."""
 
-    kind: Literal["ip", "rdma"]
+    kind: Literal["ip", "rdma", "nvlink"]
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
@@ -118,6 +128,44 @@ class NicFigures:
     def most_bytes(self) -> float:
         """The larger direction: on loopback both count the same bytes."""
         return max(self.sent_bytes, self.received_bytes)
+
+
+EMULATED: Final = "software emulation"
+"""UCX's word for remote memory access that no transport does: both CPUs copy, message by message."""
+
+
+@dataclass(frozen=True)
+class LoggedTransport:
+    """What the log of one process says of the KV's way. Empty: not told.
+
+    ``transports`` with their devices, as ``rc_mlx5/mlx5_0:1``. ``operation``: "read" or "write" of remote
+    memory; ``local`` and ``remote``: the memory's kind, as "cuda" or "host"; ``between``: "intra-node" or
+    "inter-node"; ``how``: as "zero-copy" or "software emulation". ``line``: the log's own.
+    """
+
+    process: str
+    transports: tuple[str, ...]
+    operation: str = ""
+    between: str = ""
+    local: str = ""
+    remote: str = ""
+    how: str = ""
+    line: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        """Between two GPUs' memories."""
+        return not {self.local, self.remote} & {"", "host"}
+
+    def text(self) -> str:
+        """In words, without the process."""
+        names = " and ".join(self.transports)
+        way = f"{names} by {self.how}" if self.how else names
+        memory = f" from {self.remote} into {self.local} memory" if self.operation == "read" else ""
+        if self.operation == "write":
+            memory = f" from {self.local} into {self.remote} memory"
+        where = f", {self.between}" if self.between else ""
+        return f"{way}{f' ({self.operation}{memory}{where})' if self.operation else ''}"
 
 
 @dataclass(frozen=True)
@@ -204,6 +252,8 @@ class HostFigures:
     ``throttled_share`` is how long the cgroup's CPU limit held this run back, in seconds per second.
     ``load_average`` (1 minute, before the trial) is kept to be looked at: it counts this run's own work.
     ``thermal_events``: times that a CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down.
+    ``busy_share``: used by anybody, the hypervisor included. ``pressure_share``: seconds per second in which
+    some process was ready to run and had no core (the kernel's PSI). ``takers``: who the others are.
     """
 
     load_average: float | None = None
@@ -213,5 +263,10 @@ class HostFigures:
     throttled_share: float | None = None
     thermal_events: float | None = None
     gpu_slowdowns: tuple[str, ...] = ()
+    busy_share: float | None = None
+    pressure_share: float | None = None
+    takers: tuple[str, ...] = ()
     nics: Mapping[str, NicFigures] = field(default_factory=dict)
     """Interfaces and RDMA devices by name."""
+    gpu_watts: Mapping[str, float] = field(default_factory=dict)
+    """Mean power of each GPU that counts its energy, by its number and again by its UUID."""

@@ -15,9 +15,9 @@ the band is narrow in rate, too. The price: a single verdict inside that band is
 interval is always reported (for the *effective* number of requests), the reason says when it cannot decide,
 and the search confirms its answer by an independent trial. Longer trials narrow the band.
 
-Doubt and direction: a late client or an emulated engine behind its model makes latencies *longer*. A trial
-that meets the SLO all the same is met, with a warning; a missed one is refused if the delay may be the
-cause. Gross delays refuse both, as the latencies themselves would be wrong.
+Doubt and direction: a late client, an emulated engine behind its model, or others on the machine make
+latencies *longer*. A trial that meets the SLO all the same is met, with a warning; a missed one is refused if
+the delay may be the cause. Gross delays refuse both, as the latencies themselves would be wrong.
 
 Each gate is a function Evidence → Finding | None. An unknown figure (None) trips no gate. Its docstring says
 what an honest trial proves there, by which evidence and within which limits; ``gate_table`` reads it.
@@ -44,7 +44,7 @@ from kvbench.core.gates import (
 )
 from kvbench.core.gates.evidence import Evidence, GateLimits
 from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures, HostFigures
-from kvbench.core.metrics.criteria import CriterionResult
+from kvbench.core.metrics.criteria import CriterionResult, missed_text
 from kvbench.core.records import Finding, VerdictKind
 
 __all__ = [
@@ -88,6 +88,7 @@ GATES: Final[tuple[Gate, ...]] = (
     requests.failed_elsewhere,
     physics.impossible_prefill,
     physics.impossible_transfer,
+    client.host_starved,
     client.client_limited,
     client.router_limited,
     client.emulator_behind,
@@ -104,6 +105,19 @@ GATES: Final[tuple[Gate, ...]] = (
     streaming.tokens_per_event,
 )
 """In the order of importance: the first refusal becomes the verdict's reason."""
+BY_REQUESTS: Final[tuple[Gate, ...]] = (
+    requests.failed_requests,
+    requests.wrong_length,
+    answers.wrong_prompt_length,
+    answers.empty_answers,
+    requests.shedding,
+    steady.too_few_requests,
+    steady.growing_queue,
+    steady.one_batch,
+    steady.not_steady,
+    steady.too_short,
+)
+"""Those that look at nothing but the requests and the SLO, and so find the same whenever they look."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +132,10 @@ class GateText:
 
 CORRUPT: Final = GateText(
     "corrupt",
-    "Greedy outputs through the pair equal those of the aggregated server.",
-    "The texts of a few prompts, asked for before a cell's first trial.",
-    "A cell that fails is refused whole; what breaks only under load is not seen.",
+    "Greedy outputs through the pair equal those of the aggregated server, or differ no more than its own.",
+    "The texts of a few prompts, asked for before a cell's first trial; of a real engine also the aggregated "
+    "server's log-probabilities, and how its answers differ when it is asked again, alone and together.",
+    "A cell that fails is refused whole; what breaks only under load is not seen, nor what the noise covers.",
 )
 """The one check that is made once for a cell and not in every trial."""
 
@@ -159,8 +174,7 @@ UNSUSTAINED: Final = frozenset({"growing_queue", "slot_capped"})
 
 def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
     """(verdict, reason in plain words, findings of all gates) of one trial."""
-    findings = [finding for gate in GATES if (finding := gate(evidence)) is not None]
-    findings += evidence.logged
+    findings = _findings(evidence)
     refusal = next((finding for finding in findings if finding.level == "invalid"), None)
     if refusal is not None:
         return "invalid", refusal.message, findings
@@ -170,14 +184,26 @@ def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
     return ("met" if evidence.attained else "missed"), _reason(evidence), findings
 
 
+def _findings(evidence: Evidence) -> list[Finding]:
+    """Of all gates; those recorded stand for gates whose evidence is gone."""
+    looking = GATES if evidence.recorded is None else BY_REQUESTS
+    found = [finding for gate in looking if (finding := gate(evidence)) is not None]
+    if evidence.recorded is None:
+        return [*found, *evidence.logged]
+    again = {"server_errors", *(gate.__name__ for gate in BY_REQUESTS)}
+    order = [gate.__name__ for gate in GATES]
+    found += [each for each in evidence.recorded if each.gate not in again]
+    return sorted(found, key=lambda each: order.index(each.gate) if each.gate in order else len(order))
+
+
 def _reason(evidence: Evidence) -> str:
     summary = evidence.summary
     text = "; ".join(
         f"{each.text}: {_standing(each)}" if len(summary.criteria) > 1 else _standing(each)
         for each in summary.criteria
     )
-    causes = ", ".join(f"{count} × {cause}" for cause, count in sorted(summary.missed_by.items()))
-    text += f"; misses: {causes}" if causes else ""
+    causes = missed_text(summary.missed_by)
+    text += f"; {causes}" if causes else ""
     return text + (f"; stopped early as {evidence.stopped_as}" if evidence.stopped_as else "")
 
 

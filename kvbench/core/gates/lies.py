@@ -24,6 +24,7 @@ Lie = Literal[
     "unreleased_kv",
     "silent_tcp",
     "claimed_rdma",
+    "emulated_reads",
     "wrong_nics",
     "slot_cap",
     "slow_drift",
@@ -33,6 +34,7 @@ Lie = Literal[
     "hidden_retry",
     "router_retry",
     "router_drops",
+    "starved_router",
     "lost_requests",
     "restart",
     "shedding",
@@ -72,6 +74,10 @@ LIES: Final[dict[str, Deceit]] = {
     "unreleased_kv": Deceit("P keeps KV that was fetched until its lease ends", "kv_expired"),
     "silent_tcp": Deceit("the transfer library takes TCP, whatever was asked for", "wrong_transport"),
     "claimed_rdma": Deceit("the same, and the engine says that it was RDMA", "wrong_transport"),
+    "emulated_reads": Deceit(
+        "UCX reads GPU memory by software emulation over TCP, and nothing but its log tells",
+        "wrong_transport",
+    ),
     "wrong_nics": Deceit("the transfer library takes loopback, whatever NICs were asked for", "wrong_nics"),
     "slot_cap": Deceit("two sequences run at once, whatever max_num_seqs says", "slot_capped"),
     "slow_drift": Deceit("steps take longer and longer while load lasts", "not_steady"),
@@ -81,6 +87,9 @@ LIES: Final[dict[str, Deceit]] = {
     "hidden_retry": Deceit("P computes each prompt twice", "hidden_retries"),
     "router_retry": Deceit("the router sends every fifth request twice", "hidden_retries", "router"),
     "router_drops": Deceit("the router fails every fourth request by itself", "failed_elsewhere", "router"),
+    "starved_router": Deceit(
+        "the router's figures are those of a host without CPU for it", "host_starved", "router"
+    ),
     "lost_requests": Deceit("D does not count every fourth request", "lost_requests"),
     "restart": Deceit("counters begin anew, as after a restart", "server_restarted"),
     "shedding": Deceit("every fourth request is turned away with 503", "shedding"),

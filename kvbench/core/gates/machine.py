@@ -15,18 +15,29 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
 
     evidence: CPU time of other processes, stolen by the hypervisor, withheld by the cgroup's limit; thermal
     events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's.
-    limits: warns only. Whether it did harm show the other gates: late client, late router, late emulator.
+    A miss is refused where others had the CPU that the engines lacked: the machine was full, processes
+    waited, and others or the hypervisor took more than a tenth. Processes of kvbench's and of the
+    deployment's are no others, nor are kernel threads.
+    limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
+    (client_limited, host_starved, emulator_behind); of a server that somebody else has started nobody knows
+    which processes are its own.
     """
     parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
     if not parts:
         return None
     host = evidence.host
+    starved = engines_starved(evidence)
     return Finding(
         "machine_disturbed",
-        "warning",
-        "the machine was disturbed: " + ", ".join(parts),
+        "invalid" if starved else "warning",
+        "the machine was disturbed: "
+        + ", ".join(parts)
+        + "; with all cores in use a miss is not the system's" * starved,
         "stop other work on this machine, see to its cooling and power, and measure again",
         {
+            "takers": list(host.takers),
+            "busy_share": host.busy_share,
+            "pressure_share": host.pressure_share,
             "other_cpu_share": host.other_cpu_share,
             "steal_share": host.steal_share,
             "throttled_share": host.throttled_share,
@@ -38,6 +49,25 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     )
 
 
+def engines_starved(evidence: Evidence) -> bool:
+    """A miss on a full machine of which others had too much, where no engine tells its own delay."""
+    host, limits = evidence.host, evidence.limits
+    if not evidence.hosts_watched or (evidence.attained and evidence.queue_growth is None):
+        return False
+    if any(engine.step_lag_p99_s is not None for engine in evidence.engines.values()):
+        return False
+    taken = (host.other_cpu_share or 0.0) + (host.steal_share or 0.0)
+    crowded = [
+        share >= limit
+        for share, limit in (
+            (host.busy_share, limits.busy_share),
+            (host.pressure_share, limits.pressure_share),
+        )
+        if share is not None
+    ]
+    return taken > limits.other_cpu_share and bool(crowded) and all(crowded)
+
+
 def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
     """What took more of the CPU time than it may, in words."""
     for what, share, limit in (
@@ -45,7 +75,8 @@ def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
         ("stolen by the hypervisor", host.steal_share, limits.steal_share),
     ):
         if share is not None and share > limit:
-            yield f"{share:.1%} of the CPU time was {what}"
+            who = f" ({', '.join(host.takers)})" * bool(host.takers and share == host.other_cpu_share)
+            yield f"{share:.1%} of the CPU time was {what}{who}"
     if host.throttled_share is not None and host.throttled_share > limits.throttled_share:
         yield f"the cgroup's CPU limit held this run back for {host.throttled_share:.1%} of the time"
 

@@ -151,7 +151,9 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     streaming.tokens_per_event: Need((EVENTS,)),
     transfer.kv_failures: Need((KV_LOSSES,), _paired),
     transfer.kv_expired: Need((KV_LOSSES,), _paired),
-    transfer.wrong_transport: Need((TRANSPORT,), lambda evidence: bool(evidence.transport_asked)),
+    transfer.wrong_transport: Need(
+        (TRANSPORT,), lambda e: bool(e.transport_asked) or (e.disaggregated and e.engines_here)
+    ),
     transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.nics_asked)),
     work.warm_cache: Need((FRESH_PROMPTS, HITS)),
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),

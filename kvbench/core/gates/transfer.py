@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence, span
-from kvbench.core.gates.evidence_figures import NicFigures
+from kvbench.core.gates.evidence_figures import EMULATED, NicFigures
 from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})
@@ -65,25 +66,108 @@ def _is_among(ran: str, asked: Sequence[str]) -> bool:
 
 
 def wrong_transport(evidence: Evidence) -> Finding | None:
-    """The KV moved over the transport that was asked for.
+    """The KV moved over the transport that was asked for; where none was, over no emergency way.
 
     evidence: what the transfer library's log and the engine name; for RDMA also the byte counters of RDMA
-    devices and NICs, which no library can talk up. limits: counters count only if the engines run on this
-    machine, and from 1 MB of KV on; loopback inside one RDMA device may be missing from its counters.
+    devices and NICs, which no library can talk up. A log that proves GPU memory to be read or written by
+    software emulation, or over TCP, refuses the trial unless nothing but TCP was asked for.
+    limits: counters count only if the engines run on this machine, and from 1 MB of KV on; loopback inside
+    one RDMA device may be missing from its counters. Between hosts without RDMA, TCP that nobody asked for is
+    a warning.
     """
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
-    ran = [plain_transport(name) for name in evidence.transport_ran.split(",") if name.strip()]
-    if not asked or "auto" in asked or "all" in asked:
+    free = not asked or "auto" in asked or "all" in asked
+    logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
+    for told in dict.fromkeys((evidence.transport_ran, logged)):
+        ran = [plain_transport(name) for name in told.split(",") if name.strip()]
+        if not free and any(not _is_among(name, asked) for name in ran):
+            return Finding(
+                "wrong_transport",
+                "invalid",
+                f"the KV moved over {told}, asked for was {evidence.transport_asked}",
+                "see `kvbench doctor` and the transfer library's log for why it chose another",
+                {"asked": evidence.transport_asked, "ran": told},
+            )
+    return _emergency_way(evidence, asked) or (
+        _unasked_tcp(evidence) if free else _not_over_rdma(evidence, asked)
+    )
+
+
+def _emergency_way(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
+    """The log proves that the library had nothing better than both CPUs' copying; TCP alone was not meant.
+
+    vllm-project/vllm issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over
+    TCP, at 0.5 instead of 49 GB/s; all requests are answered.
+    """
+    if [name for name in asked if name not in _BESIDE_RDMA] == ["tcp"]:
         return None
-    if any(not _is_among(name, asked) for name in ran):
+    for each in evidence.logged_transports:
+        over_tcp = {plain_transport(name) for name in each.transports} == {"tcp"}
+        if each.how != EMULATED and not (over_tcp and each.gpu):
+            continue
+        better = each.between != "inter-node" or not over_tcp or _has_rdma(evidence)
+        rate = _transfer_rate(evidence)
+        at = f", {rate / 1e9:.2g} GB/s by the engine's own times" if rate is not None else ""
         return Finding(
             "wrong_transport",
-            "invalid",
-            f"the KV moved over {evidence.transport_ran}, asked for was {evidence.transport_asked}",
-            "see `kvbench doctor` and the transfer library's log for why it chose another",
-            {"asked": evidence.transport_asked, "ran": evidence.transport_ran},
+            "invalid" if each.gpu and better else "warning",
+            f"{each.process}'s KV moves over {each.text()}{at}: its transfer library found no better way, "
+            "and TCP is not what was asked for",
+            _EMERGENCY_ADVICE[each.gpu and each.operation == "read" and each.between == "intra-node"],
+            {**asdict(each), "asked": evidence.transport_asked, "bytes_per_s": rate},
         )
-    return _not_over_rdma(evidence, asked)
+    return None
+
+
+_TCP_MEANT: Final = "if TCP is meant, say so (ucx_tls: tcp,cuda; protocol: tcp)"
+_EMERGENCY_ADVICE: Final = {
+    True: "UCX reads no GPU memory over cuda_ipc where it sees no NVLink (vLLM issue 52607): take the "
+    "connector nixl_push (vLLM 0.24 and newer), or set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on; with NVLink look "
+    f"for memory that cannot be exported (PYTORCH_CUDA_ALLOC_CONF=expandable_segments); {_TCP_MEANT}",
+    False: f"see `kvbench doctor` for RDMA devices and UCX_TLS, UCX_NET_DEVICES; {_TCP_MEANT}",
+}
+
+
+def _has_rdma(evidence: Evidence) -> bool:
+    return any(nic.kind == "rdma" for nic in evidence.nics.values())
+
+
+def _transfer_rate(evidence: Evidence) -> float | None:
+    """Bytes per second of a KV transfer, by the engines' own counters."""
+    rates = [
+        engine.kv_bytes / engine.kv_seconds
+        for engine in evidence.engines.values()
+        if engine.kv_bytes and engine.kv_seconds
+    ]
+    return max(rates, default=None)
+
+
+def _unasked_tcp(evidence: Evidence) -> Finding | None:
+    """Nobody asked, no log tells, and counters show KV on a TCP interface beside idle RDMA or NVLink."""
+    moved = evidence.kv_bytes or 0.0
+    if evidence.transport_ran or not evidence.engines_here or moved < LEAST_BYTES:
+        return None
+    faster = {name: nic for name, nic in evidence.nics.items() if nic.kind != "ip"}
+    name, over_ip = _busiest_interface(evidence)
+    carried = sum(nic.most_bytes for nic in faster.values())
+    if not faster or carried >= 0.5 * moved or over_ip < 0.5 * moved:
+        return None
+    return Finding(
+        "wrong_transport",
+        "warning",
+        f"of {moved / 1e6:.1f} MB of KV {carried / 1e6:.1f} MB went over {', '.join(faster)}, and {name} "
+        f"carried {over_ip / 1e6:.1f} MB: the KV may have moved over TCP",
+        f"let the library say it (UCX_LOG_LEVEL=info, UCX_PROTO_INFO=y); {_TCP_MEANT}",
+        {"kv_bytes": moved, "faster_bytes": carried, "ip_bytes": over_ip},
+    )
+
+
+def _busiest_interface(evidence: Evidence) -> tuple[str, float]:
+    return max(
+        ((name, nic.most_bytes) for name, nic in evidence.nics.items() if nic.kind == "ip"),
+        key=lambda pair: pair[1],
+        default=("no NIC", 0.0),
+    )
 
 
 def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
@@ -97,11 +181,7 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
     over_rdma = sum(nic.most_bytes for nic in devices)
     if devices and over_rdma >= 0.5 * moved:
         return None
-    name, over_ip = max(
-        ((name, nic.most_bytes) for name, nic in evidence.nics.items() if nic.kind == "ip"),
-        key=lambda pair: pair[1],
-        default=("no NIC", 0.0),
-    )
+    name, over_ip = _busiest_interface(evidence)
     by_ip = over_ip >= 0.5 * moved
     where = f"{over_rdma / 1e6:.1f} MB went over RDMA devices" if devices else "there is no RDMA device here"
     return Finding(

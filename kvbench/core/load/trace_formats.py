@@ -150,14 +150,13 @@ def _request(
 
 
 def _number(value: Any, *, from_text: bool) -> float | None:
-    if from_text:
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not from_text and (isinstance(value, bool) or not isinstance(value, (int, float))):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _blocks(

@@ -111,7 +111,8 @@ def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | Non
             + ", ".join(str(index) for index in missing[:10]),
             hint="the trial cannot be counted; the generator's logs may tell more",
         )
-    return [placed[index] for index in sorted(placed)]
+    # Of a closed loop, whose workers go on at their own pace, not that of the numbers.
+    return sorted((placed[index] for index in sorted(placed)), key=lambda record: record.scheduled_s)
 
 
 def require_common_start(clients: Sequence[Mapping[str, Any]]) -> None:

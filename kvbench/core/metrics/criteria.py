@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final
@@ -57,6 +57,15 @@ def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tup
         if decided or values[limit.metric] is not None
     )
     return tuple(dict.fromkeys(broken))
+
+
+def missed_text(causes: Mapping[str, int]) -> str:
+    """``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``, of misses by cause as ``misses`` names them."""
+    latencies = {metric.removesuffix("_ms") for metric in METRICS}
+    return ", ".join(
+        f"{count} missed {cause.upper()}" if cause in latencies else f"{count} failed ({cause})"
+        for cause, count in sorted(causes.items())
+    )
 
 
 def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, float | None], bool]:

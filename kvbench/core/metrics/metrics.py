@@ -101,6 +101,8 @@ class WholeRun:
     duration_s: float = 0.0
     successful: int = 0
     failed: int = 0
+    cancelled: int = 0
+    """By kvbench, when it stopped the trial: nobody knows what would have become of them."""
     input_tokens: int = 0
     output_tokens: int = 0
     request_throughput: float | None = None
@@ -115,11 +117,13 @@ class WholeRun:
     @classmethod
     def of(cls, records: Sequence[RequestRecord], duration_s: float) -> WholeRun:
         done = [record for record in records if record.ok]
+        cancelled = sum(record.error == "cancelled" for record in records)
         prompts, output = sum(r.input_len for r in done), sum(r.output_len for r in done)
         return cls(
             duration_s=duration_s,
             successful=len(done),
-            failed=len(records) - len(done),
+            failed=len(records) - len(done) - cancelled,
+            cancelled=cancelled,
             input_tokens=prompts,
             output_tokens=output,
             request_throughput=_per_second(len(done), duration_s),

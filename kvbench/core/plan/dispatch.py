@@ -6,7 +6,10 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+COMPLETIONS: Final = "/v1/completions"
+CHATS: Final = "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,20 @@ class BackendSpec:
     tensor_parallel_size: int = 1
 
 
+def prompt_key(path: str) -> str:
+    """The field of a request's body that the prompt stands in."""
+    return "messages" if path == CHATS else "prompt"
+
+
 class AroundPrompt:
     """A request's fields with a placeholder for the prompt, and their JSON around it.
 
     A prompt of 32k token ids is 200 kB of JSON; it is encoded once and then only put in its place.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Mapping[str, Any], key: str = "prompt") -> None:
         self._placeholder = f"prompt-{secrets.token_hex(16)}"
-        self.fields: dict[str, Any] = {**fields, "prompt": self._placeholder}
+        self.fields: dict[str, Any] = {**fields, key: self._placeholder}
 
     def encode(self, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """JSON of what a connector made of ``fields``: what comes before the prompt, and after it."""
@@ -44,5 +52,5 @@ def engine_id_in(body: bytes) -> str:
         ranks = json.loads(body)
         first = min(ranks, key=int)
         return str(ranks[first].get("engine_id") or "")
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return ""

@@ -2,10 +2,15 @@
 
 Two deployments of unequal size are not compared by their rates: twice the engines hold about twice the
 load, whatever moves the KV cache between them.
+
+GPUs are counted by the devices that were given to the processes, or else by the ranks of each instance. Of
+an engine whose compute time is modelled they are those of the plan: one a rank, whatever the machine has. Of
+servers that kvbench did not start they are what the scenario says (``engine_options.gpus``), if it does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +18,7 @@ from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from kvbench.core.physics.hardware import hardware_of
-from kvbench.core.scenario.hosts import NODE
+from kvbench.core.scenario.hosts.hosts import NODE
 from kvbench.core.scenario.options import EngineOptions
 
 Unit = Literal["engine", "GPU"]
@@ -35,7 +40,7 @@ class Size:
     def text(self) -> str:
         """``2 engines``, ``2 engines on 16 GPUs``."""
         if self.engines is None:
-            return "an unknown number of engines"
+            return counted(self.gpus, "GPU") if self.gpus else "an unknown number of engines"
         return counted(self.engines, "engine") + (f" on {counted(self.gpus, 'GPU')}" if self.gpus else "")
 
 
@@ -46,7 +51,7 @@ def counted(count: int, unit: Unit) -> str:
 
 def unit_of(sizes: Iterable[Size]) -> Unit:
     """What rates are divided by in one table: GPUs if they are known of all whose size is, else engines."""
-    known = [size for size in sizes if size.engines is not None]
+    known = [size for size in sizes if size != Size()]
     return "GPU" if known and all(size.gpus for size in known) else "engine"
 
 
@@ -74,12 +79,23 @@ def size_in(
 ) -> Size:
     """The size of one deployment of a run, from its plan.json and environment.json as data, and its engine.
 
-    Nothing is known of servers that kvbench did not start, nor of folders that were read in.
+    Nothing is known of folders that were read in, nor, but for what the scenario says, of servers that
+    kvbench did not start.
     """
     names = instance_names(plan, label)
-    if not names or not engine.starts_processes:
+    if not engine.starts_processes:
+        return Size(None, _told(plan))
+    if not names:
         return Size()
+    if engine.models_compute:
+        return Size(len(names), _planned(plan, label, names))
     return Size(len(names), _gpus(plan, environment, label, names) if engine.uses_gpus else None)
+
+
+def price_per_gpu_hour(plan: Mapping[str, Any]) -> float | None:
+    """What a GPU costs an hour by a run's plan.json; None where it does not say."""
+    price = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("price_per_gpu_hour")
+    return float(price) if isinstance(price, (int, float)) and price > 0 else None
 
 
 def engine_name(plan: Mapping[str, Any]) -> str:
@@ -98,6 +114,42 @@ def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
     return []
 
 
+def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
+    """GPUs of each instance of one deployment by plan.json, one for each rank; 0 where it gives no number."""
+    deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
+    options, own = _mapping(deployment.get("engine_options")), _own_ranks(plan, label)
+    return {
+        name: own.get(name) or _ranks(deployment, options, name.partition("-")[0])
+        for name in instance_names(plan, label)
+    }
+
+
+def tensor_ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
+    """Tensor parallel ranks of each instance of one deployment by plan.json; none where it does not say."""
+    common = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("tensor_parallel_size", 1)
+    own = _ranks_by_instance(plan, label)
+    found = {name: own.get(name, {}).get("tensor", common) for name in instance_names(plan, label)}
+    return {name: count for name, count in found.items() if isinstance(count, int)}
+
+
+def _own_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
+    """The same where the plan says each one's ranks, as it does if they differ."""
+    return {name: math.prod(ranks.values()) for name, ranks in _ranks_by_instance(plan, label).items()}
+
+
+def _ranks_by_instance(plan: Mapping[str, Any], label: str) -> dict[str, dict[str, int]]:
+    """By instance tensor, pipeline and data parallel ranks, of those that the plan says."""
+    found = {}
+    for each in plan.get("deployments") or ():
+        for one in each.get("instances") or () if _mapping(each).get("label") == label else ():
+            ranks = _mapping(_mapping(one).get("ranks"))
+            counts = {key: ranks.get(key) for key in ("tensor", "pipeline", "data")}
+            whole = {key: count for key, count in counts.items() if isinstance(count, int)}
+            if len(whole) == len(counts):
+                found[str(one.get("name"))] = whole
+    return found
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -105,19 +157,32 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _gpus(
     plan: Mapping[str, Any], environment: Mapping[str, Any], label: str, names: list[str]
 ) -> int | None:
-    deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
-    options = _mapping(deployment.get("engine_options"))
-    env = _mapping(options.get("env"))
+    env = _mapping(_options(plan).get("env"))
     on_cpu = any(str(name).startswith("VLLM_CPU_") for name in env)
     if on_cpu or not _has_gpus(environment):
         return None
     named = _named_devices(_mapping(_mapping(plan.get("processes")).get(label)), names)
-    if named is not None:
-        return named
+    return named if named is not None else _planned(plan, label, names)
+
+
+def _options(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
+    return _mapping(deployment.get("engine_options"))
+
+
+def _told(plan: Mapping[str, Any]) -> int | None:
+    """GPUs behind a server's address, as its user told."""
+    given = _options(plan).get("gpus")
+    return given if isinstance(given, int) and given > 0 else None
+
+
+def _planned(plan: Mapping[str, Any], label: str, names: list[str]) -> int | None:
+    """GPUs of all instances by their hardware, or else by their ranks."""
+    deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     try:
         return len(names) * hardware_of(str(deployment.get("hardware") or "")).count
     except ValueError:
-        each = [_ranks(deployment, options, name.partition("-")[0]) for name in names]
+        each = ranks_in(plan, label).values()
         return sum(each) if all(each) else None
 
 

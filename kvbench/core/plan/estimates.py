@@ -60,11 +60,10 @@ def kv_footprint(
     )
 
 
-def scenario_footprint(scenario: Scenario, input_len: int) -> KvFootprint:
-    """KV of one request of the scenario."""
-    deployment = scenario.deployment
-    block_tokens = deployment.engine_options.kv_block_tokens
-    return kv_footprint(scenario.model.shape, input_len, deployment.tensor_parallel_size, block_tokens)
+def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFootprint:
+    """KV of one request of the scenario, that goes to so many tensor parallel ranks."""
+    block_tokens = scenario.deployment.engine_options.kv_block_tokens
+    return kv_footprint(scenario.model.shape, input_len, ranks, block_tokens)
 
 
 # ---------------------------------------------------------------- time

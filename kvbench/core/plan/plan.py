@@ -1,28 +1,29 @@
 """From a scenario to what will be done: cells, deployments with their ports, bytes, and time.
 
 One deployment serves all input lengths of its connector. The aggregated one comes first, since
-its greedy outputs are what those of the others are compared with; if the scenario has none, a
-reference deployment is added that only gives these outputs. A deployment without P/D has as many
-engines as the scenario's P and D together, unless the scenario says how many: else the one that has more
-hardware would be ahead.
+its greedy outputs are what those of the others are compared with; if the scenario has none of a tensor
+parallel size, a reference deployment is added that only gives these outputs. A deployment without P/D has
+as many engines as the scenario's P and D together, unless the scenario says how many: else the one that
+has more hardware would be ahead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from kvbench.core.plan.estimates import LAUNCH_S, KvFootprint, TimePart, notes, scenario_footprint, time_parts
 from kvbench.core.plan.prospect import Prospect, prospects
+from kvbench.core.ranks import Ranks
 from kvbench.core.records import Cell
+from kvbench.core.scenario.references import AGGREGATED
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 
 Role = Literal["prefill", "decode", "aggregated"]
 
-AGGREGATED: Final = "aggregated"
 LAST_PORT: Final = 65_535
 
 
@@ -33,7 +34,7 @@ class ConnectorInfo(Protocol):
     def disaggregated(self) -> bool: ...
     @property
     def service_ports(self) -> int: ...
-    def side_ports(self, role: str, tensor_parallel_size: int) -> int: ...
+    def side_ports(self, role: str, ranks: Ranks) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class InstancePlan:
     """Where the processes of an instance over several hosts meet, on the first; None for one host."""
     devices: tuple[str, ...] = ()
     """The GPUs that it is dealt, by number or UUID; none where the engine or its host's owner chooses."""
+    ranks: Ranks | None = None
+    """Its ranks; None where deployment.tensor_parallel_size and the engine's arguments say them for all."""
 
     @property
     def all_side_ports(self) -> tuple[int, ...]:
@@ -86,11 +89,12 @@ class DeploymentPlan:
         return (*found, *self.service_ports)
 
     def to_json(self) -> dict[str, Any]:
-        """Without GPUs where none were dealt, as older runs have it: these can be gone on with."""
+        """Without what does not differ from how older runs have it: these can be gone on with."""
         data = asdict(self)
         for each in data["instances"]:
-            if not each["devices"]:
-                del each["devices"]
+            for key in ("devices", "ranks"):
+                if not each[key]:
+                    del each[key]
         return data
 
 
@@ -102,12 +106,18 @@ class Plan:
     cells: tuple[Cell, ...]
     deployments: tuple[DeploymentPlan, ...]
     reference: str
-    """The label of the deployment whose greedy outputs are the truth."""
+    """The label of the deployment whose greedy outputs are the truth, the first of several."""
     kv: tuple[KvFootprint, ...]
     time: tuple[TimePart, ...]
     notes: tuple[str, ...]
     prospects: tuple[Prospect, ...] = ()
     """What the time of a cell's search allows, at some rates."""
+    references: Mapping[str, str] = field(default_factory=dict)
+    """The same by label, where there are several."""
+
+    def reference_of(self, label: str) -> str:
+        """The label of the deployment whose greedy outputs are the truth for another one, and for itself."""
+        return self.references.get(label, self.reference)
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -132,6 +142,7 @@ class Plan:
             "cells": [{**asdict(cell), "key": cell.key} for cell in self.cells],
             "deployments": [each.to_json() for each in self.deployments],
             "reference": self.reference,
+            **({"references": dict(self.references)} if self.references else {}),
             "ports": list(self.ports),
             "kv_per_request": [asdict(each) for each in self.kv],
             "time_estimate": {
@@ -164,18 +175,14 @@ def make_plan(
         key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated),
     )
     wanted = [(each.label, each.name) for each in chosen]
-    reference = next((label for label, name in wanted if name == AGGREGATED), "")
-    reference_only = ""
-    if not reference:
-        reference = reference_only = _free_label({label for label, _ in wanted})
-        wanted.insert(0, (reference, AGGREGATED))
+    truths = scenario.references
+    added = [each.label for each in truths.added]
+    wanted = [*((label, AGGREGATED) for label in added), *wanted]
     first = scenario.deployment.base_port if base_port is None else base_port
     ports = _PortCounter(first)
     special = profiles or {}
     deployments = tuple(
-        _deployment(
-            scenario, (label, name), special.get(label, connectors.get(name)), ports, label == reference_only
-        )
+        _deployment(scenario, (label, name), special.get(label, connectors.get(name)), ports, label in added)
         for label, name in wanted
     )
     require_fitting_ports(first, ports.given)
@@ -185,12 +192,20 @@ def make_plan(
         scenario=scenario,
         cells=cells,
         deployments=deployments,
-        reference=reference,
-        kv=tuple(scenario_footprint(scenario, length) for length in lengths if scenario.model.shape.known),
+        reference=next(label for label, name in wanted if name == AGGREGATED),
+        kv=tuple(_footprints(scenario, lengths)) if scenario.model.shape.known else (),
         time=tuple(time_parts(scenario, len(cells), len(deployments), launch_s)),
         notes=tuple(notes(scenario)),
         prospects=prospects(scenario),
+        references=truths.of if len(set(truths.of.values())) > 1 else {},
     )
+
+
+def _footprints(scenario: Scenario, lengths: Sequence[int]) -> Iterator[KvFootprint]:
+    """KV of a request of each length, for each number of ranks that it goes to."""
+    ranks = {scenario.deployed(each.label).wire_ranks for each in scenario.connectors}
+    for length in lengths:
+        yield from dict.fromkeys(scenario_footprint(scenario, length, each) for each in sorted(ranks))
 
 
 class _PortCounter:
@@ -206,15 +221,6 @@ class _PortCounter:
         return self._first + self.given - count if self._first else 0
 
 
-def _free_label(taken: set[str]) -> str:
-    """A label for the reference deployment that no connector has."""
-    label, number = "reference", 1
-    while label in taken:
-        number += 1
-        label = f"reference-{number}"
-    return label
-
-
 def _deployment(
     scenario: Scenario,
     label_and_name: tuple[str, str],
@@ -222,21 +228,27 @@ def _deployment(
     ports: _PortCounter,
     reference_only: bool,
 ) -> DeploymentPlan:
-    wanted = scenario.deployment
+    wanted = scenario.deployed(label_and_name[0])
+    several = len(scenario.deployment.tensor_parallel_size) > 1
+    own_ranks = several or any(
+        size and size.said for size in (wanted.prefill, wanted.decode, wanted.aggregated)
+    )
     # Behind a URL is what is there; and true outputs, which are not timed, one engine gives as well.
     lone = reference_only or not wanted.engine_options.starts_processes
     counts: list[tuple[Role, int]] = [("aggregated", 1 if lone else wanted.aggregated_engines)]
     if info is not None and info.disaggregated:
-        counts = [("prefill", wanted.prefill), ("decode", wanted.decode)]
+        counts = [("prefill", wanted.prefill.instances), ("decode", wanted.decode.instances)]
     router_port = ports.take() if sum(count for _, count in counts) > 1 else None
     instances = []
-    for role, count in counts:
-        side = 0 if info is None else info.side_ports(role, wanted.tensor_parallel_size)
-        for rank in range(count):
-            port, side_port = ports.take(), ports.take(side) if side else None
-            name = f"{role}-{rank}"
-            group = ports.take() if len(wanted.nodes_of(name)) > 1 else None
-            instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group))
+    for name, role, rank in (
+        (f"{role}-{rank}", role, rank) for role, count in counts for rank in range(count)
+    ):
+        ranks = wanted.ranks_of(name)
+        side = 0 if info is None else info.side_ports(role, ranks)
+        port, side_port = ports.take(), ports.take(side) if side else None
+        group = ports.take() if len(wanted.nodes_of(name)) > 1 else None
+        said = ranks if own_ranks else None
+        instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=said))
     services = 0 if info is None else info.service_ports
     return DeploymentPlan(
         *label_and_name,

@@ -1,7 +1,8 @@
 """How sharp an answer a search's trials can give: what its time buys, by SLO, rate and one request alone.
 
 Near its capacity a queue's waiting time is that of a reflected Brownian motion
-(``core.search.queue_model``). Of arrivals and services whose squared coefficients of variation add up to k²
+(``core.search.posterior.queue_model``). Of arrivals and services whose squared coefficients of variation
+add up to k²
 (1: even services at Poisson arrivals; 2: exponential ones; far more with heavy tails), and of a *slack*,
 the time that the limit leaves for waiting, the share beyond the limit is about load · exp(−depth · (1 −
 load)). At the rate looked for it changes by 1 + s per cent with each per cent of the rate, s = 2 · slack ·
@@ -23,7 +24,7 @@ import numpy as np
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.by_measurements import WAITS
+from kvbench.core.search.by_measurements import SECONDS, WAITS
 from kvbench.core.search.live_config import LONGEST, TRIAL_LATENCIES, requests_s
 from kvbench.core.search.posterior.queue_model import memory
 from kvbench.core.slo import Criterion, Slo
@@ -111,7 +112,7 @@ def half_width(
 def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> float:
     """For how many seconds a trial near the answer offers its load."""
     usual_s = max(TRIAL_LATENCIES * latency_s, requests_s(rate))
-    wanted_s = max(usual_s, min(WAITS * slack_s, LONGEST * usual_s))
+    wanted_s = max(usual_s, min(max(WAITS * slack_s, SECONDS), LONGEST * usual_s))
     if search.max_trial_s is not None:
         wanted_s = min(wanted_s, search.max_trial_s)
     return max(search.min_requests / rate, min(wanted_s, search.max_requests / rate))

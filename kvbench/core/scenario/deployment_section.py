@@ -16,16 +16,25 @@ from pydantic import (
 )
 
 from kvbench.core.physics.hardware import hardware_of
+from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.base import (
     NAME_PATTERN,
     Section,
     custom,
+    error_at,
     known_name,
     typed,
 )
-from kvbench.core.scenario.hosts import NODE, FarHost, HostName, Roles
+from kvbench.core.scenario.hosts.hosts import NODE, FarHost, HostName, Roles
+from kvbench.core.scenario.hosts.schedulers import RayOptions, SlurmOptions
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
-from kvbench.core.scenario.schedulers import RayOptions, SlurmOptions
+from kvbench.core.scenario.role_sizes import (
+    MOST_RANKS,
+    AggregatedSize,
+    RoleRanks,
+    RoleSize,
+    TensorParallelSizes,
+)
 
 HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
 
@@ -64,16 +73,22 @@ class Deployment(Section):
         default_factory=dict, max_length=256, description="the hosts, by names of your choice; not for local"
     )
     roles: Roles = Field(default_factory=Roles, description="which role runs on which of the hosts")
-    prefill: int = Field(1, ge=1, le=64, description="prefill instances (x in xPyD)")
-    decode: int = Field(1, ge=1, le=64, description="decode instances (y in xPyD)")
-    aggregated: int | None = Field(
-        None,
-        ge=1,
-        le=128,
-        description="engines of a deployment without P/D, behind the router where there are several; by "
-        "default as many as prefill and decode instances together, so that both have the same hardware",
+    prefill: RoleSize = Field(
+        default_factory=RoleSize, description="prefill instances (x in xPyD): how many, or a mapping"
     )
-    tensor_parallel_size: int = Field(1, ge=1, le=64, description="tensor-parallel ranks per instance")
+    decode: RoleSize = Field(
+        default_factory=RoleSize, description="decode instances (y in xPyD): how many, or a mapping"
+    )
+    aggregated: AggregatedSize | None = Field(
+        None,
+        description="engines of a deployment without P/D, behind the router where there are several; by "
+        "default as many as prefill and decode instances together, each with the ranks of the one in whose "
+        "place it stands, so that both have the same hardware",
+    )
+    tensor_parallel_size: TensorParallelSizes = Field(
+        (1,),
+        description="tensor-parallel ranks per instance; of a list each size in turn, for every connector",
+    )
     router_processes: int = Field(
         1, ge=1, le=64, description="processes of the router on its port; each keeps one core busy at most"
     )
@@ -89,13 +104,24 @@ class Deployment(Section):
     hardware: str = Field(
         "", max_length=80, description="GPUs of one instance, such as 8xH200; found by itself where it can be"
     )
+    price_per_gpu_hour: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="price of one GPU for an hour, in any currency: tables then have costs",
+    )
     nic_gbit: float | None = Field(
         None, gt=0, le=1e6, description="line rate of one instance's data NICs together, in Gbit/s, if known"
     )
     base_port: int = Field(
         21000, ge=0, le=65535, description="first of the ports in use; 0: free ones are chosen at launch"
     )
-    ready_timeout_s: float = Field(30.0, gt=0, le=7200, description="deadline for all processes to be ready")
+    ready_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=7200,
+        description="deadline for all processes to be ready; by default 600 for engines that load weights",
+    )
     trace: bool = Field(
         False, description="write down the spans of the first requests of each trial, for `kvbench timeline`"
     )
@@ -110,7 +136,42 @@ class Deployment(Section):
     @property
     def aggregated_engines(self) -> int:
         """How many engines a deployment without P/D has."""
-        return self.aggregated or self.prefill + self.decode
+        own = self.aggregated
+        if own is None or own.instances is not None:
+            return own.instances if own is not None and own.instances else self._engines
+        return max(1, self.pair_gpus // self.ranks_of("aggregated-0").gpus)
+
+    @property
+    def pair_gpus(self) -> int:
+        """GPUs of P and D together, one for each rank."""
+        sizes = {"prefill-0": self.prefill.instances, "decode-0": self.decode.instances}
+        return sum(count * self.ranks_of(name).gpus for name, count in sizes.items())
+
+    @property
+    def _engines(self) -> int:
+        return self.prefill.instances + self.decode.instances
+
+    def ranks_of(self, instance: str) -> Ranks:
+        """The ranks of an instance by its name; engines without P/D have those of where they stand.
+
+        Of a list of tensor parallel sizes the first: ``Scenario.deployed`` gives each connector its own.
+        """
+        role = instance.partition("-")[0]
+        size: RoleRanks | None = {"prefill": self.prefill, "decode": self.decode}.get(role, self.aggregated)
+        if size is None or not size.said:
+            size = self.decode if self._place(instance).startswith("decode") else self.prefill
+        args = self.engine_options.ranks_in_args(role)
+        return Ranks(
+            size.tensor_parallel_size or self.tensor_parallel_size[0],
+            size.pipeline_parallel_size or args.get("pipeline_parallel_size", 1),
+            size.data_parallel_size or args.get("data_parallel_size", 1),
+            bool(size.expert_parallel or args.get("expert_parallel")),
+        )
+
+    @property
+    def wire_ranks(self) -> int:
+        """Tensor parallel ranks for which KV goes over the wire: D's, each of which fetches its own part."""
+        return self.ranks_of("decode-0").tensor
 
     def host_of(self, role: str) -> str:
         """The address of a role's first instance; the router is on ``host``."""
@@ -132,13 +193,17 @@ class Deployment(Section):
         return self.roles.nodes(self._seat(instance)) if self.hosts else ()
 
     def _seat(self, process: str) -> str:
+        """Whose host a process takes, unless engines without P/D have hosts of their own."""
+        return process if self.roles.aggregated else self._place(process)
+
+    def _place(self, process: str) -> str:
         """Whose place a process takes: engines without P/D stand where P and D would, on the same devices."""
         role, _, end = process.partition("-")
         number, sign, node = end.partition(NODE)
-        if role != "aggregated" or self.roles.aggregated or not number.isdecimal():
+        if role != "aggregated" or not number.isdecimal():
             return process
-        place = int(number) % (self.prefill + self.decode)
-        own = f"prefill-{place}" if place < self.prefill else f"decode-{place - self.prefill}"
+        place, prefill = int(number) % self._engines, self.prefill.instances
+        own = f"prefill-{place}" if place < prefill else f"decode-{place - prefill}"
         return f"{own}{sign}{node}"
 
     @property
@@ -156,6 +221,36 @@ class Deployment(Section):
         if self.hosts:
             return len({*self.roles.of("prefill"), *self.roles.of("decode")}) > 1
         return any(self.host_of(role) != self.host for role in ("prefill", "decode"))
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Deployment:
+        """What an engine's instances cannot be, and what is said twice."""
+        named = {"prefill": self.prefill, "decode": self.decode, "aggregated": self.aggregated}
+        for role, size in named.items():
+            for key in size.said if size is not None else ():
+                if key == "tensor_parallel_size":
+                    continue
+                if self.engine_options.tensor_parallel_only:
+                    text = f"an instance of the {self.engine} engine has tensor parallel ranks alone"
+                    raise error_at((role, key), text)
+                if key in self.engine_options.ranks_in_args(role):
+                    raise error_at((role, key), "the engine's arguments say it, too: keep one of them")
+        if len(self.tensor_parallel_size) > 1 and all(
+            "tensor_parallel_size" in size.said for size in (self.prefill, self.decode)
+        ):
+            raise error_at(
+                ("tensor_parallel_size",), "a list is of no use where prefill and decode say their own"
+            )
+        own = self.aggregated
+        if own is not None and own.instances is None and len(self.tensor_parallel_size) == 1:
+            each = self.ranks_of("aggregated-0").gpus
+            if self.pair_gpus % each:
+                raise error_at(
+                    ("aggregated",),
+                    f"engines of {each} GPUs each do not make up the {self.pair_gpus} of prefill and decode: "
+                    "say how many `instances`",
+                )
+        return self
 
     @field_validator("engine")
     @classmethod
@@ -187,11 +282,18 @@ class Deployment(Section):
         return typed(info.data.get("engine"), raw, info.context.engines, EngineOptions())
 
 
+OWN_KEYS: Final = ("name", "label", "tensor_parallel_size")
+"""Keys of a connector's entry that are not its options."""
+
+
 class ConnectorChoice(Section):
     """A connector with its options; written as its name, or as a mapping with ``name``."""
 
     name: str = Field(description="the connector")
     label: str = Field("", validate_default=True, description="its name in tables; by default `name`")
+    tensor_parallel_size: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="of its deployment, if not deployment.tensor_parallel_size"
+    )
     options: SerializeAsAny[ConnectorOptions] = Field(
         default_factory=ConnectorOptions, validate_default=True, description="options of the connector"
     )
@@ -203,7 +305,7 @@ class ConnectorChoice(Section):
             return {"name": raw}
         if not isinstance(raw, Mapping) or isinstance(raw.get("options"), BaseModel):
             return raw
-        own = {key: raw[key] for key in ("name", "label") if key in raw}
+        own = {key: raw[key] for key in OWN_KEYS if key in raw}
         return own | {"options": {key: value for key, value in raw.items() if key not in own}}
 
     @field_validator("name")

@@ -140,5 +140,5 @@ class Search(Section):
     )
     min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
     max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
-    max_trials: int = Field(12, ge=1, le=1000, description="trials in one cell at most")
+    max_trials: int = Field(16, ge=1, le=1000, description="trials in one cell at most")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence of a trial's verdict")

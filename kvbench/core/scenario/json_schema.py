@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.scenario.base import NAME_PATTERN, Registry
-from kvbench.core.scenario.deployment_section import Deployment
+from kvbench.core.scenario.deployment_section import ConnectorChoice, Deployment
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
@@ -93,6 +93,7 @@ def _connectors(registry: Registry, defs: dict[str, Any]) -> list[dict[str, Any]
         "description": "its name in tables; by default the connector's",
         "pattern": NAME_PATTERN,
     }
+    ranks = ConnectorChoice.model_json_schema()["properties"]["tensor_parallel_size"]
     ways: list[dict[str, Any]] = [{"enum": list(registry.connectors), "description": "a connector"}]
     for name, model in registry.connectors.items():
         options = _options(model, f"connector.{name}", defs)
@@ -103,6 +104,7 @@ def _connectors(registry: Registry, defs: dict[str, Any]) -> list[dict[str, Any]
             "properties": {
                 "name": {"const": name, "description": "the connector"},
                 "label": label,
+                "tensor_parallel_size": ranks,
                 **options.get("properties", {}),
             },
             "required": ["name", *options.get("required", [])],

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict
 
+from kvbench.core.access import ServerAccess
+
 if TYPE_CHECKING:  # it needs numpy, which a command line that only plans must not pay for
     from kvbench.core.transfers.model import TransferModel
 
@@ -26,8 +28,7 @@ class RunningServer:
     base_url: str = ""
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
     """Instance name, such as ``prefill-0`` → its /metrics."""
-    api_key_env: str = ""
-    """The environment variable with the API key that it wants; empty: none."""
+    access: ServerAccess = field(default_factory=ServerAccess)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,12 @@ class EngineOptions(BaseModel):
     """A request that is cancelled between P and D gives P's KV free at once, and spoils no later trial."""
     logs_like: ClassVar[str] = "other"
     """Whose log patterns its logs fit (``engine`` in deployment/log_patterns.py), such as ``vllm``."""
+    usual_ready_timeout_s: ClassVar[float] = 30.0
+    """``ready_timeout_s`` where the scenario says none."""
     profiler_env: ClassVar[Mapping[str, str]] = {}
     """Environment under which a profiler's timeline (nsys) names its steps."""
+    tensor_parallel_only: ClassVar[bool] = False
+    """An instance has tensor parallel ranks and no others."""
 
     # -- as the options say
 
@@ -98,6 +103,10 @@ class EngineOptions(BaseModel):
     def without_devices(self) -> EngineOptions:
         """The same without a choice of devices, where each process sees its own alone."""
         return self
+
+    def ranks_in_args(self, role: str) -> Mapping[str, int]:
+        """Ranks of a role that its own arguments ask for: ``data_parallel_size`` and its like → how many."""
+        return {}
 
     @property
     def gpu_memory_share(self) -> float:

@@ -23,6 +23,8 @@ from kvbench.core.scenario.yaml_lines import (
 # What a plain word stands for where an override wants to go into it: `model: tiny` is
 # `model: {preset: tiny}`, and `- nixl` is `- {name: nixl}`.
 _WORD_KEY: Final = {"model": "preset", "connectors": "name"}
+# Where a number stands for a mapping with `instances`.
+_COUNTS: Final = (("deployment", "prefill"), ("deployment", "decode"), ("deployment", "aggregated"))
 
 
 class Unread(str):
@@ -111,6 +113,8 @@ def _put(node: Node, steps: Sequence[str], value: Node, at: Location) -> tuple[N
         changed, location = _put(inside[index], rest, value, (*at, index))
         return replace(node, value=[*inside[:index], changed, *inside[index + 1 :]]), location
     word = _WORD_KEY.get(str(at[0])) if at else None
+    if isinstance(inside, int) and at in _COUNTS:
+        inside = {"instances": node}
     if isinstance(inside, str) and word and len(at) == (2 if word == "name" else 1):
         inside = {word: node}
     if inside is None:

@@ -18,17 +18,30 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from kvbench.core.deadlines import allowed_s, default_timeout_s
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
-from kvbench.core.scenario.deployment_section import CommandPrefix, ConnectorChoice, Deployment
+from kvbench.core.scenario.deployment_section import (
+    OWN_KEYS,
+    CommandPrefix,
+    ConnectorChoice,
+    Deployment,
+)
 from kvbench.core.scenario.goals import Search, Slo, Tier
-from kvbench.core.scenario.hosts import FarHost, Roles, Ssh
+from kvbench.core.scenario.hosts.hosts import FarHost, Roles, Ssh
+from kvbench.core.scenario.hosts.schedulers import (
+    SCHEDULED_ROLES,
+    RayNodes,
+    RayOptions,
+    SlurmNodes,
+    SlurmOptions,
+)
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.model_section import ModelChoice
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
-from kvbench.core.scenario.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions, SlurmNodes, SlurmOptions
+from kvbench.core.scenario.references import References, Sized, references
+from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
 from kvbench.core.scenario.simulate_section import KvLink, Simulate
 from kvbench.core.scenario.workload_section import Load, Trace, Workload
-from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, read_yaml
+from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml
 from kvbench.errors import ScenarioError
 
 __all__ = [
@@ -96,6 +109,28 @@ class Scenario(Section):
             )
         return self
 
+    def deployed(self, label: str) -> Deployment:
+        """The deployment of that connector, which of a list of tensor parallel sizes has one."""
+        known = (*self._sized, *self.references.added)
+        size = next((each.size for each in known if each.label == label), None)
+        return (
+            self.deployment.model_copy(update={"tensor_parallel_size": (size,)}) if size else self.deployment
+        )
+
+    @property
+    def references(self) -> References:
+        """Whose outputs those of each connector are compared with."""
+        return references(self._sized)
+
+    @property
+    def _sized(self) -> list[Sized]:
+        first = self.deployment.tensor_parallel_size[0]
+        return [Sized(each.label, each.name, each.tensor_parallel_size or first) for each in self.connectors]
+
+    def at(self, label: str) -> Scenario:
+        """The scenario with the deployment of that connector alone."""
+        return self.model_copy(update={"deployment": self.deployed(label)})
+
     def connector_options(self, label: str) -> ConnectorOptions:
         """The typed options of the connector with that label; none for a plan's reference deployment."""
         for choice in self.connectors:
@@ -118,7 +153,8 @@ class Scenario(Section):
         """Everything with its defaults, as plain data. It is itself a scenario file's content."""
         data = self.model_dump(mode="json")
         data["connectors"] = [
-            {"name": each["name"], "label": each["label"], **each["options"]} for each in data["connectors"]
+            {**{key: each[key] for key in OWN_KEYS if each[key] is not None}, **each["options"]}
+            for each in data["connectors"]
         ]
         return data
 
@@ -151,7 +187,7 @@ class Draft:
             mistakes += explain(error, self.root, _with_defaults(data), _keys_at(registry, data), mistakes)
         if scenario is None or mistakes:
             raise scenario_error(mistakes, self.path)
-        return _settled(scenario)
+        return _settled(_by_size(scenario, self.path))
 
 
 def read_scenario(text: str, path: str) -> Draft:
@@ -171,12 +207,36 @@ def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence
     return read_scenario(text, path).put(typed_overrides(overrides)).checked(registry)
 
 
+def _by_size(scenario: Scenario, path: str) -> Scenario:
+    """With each connector once for each of several tensor parallel sizes, unless it names its own."""
+    sizes = scenario.deployment.tensor_parallel_size
+    if len(sizes) == 1:
+        return scenario
+    chosen = [
+        each
+        if each.tensor_parallel_size
+        else each.model_copy(update={"label": f"{each.label}-tp{size}", "tensor_parallel_size": size})
+        for size in sizes
+        for each in scenario.connectors
+        if not each.tensor_parallel_size or size == sizes[0]
+    ]
+    labels = [each.label for each in chosen]
+    if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
+        text = f"the labels {', '.join(map(quoted, twice))} are those of several sizes; choose others"
+        raise scenario_error([Mistake(Where(), ("connectors",), text)], path)
+    return scenario.model_copy(update={"connectors": tuple(chosen)})
+
+
 def _settled(scenario: Scenario) -> Scenario:
-    """With the deadline, and the options of connectors as the engine takes them: what was chosen is written
+    """With the deadlines, and the options of connectors as the engine takes them: what was chosen is written
     down with the run.
     """
     workload = scenario.workload.model_copy(update={"request_timeout_s": scenario.request_timeout_s})
-    scenario = scenario.model_copy(update={"workload": workload})
+    deployment = scenario.deployment
+    if "ready_timeout_s" not in deployment.model_fields_set:
+        usual = deployment.engine_options.usual_ready_timeout_s
+        deployment = deployment.model_copy(update={"ready_timeout_s": usual})
+    scenario = scenario.model_copy(update={"workload": workload, "deployment": deployment})
     if scenario.deployment.engine_options.chooses_transport:
         return scenario
     chosen = [each.model_copy(update={"options": each.options.settled()}) for each in scenario.connectors]
@@ -242,6 +302,9 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         "": Scenario,
         "deployment": Deployment,
         "deployment.prefix": CommandPrefix,
+        "deployment.prefill": RoleSize,
+        "deployment.decode": RoleSize,
+        "deployment.aggregated": AggregatedSize,
         "deployment.roles": Roles,
         "deployment.slurm": SlurmOptions,
         "deployment.ray": RayOptions,
@@ -268,5 +331,5 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
     for index, each in enumerate(connectors if isinstance(connectors, list) else []):
         name = each.get("name") if isinstance(each, dict) else each
         model = registry.connectors.get(name) if isinstance(name, str) else None
-        keys[f"connectors.{index}"] = ["name", "label", *(model.model_fields if model else [])]
+        keys[f"connectors.{index}"] = [*OWN_KEYS, *(model.model_fields if model else [])]
     return keys

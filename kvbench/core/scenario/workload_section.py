@@ -113,6 +113,11 @@ class Load(Section):
     workers: Annotated[
         int | Literal["auto"], BeforeValidator(_auto_or_count), WithJsonSchema(_WORKERS_SCHEMA)
     ] = Field("auto", description="processes that send requests; auto: as many as the load needs")
+    endpoint: Literal["completions", "chat"] = Field(
+        "completions",
+        description="completions: /v1/completions with token ids of exact length; chat: /v1/chat/completions "
+        "with a message of as many words as the server counts for that length",
+    )
     mode: Literal["router", "direct"] = Field(
         "router", description="requests go through the router, or the load generator asks P and D itself"
     )

@@ -90,7 +90,7 @@ _TRAPS: Final = (
         "is not a decimal number; write it in decimal, or quote it",
     ),
     (
-        re.compile(r"[-+]?[0-9]+(?:_[0-9_]*)+(?:\.[0-9_]*)?"),
+        re.compile(r"[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?"),
         "has underscores between its digits; write the digits alone, or quote it",
     ),
     (

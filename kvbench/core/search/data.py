@@ -83,7 +83,8 @@ class TrialFigures:
     did, so the capacity is higher). ``completion_rate``: of a ceiling probe.
 
     ``ttft_limit_s``: the criterion's limit on TTFT, None without one; ``ttft_s``: the TTFT that the share
-    asked for stayed within; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
+    asked for stayed within; ``ttft_attainment``: the share whose TTFT kept the limit, whatever else they
+    broke; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
     wait. ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue
     it is (``arrival_luck``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
     ``criteria``: where there are several, the figures of each in order, by the names used here.
@@ -106,6 +107,7 @@ class TrialFigures:
     completion_rate: float | None = None
     ttft_limit_s: float | None = None
     ttft_s: float | None = None
+    ttft_attainment: float | None = None
     ttft_fast_s: float | None = None
     latency_s: float = 0.0
     queue_rate: float | None = None
@@ -171,6 +173,10 @@ class SearchAnswer:
     (max_trials came first). The interval is valid, if wide, in the latter two also. ``attainment`` with
     its 95 % interval and ``n`` are those of the trial that the rate rests on, or else of the newest one
     at it. ``curve``: each trial's rate, verdict, purpose, and attainment if it was measured.
+
+    ``level``: how probable it is that the interval holds the rate; None where it is not known. ``posterior``:
+    equally probable rates, in order; ``posterior_at_first``: the same of the beginning of a search that has
+    ended, since a system may wander; ``wanders``: how probable that is by the last trials' posterior.
     """
 
     max_request_rate: float | None
@@ -186,6 +192,10 @@ class SearchAnswer:
     attainment_upper: float | None = None
     n: int = 0
     curve: tuple[Mapping[str, Any], ...] = ()
+    level: float | None = None
+    posterior: tuple[float, ...] = ()
+    wanders: float | None = None
+    posterior_at_first: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         row = asdict(self)

@@ -69,7 +69,7 @@ class LiveConfig:
     latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
     latest; by default the last planned send. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of
     either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
-    answer, whose figures count. ``confirms``: the rate was found by other trials, and this one is to agree:
+    answer, whose figures count. ``confirms``: what matters are its figures, as near the answer:
     when its time is up, figures that reach what is asked are a yes, proven or not.
     ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest.
     ``hopeless_s``: what has been under way for so long has broken a limit for sure.

@@ -5,6 +5,7 @@
 - ``burst``: means over all requests of five seconds' arrivals; no steady state is asked for (burst.py).
 - ``fixed``: a rate is offered and described. It is "measured", whatever came of it, and marked *saturated*
   where the system did not keep up.
+- ``closed_loop``: so many requests are under way at any time, and described; no rate is offered.
 - ``trace``: recorded arrivals; judged as sustained if there is an SLO, else "measured".
 """
 
@@ -46,9 +47,10 @@ def judged_slo(method: Method, slo: Slo) -> Slo:
 
 
 def judged_window(method: Method, records: Sequence[RequestRecord]) -> Window | None:
-    """All arrivals for a burst; None: the steady window is found from the records."""
+    """All arrivals of a burst or a closed loop; None: the steady window is found from the records."""
     times = [record.scheduled_s for record in records]
-    return Window(min(times), max(times)) if method == "burst" and times else None
+    whole = method in ("burst", "closed_loop")
+    return Window(min(times), max(times)) if whole and times else None
 
 
 def joined_verdict(
@@ -81,6 +83,11 @@ def verdict_of(
         if refusal is not None:
             return "invalid", refusal.message, findings
         return ("met" if evidence.summary.attained else "missed"), means_text(evidence.summary), findings
+    if method == "closed_loop":
+        # A slot waits for its answer, so there is no queue that could grow, and nothing to be saturated.
+        findings = [_softened(finding) for finding in findings if finding.gate != "growing_queue"]
+        refusal = _refusal(findings)
+        return ("measured", "", findings) if refusal is None else ("invalid", refusal.message, findings)
     if method == "fixed" or not searched:
         findings = [_softened(finding) for finding in findings]
         refusal = _refusal(findings)

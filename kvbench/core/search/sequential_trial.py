@@ -15,8 +15,8 @@ that grow geometrically, and the chance of error allowed is shared out evenly am
    mean by the t interval of section means. What is pending in the steady part counts against either.
 
 At the very rate that is looked for the share *is* the one asked for, and no trial of affordable length proves
-either side. So a trial that only has to *confirm* a rate which others have found says yes also if its own
-share, at its end, is at or above the goal; the interval stands by it. Below the goal it stays undecided.
+either side. So a trial near the answer (thorough, or to *confirm*) says yes also if its own share, at its
+end, is at or above the goal; the interval stands by it. Below the goal it stays undecided.
 
 What it measured is handed to the search with the verdict: shares, and the **score**, which is 0 where the
 criterion is just kept, above 0 below that rate, and nearly linear in the rate: 1 / margin − 1.
@@ -313,6 +313,7 @@ class LiveTrial:
             "score_error": look.error,
             "ttft_limit_s": limit_s or None,
             "ttft_s": usual_s if math.isfinite(usual_s) else None,
+            "ttft_attainment": float((waited <= limit_s).mean()) if known else None,
             "ttft_fast_s": fast_s if math.isfinite(fast_s) else None,
         }
 

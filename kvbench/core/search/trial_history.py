@@ -11,7 +11,13 @@ from typing import Any, Final, Literal
 
 from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
 from kvbench.core.search.posterior.posterior import RateEstimate, fit
-from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of, waiting_of
+from kvbench.core.search.posterior.rate_points import (
+    RatePoint,
+    Waiting,
+    point_of,
+    waiting_of,
+    waiting_of_slow,
+)
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0)
@@ -92,11 +98,25 @@ class TrialHistory:
         return waiting_of(self.binding)
 
     @cached_property
+    def waitings(self) -> list[Waiting]:
+        """What the limit may leave for it: also if some requests are slow without any."""
+        slow = waiting_of_slow(self.binding, self.waiting)
+        return [self.waiting, slow] if slow is not None else [self.waiting]
+
+    @cached_property
     def estimate(self) -> RateEstimate | None:
         """The posterior of the rate looked for; None before anything was measured."""
         if not self.points or all(each.measured is None for each in self.outcomes):
             return None
-        return fit(self.points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05, self.waiting)
+        return self._fitted(self.points)
+
+    @cached_property
+    def estimate_at_first(self) -> RateEstimate | None:
+        """The same of the search's beginning: from the last trial back to the first."""
+        return None if self.estimate is None else self._fitted(self.points[::-1])
+
+    def _fitted(self, points: Sequence[RatePoint]) -> RateEstimate:
+        return fit(points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05, self.waitings)
 
     @cached_property
     def bracket(self) -> Bracket:

@@ -50,6 +50,7 @@ class System:
     timing: TimingProfile
     config: EngineConfig = field(default_factory=EngineConfig)
     decode_config: EngineConfig | None = None
+    decode_timing: TimingProfile | None = None
     prefill: int = 1
     decode: int = 1
     time_scale: float = 1.0

@@ -31,6 +31,7 @@ from kvbench.core.simulation.engine import StepEngine, use_of
 from kvbench.core.simulation.roles import Flow, Moved, Role
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step import EngineRequest, Status
+from kvbench.core.simulation.step_time import TimingProfile
 
 TICK_S: Final = 0.25
 """How often progress is reported: the load generator's default."""
@@ -54,14 +55,15 @@ class SimulatedTrial:
         self._count = 0
         reuse = load.hashes is not None
 
-        def engines(count: int, config: EngineConfig) -> list[StepEngine]:
-            return [StepEngine(config, system.timing, system.time_scale, reuse=reuse) for _ in range(count)]
+        def engines(count: int, config: EngineConfig, timing: TimingProfile) -> list[StepEngine]:
+            return [StepEngine(config, timing, system.time_scale, reuse=reuse) for _ in range(count)]
 
         last = "decode" if system.prefill else "aggregated"
-        decode_config = system.decode_config or system.config
-        self.roles = {last: Role(engines(system.decode, decode_config if system.prefill else system.config))}
+        own = (system.decode_config, system.decode_timing) if system.prefill else (None, None)
+        last_engines = engines(system.decode, own[0] or system.config, own[1] or system.timing)
+        self.roles = {last: Role(last_engines)}
         if system.prefill:
-            self.roles["prefill"] = Role(engines(system.prefill, system.config))
+            self.roles["prefill"] = Role(engines(system.prefill, system.config, system.timing))
         self._last = self.roles[last]
         self._first = self.roles.get("prefill")
         self.flows: list[Flow] = []

@@ -168,6 +168,13 @@ def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int
     if not cases and not any(each.absent for each in left.values()):
         reasons = "; ".join(f"{each.what}: {each.reason}" for each in list(left.values())[:4])
         raise InputError("nothing is left to measure: " + (reasons or "no axis has a value"))
+    if axes.protocols and cases and not {case.protocol for case in cases.values()} & set(axes.protocols):
+        wanted = ", ".join(axes.protocols)
+        reasons = "; ".join(f"{each.what}: {each.reason}" for each in left.values() if each.case.protocol)
+        raise InputError(
+            f"nothing here moves bytes over {wanted}, and yardsticks alone say nothing of it: {reasons}",
+            hint="leave --protocol out to measure what is there",
+        )
     return Matrix(tuple(sorted(cases.values(), key=_order(chosen))), tuple(left.values()))
 
 

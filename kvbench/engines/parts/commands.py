@@ -110,6 +110,6 @@ def _ask_version(command: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> 
         return LaunchError(
             f"{shown} told no version (status {process.returncode})"
             + "".join(f"\n  {line}" for line in last),
-            hint="set deployment.engine_options.version, or mend that installation",
+            hint="set deployment.engine_options.version, or repair that installation",
         )
     return version

@@ -55,6 +55,8 @@ class VllmFirstScenario(FirstScenario):
     def option_lines(
         self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
     ) -> Sequence[str]:
+        if not installed.command:  # on other hosts, whose GPUs are dealt out there
+            return [f"model: {one_line(model)}", f"max_model_len: {longest}"]
         lines = [
             f"model: {one_line(model)}",
             f"command: [{one_line(installed.command)}]",

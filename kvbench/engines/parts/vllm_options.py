@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, field_validator
 from kvbench.connectors.base import Role
 from kvbench.core.plan.engine_versions import release
 from kvbench.engines.base import EngineOptions, Environment
-from kvbench.engines.parts.commands import owned_flags
+from kvbench.engines.parts.commands import owned_flags, whole
 from kvbench.errors import InputError
 
 _OURS: Final = (
@@ -22,12 +22,19 @@ _OURS: Final = (
     "kv-buffer-device",
 )
 """Arguments that follow from the scenario."""
+_RANK_NAMES: Final = {
+    "pipeline_parallel_size": ("pipeline-parallel-size", "pp"),
+    "data_parallel_size": ("data-parallel-size-local", "dpl", "data-parallel-size", "dp"),
+}
+"""Ranks beside the tensor parallel ones, by vLLM's names for them: of several the first that is given."""
 
 
 class VllmOptions(EngineOptions):
     """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
 
     logs_like = "vllm"
+    usual_ready_timeout_s: ClassVar[float] = 600.0
+    """Weights, torch.compile and CUDA graphs: minutes, and several of them where the cache is cold."""
     profiler_env: ClassVar[Mapping[str, str]] = {"VLLM_NVTX_SCOPES_FOR_PROFILING": "1"}
 
     model: str = Field(..., min_length=1, description="path or id of the model that is served")
@@ -142,7 +149,18 @@ class VllmOptions(EngineOptions):
         chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
         return {**self.env, **chosen, **own}
 
-    def arguments(self, role: Role) -> dict[str, Any]:
+    def ranks_in_args(self, role: str) -> dict[str, int]:
+        arguments = self.arguments(role)
+        found = {}
+        # Of ranks over several hosts those that are here.
+        for key, names in _RANK_NAMES.items():
+            if any(name in arguments for name in names):
+                found[key] = whole(arguments, *names)
+        if arguments.get("enable-expert-parallel", arguments.get("ep")):
+            found["expert_parallel"] = 1
+        return found
+
+    def arguments(self, role: str) -> dict[str, Any]:
         """The user's arguments for one role, with underscores as hyphens."""
         typed: dict[str, Any] = {
             "max-model-len": self.max_model_len,

@@ -4,7 +4,7 @@ Python runs a module of this name at its start. The lab's scenario puts this fol
 engine processes and of nothing else; nothing imports it. Standard library only: it runs before vLLM's
 packages are there, and each change waits until the module that it changes is imported.
 
-What it changes (vLLM 0.32, NIXL 1.5), each said once on stderr:
+What it changes (vLLM 0.12 to 0.32, NIXL 0.8 to 1.5), each said once on stderr:
 
 1. NIXL's progress thread. NIXL's Python API fixes its delay to 0, so that it polls without rest and takes
    a core of each server, idle or not. Here it sleeps at least ``KVBENCH_SHIM_NIXL_DELAY_US`` (1000 µs)
@@ -13,6 +13,8 @@ What it changes (vLLM 0.32, NIXL 1.5), each said once on stderr:
    same one for P and D. ``os.sched_setaffinity`` does nothing here.
 3. Mooncake's connector asks torch for the current accelerator and fails without one. Without one the
    answer is 0 here, and vLLM's CPU platform takes a "set the device" for done.
+   That of vLLM 0.13 to 0.15 also takes the heads for a block's tokens, as they lie on CPUs, and gives up. It
+   gets to see the axes in the order it knows; it uses addresses and sizes only, which are the same.
 4. Libraries that set-up unpacked into this environment, since the machine lacks them and Mooncake is
    linked against them, are loaded before Mooncake is.
 5. Servers give way to the router and the load generator, which share the cores with them: a load generator
@@ -70,6 +72,9 @@ def delay_us() -> int:
 def slow_nixl_down(module: ModuleType) -> None:
     """``nixl*._bindings``: every agent made from now on pauses between two looks."""
     least = delay_us()
+    if not hasattr(module.__dict__["nixlAgentConfig"], "pthrDelay"):
+        _slow_old_nixl_down(module, least)
+        return
     original: Any = module.__dict__["nixlAgent"]
 
     class PausingAgent(original):  # type: ignore[misc]
@@ -79,6 +84,19 @@ def slow_nixl_down(module: ModuleType) -> None:
             super().__init__(name, config)
 
     module.__dict__["nixlAgent"] = PausingAgent
+
+
+def _slow_old_nixl_down(module: ModuleType, least: int) -> None:
+    """NIXL 0.8 takes the delay as its configuration's sixth argument, and does not tell it."""
+    original: Any = module.__dict__["nixlAgentConfig"]
+
+    def config(*given: Any) -> Any:
+        wanted = (*given[:5], max(int(given[5]), least), *given[6:]) if len(given) > 5 else given
+        if wanted != given:
+            say(f"NIXL's progress thread sleeps {wanted[5]} us between two looks")
+        return original(*wanted)
+
+    module.__dict__["nixlAgentConfig"] = config
 
 
 def give_way() -> None:
@@ -130,6 +148,25 @@ def accept_set_device(module: ModuleType) -> None:
     say("vLLM's CPU platform takes set_device for done")
 
 
+def turn_axes(module: ModuleType) -> None:
+    """``…v1.mooncake_connector``: a block's tokens are where it looks for them, third from the end."""
+    worker = module.__dict__["MooncakeConnectorWorker"]
+    original = worker.register_kv_caches
+
+    def register(self: Any, kv_caches: dict[str, Any]) -> Any:
+        wanted = self.block_size
+        turned = {
+            name: cache.transpose(-3, -2)
+            for name, cache in kv_caches.items()
+            if cache.shape[-3] != wanted == cache.shape[-2]
+        }
+        if turned:
+            say("Mooncake's connector gets to see the KV caches with heads and tokens exchanged")
+        return original(self, {**kv_caches, **turned})
+
+    worker.register_kv_caches = register
+
+
 def load_libraries() -> None:
     """What the system has wins; what neither it nor set-up's folder has is left for Mooncake to name."""
     folder = Path(sys.prefix) / "lib" / "kvbench-native"
@@ -149,6 +186,7 @@ AFTER_IMPORT: dict[str, Change] = {
     "nixl_cu13._bindings": slow_nixl_down,
     "torch.accelerator": answer_for_accelerator,
     "vllm.platforms.cpu": accept_set_device,
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake_connector": turn_axes,
 }
 BEFORE_IMPORT: dict[str, Callable[[], None]] = {"mooncake": load_libraries}
 

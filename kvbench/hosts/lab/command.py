@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.errors import InputError, LabError
 from kvbench.hosts.lab import faults as labfaults
 from kvbench.hosts.lab import state as labstate
@@ -78,7 +78,8 @@ def status(console: Console, *, as_json: bool = False) -> None:
         for line in (*lab["notes"], *lab["faults"]):
             console.print(f"  {escape(line)}")
         if lab["nics"]:
-            console.print(_nic_table(lab["nics"]))
+            fitted = _nics(lab["nics"]).fitted(console.width if console.is_terminal else None)
+            console.print(fitted.text(), markup=False, soft_wrap=True)
     for name in lost:
         console.print(f"lab {name}: its namespaces are here, its file is not; kvbench lab down --name {name}")
 
@@ -133,9 +134,9 @@ def _use(state: LabState) -> str:
     return f"stands since {state.created_at}; {running} process{'es' if running != 1 else ''} inside"
 
 
-def _nic_table(nics: Sequence[dict[str, Any]]) -> Table:
-    table = Table("NIC", "A", "B", "A sent MB", "B sent MB", box=None, pad_edge=False)
-    for nic in nics:
-        sent = [f"{nic[way] / 1e6:,.1f}" for way in ("sent_a", "sent_b")]
-        table.add_row(f"  nic{nic['nic']}", nic["A"], nic["B"], *sent)
-    return table
+def _nics(nics: Sequence[dict[str, Any]]) -> Grid:
+    cells = [
+        [f"nic{nic['nic']}", nic["A"], nic["B"], *(f"{nic[way] / 1e6:,.1f}" for way in ("sent_a", "sent_b"))]
+        for nic in nics
+    ]
+    return Grid(columns_of("NIC|A|B", "A sent MB|B sent MB"), cells, ruled=False, indent="  ")

@@ -27,7 +27,7 @@ from kvbench.importers.base import number, rate
 
 TITLE: Final = re.compile(r"=+\s*Serving Benchmark Result\s*=+")
 _END: Final = re.compile(r"^={40,}")
-_SECTION: Final = re.compile(r"^(?:-{3,}.*?-{3,}|={3,}[^=]+={3,})$")
+_SECTION: Final = re.compile(r"^(?:---.*---|={3,}[^=]+={3,})$")
 _FIGURE: Final = re.compile(r"^(?P<label>[^:]+?(?:\([^)]*\))?):\s+(?P<value>\S.*?)\s*$")
 _PREFIX: Final = re.compile(r"^(?:\([^()]*pid=\d+[^()]*\)\s*|\[[^\]]*\]\s*|\S+\s+\|\s+)")
 

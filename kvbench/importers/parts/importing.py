@@ -254,9 +254,10 @@ def _print(
             console, f"{source.path.name}: {len(source.reading.rows)} rows, read as {source.format} ({what})"
         )
     serving = [row for row in rows if isinstance(row, ServingRow)]
-    console.print(
-        serving_table(serving) if serving else transfer_table([r for r in rows if isinstance(r, TransferRow)])
-    )
+    moved = [row for row in rows if isinstance(row, TransferRow)]
+    grid = serving_table(serving) if serving else transfer_table(moved)
+    fitted = grid.fitted(console.width if console.is_terminal else None)
+    console.print(fitted.text(), markup=False, soft_wrap=True)
     missing = Counter(name for row in rows for name in row.missing)
     everywhere = [name for name, count in missing.items() if count == len(rows)]
     if everywhere:

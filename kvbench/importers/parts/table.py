@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
+from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.units import size_text
 from kvbench.importers.base import ServingRow, TransferRow
 from kvbench.report.tables.numbers import MISSING, number
 
 
-def serving_table(rows: Sequence[ServingRow]) -> Table:
+def serving_table(rows: Sequence[ServingRow]) -> Grid:
     """A line a row; ≈ stands before a length that is a mean."""
     headings = (
         "req/s\noffered",
@@ -25,29 +22,25 @@ def serving_table(rows: Sequence[ServingRow]) -> Table:
         "TPOT ms\nmean / P99",
         "line",
     )
-    table = _table(("connector", "in", "out", "how"), headings)
-    for row in rows:
-        figures = row.figures
-        table.add_row(
-            *(
-                Text(cell)
-                for cell in (
-                    row.connector or MISSING,
-                    _length(row, "input_len"),
-                    _length(row, "output_len"),
-                    _how(row),
-                )
-            ),
+    cells = [
+        [
+            row.connector or MISSING,
+            _length(row, "input_len"),
+            _length(row, "output_len"),
+            _how(row),
             number(row.request_rate),
-            _count(figures.get("completed")),
-            number(figures.get("duration_s")),
-            number(figures.get("request_throughput")),
-            number(figures.get("output_throughput")),
+            _count(row.figures.get("completed")),
+            number(row.figures.get("duration_s")),
+            number(row.figures.get("request_throughput")),
+            number(row.figures.get("output_throughput")),
             _several(row, "ttft", ("mean", "median", "p99")),
             _several(row, "tpot", ("mean", "p99")),
-            Text(f"{row.origin.line}"),
-        )
-    return table
+            f"{row.origin.line}",
+        ]
+        for row in rows
+    ]
+    ranks = {"line": 6, "s": 5, "done": 4, "out\ntok/s": 3, "out": 2}
+    return Grid(columns_of("connector|in|out|how", "|".join(headings), ranks), cells)
 
 
 def _length(row: ServingRow, name: str) -> str:
@@ -74,29 +67,19 @@ def _count(value: float | None) -> str:
     return MISSING if value is None else f"{value:g}" if value < 1e6 else f"{value:.0f}"
 
 
-def transfer_table(rows: Sequence[TransferRow]) -> Table:
+def transfer_table(rows: Sequence[TransferRow]) -> Grid:
     """A line a measurement."""
-    table = _table(("backend", "protocol", "op"), ("block", "batch", "at a time", "GB/s", "line"))
-    for row in rows:
-        case = row.record.case
-        table.add_row(
-            *(
-                Text(cell)
-                for cell in (case.backend, case.protocol, MISSING if "op" in row.missing else case.op)
-            ),
-            MISSING if "block_bytes" in row.missing else size_text(case.block_bytes),
-            MISSING if "batch_size" in row.missing else f"{case.batch_size}",
-            MISSING if "threads" in row.missing else f"{case.threads}",
+    cells = [
+        [
+            row.record.case.backend,
+            row.record.case.protocol,
+            MISSING if "op" in row.missing else row.record.case.op,
+            MISSING if "block_bytes" in row.missing else size_text(row.record.case.block_bytes),
+            MISSING if "batch_size" in row.missing else f"{row.record.case.batch_size}",
+            MISSING if "threads" in row.missing else f"{row.record.case.threads}",
             number(row.record.gb_per_s),
             f"{row.origin.line}",
-        )
-    return table
-
-
-def _table(words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
-    for word in words:
-        table.add_column(word, no_wrap=True, max_width=16)
-    for heading in numbers:
-        table.add_column(Text(heading), justify="right", no_wrap=True)
-    return table
+        ]
+        for row in rows
+    ]
+    return Grid(columns_of("backend|protocol|op", "block|batch|at a time|GB/s|line", {"line": 1}), cells)

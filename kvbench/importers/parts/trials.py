@@ -115,6 +115,7 @@ def summary_of(row: ServingRow) -> dict[str, Any]:
             "duration_s": figures.get("duration_s"),
             "successful": completed,
             "failed": failed,
+            "cancelled": None,  # by kvbench, which was not there
             "input_tokens": figures.get("total_input_tokens"),
             "output_tokens": figures.get("total_output_tokens"),
             "request_throughput": figures.get("request_throughput"),

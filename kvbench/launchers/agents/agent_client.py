@@ -250,7 +250,7 @@ class AgentClient:
         elif event == "out":
             process.said(str(frame["data"]).encode(ENCODING))
         elif event == "hung":
-            process.hung = (str(frame["what"]), str(frame["mend"]))
+            process.hung = (str(frame["what"]), str(frame["fix"]))
         elif event == "exit":
             self.forget(process)
             process.ended(LOST if frame["status"] is None else int(frame["status"]))

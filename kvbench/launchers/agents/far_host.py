@@ -9,6 +9,7 @@ from typing import Final
 
 import httpx
 
+from kvbench.core.access import ServerAccess
 from kvbench.hosts import web
 from kvbench.launchers.agents.agent_client import AgentClient
 
@@ -65,9 +66,9 @@ class FarWeb(httpx.BaseTransport):
     ``agent_of`` names the agent by the address in the URL; others are asked from here.
     """
 
-    def __init__(self, agent_of: Mapping[str, AgentClient]) -> None:
+    def __init__(self, agent_of: Mapping[str, AgentClient], access: ServerAccess) -> None:
         self._agent_of = agent_of
-        self._own = web.transport()
+        self._own = web.transport(access=access)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         agent = self._agent_of.get(request.url.host)

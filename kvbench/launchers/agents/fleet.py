@@ -6,7 +6,7 @@ A host that was lost is tried again when it is needed again.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvbench.core.plan.process_modules import AGENT_MODULE
 from kvbench.core.plan.processes import RUN_TAG_ENV
-from kvbench.core.scenario.hosts import NODE, FarHost
+from kvbench.core.scenario.hosts.hosts import FarHost
 from kvbench.core.scenario.scenario import Deployment
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
@@ -76,10 +76,16 @@ class Fleet(Mapping[str, AgentClient]):
 
     def environments(self) -> dict[str, Any]:
         """What each host is, by name; the trouble where that cannot be asked."""
+        return self._asked("environment")
 
+    def gpus(self) -> dict[str, Any]:
+        """The GPUs of each host as its agent sees them, by name; the trouble where that cannot be asked."""
+        return self._asked("gpus")
+
+    def _asked(self, what: str) -> dict[str, Any]:
         def describe(name: str) -> Any:
             try:
-                return self._agents[name].ask("environment", 60.0)
+                return self._agents[name].ask(what, 60.0)
             except KvbenchError as error:
                 return {"error": error.message}
 
@@ -149,28 +155,3 @@ def environment_of(host: FarHost) -> dict[str, str]:
         env = {"UCX_NET_DEVICES": ",".join(f"{name}:1" if rdma else name for name in host.nics)}
         env |= {"NCCL_IB_HCA": names} if rdma else {"NCCL_SOCKET_IFNAME": names, "GLOO_SOCKET_IFNAME": names}
     return {**env, **host.env}
-
-
-def device_env(deployment: Deployment, instances: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Which GPUs each process gets: a host's ``devices`` in turn, as many as an instance has ranks there."""
-    taken: dict[str, int] = {}
-    found: dict[str, dict[str, str]] = {}
-    for name in instances:
-        nodes = deployment.nodes_of(name)
-        size = deployment.tensor_parallel_size // len(nodes)
-        for number, host in enumerate(nodes):
-            devices = deployment.hosts[host].devices
-            if not devices:
-                continue
-            first = taken.get(host, 0)
-            mine = devices[first : first + size]
-            if len(mine) < size:
-                raise LaunchError(
-                    f"{name} needs {size} GPU(s) of {host}, and of its devices {list(devices)} "
-                    f"{max(0, len(devices) - first)} are left",
-                    hint=f"see deployment.hosts.{host}.devices, or place fewer instances there",
-                )
-            taken[host] = first + size
-            process = f"{name}{NODE}{number}" if number else name
-            found[process] = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
-    return found

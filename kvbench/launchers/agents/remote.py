@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
@@ -113,13 +114,17 @@ class RemoteLauncher:
     def far(self, name: str) -> FarPlace:
         return FarPlace(self._agent(name))
 
-    def web(self) -> FarWeb:
+    def web(self, access: ServerAccess) -> FarWeb:
         """HTTP to the servers of these hosts, done over there."""
-        return FarWeb(self._addresses)
+        return FarWeb(self._addresses, access)
 
     def host_of(self, name: str) -> str:
         """The host that a process of this name belongs on."""
         return self._host_of(name)
+
+    def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
+        """Its own, and what it was dealt."""
+        return {**spec.env, **self._env.get(spec.name, {})}
 
     @property
     def hosts(self) -> tuple[str, ...]:

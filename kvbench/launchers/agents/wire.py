@@ -54,7 +54,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The frame in a line; None for what is none, such as a word of the login shell's."""
     try:
         frame = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return frame if isinstance(frame, dict) else None
 

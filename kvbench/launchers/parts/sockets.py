@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from kvbench.errors import PortInUseError
+from kvbench.errors import LaunchError, PortInUseError
 
 _ATTEMPTS: Final = 50
 
 
 def require_free_port(host: str, port: int, name: str) -> None:
-    """Raise PortInUseError if nothing can be bound to ``host:port`` now."""
+    """Raise PortInUseError if nothing can be bound to ``host:port`` now.
+
+    LaunchError if the address is another host's, whose ports nobody can look at from here.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                raise foreign_address(host) from error
             raise port_in_use(host, port, name) from error
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether something can be bound to ``host:port`` now. With port 0: is the address this machine's?"""
-    with suppress(PortInUseError):
+    with suppress(LaunchError):
         require_free_port(host, port, "")
         return True
     return False
+
+
+def is_here(host: str) -> bool:
+    """Whether the address is this machine's."""
+    return is_free(host, 0)
+
+
+def foreign_address(host: str) -> LaunchError:
+    """The error for what is to listen here at an address that is not here."""
+    return LaunchError(
+        f"{host} is no address of this machine",
+        hint="start it there: launcher: ssh with deployment.hosts, or what `kvbench launch --print` gives",
+    )
 
 
 def port_in_use(host: str, port: int, name: str) -> PortInUseError:
@@ -41,7 +60,7 @@ def port_in_use(host: str, port: int, name: str) -> PortInUseError:
 def free_ports(host: str, counts: Sequence[int]) -> list[int]:
     """For each count the first of so many consecutive ports that are free now; no two ranges share any.
 
-    Raises PortInUseError if there are none.
+    Raises PortInUseError if there are none, LaunchError if the address is another host's.
     """
     with ExitStack() as reserved:
         return [_free_range(host, count, reserved) for count in counts]
@@ -52,7 +71,10 @@ def _free_range(host: str, count: int, reserved: ExitStack) -> int:
     for _ in range(_ATTEMPTS):
         with ExitStack() as attempt:
             first = attempt.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            first.bind((host, 0))
+            try:
+                first.bind((host, 0))
+            except OSError as error:
+                raise foreign_address(host) from error
             start = int(first.getsockname()[1])
             try:
                 for port in range(start + 1, start + count):

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvbench.core.scenario.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts.schedulers import RayOptions, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
-from kvbench.core.scenario.schedulers import RayOptions, SlurmOptions
 from kvbench.launchers.agents.channel import Channel
 from kvbench.launchers.agents.fleet import Fleet
 
@@ -55,7 +55,7 @@ def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
     if deployment.launcher == "slurm":
         from kvbench.launchers.slurm import SlurmJob
 
-        instances = (deployment.prefill, deployment.decode)
+        instances = (deployment.prefill.instances, deployment.decode.instances)
         options = deployment.slurm or SlurmOptions()
         return SlurmJob(options, instances, run_tag, tell, loadgen_only=loadgen_only)
     from kvbench.launchers.ray import RayNodesOf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -10,8 +11,8 @@ from typing import Any
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
-from kvbench.hosts.api_key import carried
-from kvbench.launchers.agents.fleet import Fleet, device_env
+from kvbench.hosts.server_access import carried, variables
+from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.placement.allocated import allocated
@@ -45,20 +46,30 @@ class Places:
         self._fleet = fleet
         self.scenario = self._with_version(self.scenario, fleet)
 
-    def launcher(self, planned: DeploymentPlan, log_dir: Path, spec_dir: Path) -> Launcher:
-        """The launcher of one deployment. A host that was lost is tried again. Raises LaunchError."""
+    def launcher(
+        self, log_dir: Path, spec_dir: Path, env: Mapping[str, Mapping[str, str]] | None = None
+    ) -> Launcher:
+        """The launcher of one deployment. A host that was lost is tried again. Raises LaunchError.
+
+        ``env``: what single processes get on other hosts, by name, such as their GPUs.
+        """
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
-        deployment = self.scenario.deployment
-        options = deployment.engine_options
-        names = [each.name for each in planned.instances] if options.starts_processes else []
-        key = carried(options.server.api_key_env)
-        launcher = self._fleet.launcher(log_dir, device_env(deployment, names))
-        return launcher.with_secrets("loadgen", key)
+        secrets = carried(variables(self.scenario.deployment.engine_options.server.access))
+        launcher = self._fleet.launcher(log_dir, env)
+        return launcher.with_secrets("loadgen", secrets)
 
     def environments(self) -> dict[str, Any]:
         """What each other host is, by its name; empty for this machine alone."""
         return {} if self._fleet is None else self._fleet.environments()
+
+    def gpus(self) -> dict[str, Any]:
+        """The GPUs of each other host, as its agent sees them; empty for this machine alone."""
+        if self._fleet is None:
+            return {}
+        with contextlib.suppress(KvbenchError):  # its start will show it
+            self._fleet.require()
+        return self._fleet.gpus()
 
     def unusable(self, planned: DeploymentPlan) -> Problem | None:
         """Why a deployment cannot run on its hosts; None if it can, or if it is for this machine."""

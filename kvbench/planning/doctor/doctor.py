@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -21,6 +22,7 @@ from kvbench.core.scenario.deployment_section import Deployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, Problem
 from kvbench.hosts.devices import gpus
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
+from kvbench.hosts.gpu_affinity import affinity_text, with_affinity
 from kvbench.hosts.nics.checks import Machine, nic_checks
 from kvbench.hosts.nics.variable_rules import settings_checks
 from kvbench.hosts.version_rules import (
@@ -64,6 +66,7 @@ def examine(vllm: Path | None = None) -> list[Check]:
         *nic_checks(machine, installed()),
         *settings_checks(machine, os.environ),
         gpu_check(cards),
+        *affinity_checks(with_affinity(cards, ROOT)),
         *engine_version_checks(vllm, cards),
     ]
 
@@ -211,6 +214,15 @@ def gpu_check(listed: list[dict[str, Any]] | None) -> Check:
     return Check("gpu", "ok", f"{_some([gpu['name'] for gpu in listed])}, driver {driver}")
 
 
+def affinity_checks(cards: Sequence[Mapping[str, Any]] | None, host: str = "") -> list[Check]:
+    """Where each GPU sits (``hosts.gpu_affinity``). ``host``: its name, of this machine empty."""
+    return [
+        Check(f"{host} gpu {card['index']}".strip(), "ok", affinity_text(card))
+        for card in cards or ()
+        if "numa_node" in card
+    ]
+
+
 def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None) -> list[Check]:
     """vLLM's version, and versions around it and around kvbench that are known to clash."""
     found = shutil.which("vllm") if vllm is None else str(vllm)
@@ -237,24 +249,15 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
     return checks
 
 
-def command(console: Console, scenario: str | None = None, overrides: Sequence[str] = ()) -> int:
-    """Print every finding with its fix; 1 if something does not work without one.
-
-    With a scenario its own findings come first. Raises InputError or ScenarioError if it cannot be read.
-    """
-    from kvbench.planning.doctor import scenario as scenario_doctor
-
-    checks = [] if scenario is None else scenario_doctor.examine_scenario(scenario, overrides)
-    checks += examine(None if scenario is None else scenario_doctor.command_of(scenario, overrides))
-    return print_checks(checks, console)
-
-
-def print_checks(checks: Sequence[Check], console: Console) -> int:
+def print_checks(checks: Sequence[Check], console: Console, *, as_json: bool = False) -> int:
     """Print every finding with its fix; returns the exit code: 1 if something does not work without one."""
     from rich.table import Table
 
-    table = Table("", "what", "finding", "mend", box=None, pad_edge=False)
-    for check in checks:
-        table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
-    console.print(table)
+    if as_json:
+        console.file.write(json.dumps({"checks": [vars(check) for check in checks]}, indent=2) + "\n")
+    else:
+        table = Table("", "what", "finding", "fix", box=None, pad_edge=False)
+        for check in checks:
+            table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
+        console.print(table)
     return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK

@@ -5,6 +5,8 @@ The words are the gates' own docstrings, so that this table cannot fall behind t
 
 from __future__ import annotations
 
+import json
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +16,11 @@ from kvbench.core.gates.lies import LIES
 from kvbench.errors import EXIT_OK
 
 
-def command(console: Console) -> int:
+def command(console: Console, *, as_json: bool = False) -> int:
     """Prints the table, as Markdown where it does not go to a terminal; returns the exit code."""
+    if as_json:
+        console.file.write(json.dumps({"gates": [vars(each) for each in gate_table()]}, indent=2) + "\n")
+        return EXIT_OK
     if not console.is_terminal:
         console.print(as_markdown(), markup=False, soft_wrap=True, end="")
         return EXIT_OK

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any, Final
@@ -13,35 +15,58 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvbench.core.plan.plan import Plan
+from kvbench.core.scenario.hosts.schedulers import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.scenario.schedulers import SlurmOptions
-from kvbench.errors import InputError, KvbenchError
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.hosts.nics.choice import best_gid
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.placement.placement import fleet_with
-from kvbench.planning.doctor.doctor import print_checks
+from kvbench.planning.doctor.doctor import affinity_checks, print_checks
+from kvbench.planning.gpu_dealing import VISIBLE, far_device_env
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
+from kvbench.planning.process_specs import tcp_findings
 
 FREE_BYTES: Final = 2**30
 """A GPU of whose memory more is in use works for somebody."""
+UNUSABLE_S: Final = 120.0
+"""Libraries are loaded there, each in a process of its own."""
 NOTABLE_S: Final = 0.5
 """Clocks further apart make logs hard to read. Nothing that is measured compares two clocks."""
 
 
-def command(scenario_name: str, overrides: tuple[str, ...], console: Console) -> int:
-    """Print every finding with its fix, and the matrix; 1 if something does not work without one."""
+def command(
+    scenario_name: str,
+    overrides: tuple[str, ...],
+    console: Console,
+    *,
+    as_json: bool = False,
+    before: Sequence[Check] = (),
+) -> int:
+    """Print every finding with its fix, and the matrix; 1 if something does not work without one.
+
+    ``before``: what was found before the hosts were asked.
+    """
     scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
-    say = partial(console.print, markup=False)
+    say = partial(console.print, markup=False) if not as_json else partial(print, file=sys.stderr)
     scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", say)
     with standing as fleet:
-        checks = examine(scenario, plan_of(scenario), fleet)
+        checks = [*before, *examine(scenario, plan_of(scenario), fleet)]
         pairs = reached(scenario, fleet)
         nic_pairs = nics_reached(scenario, fleet)
     checks += list(pair_checks({**pairs, **nic_pairs}))
+    if as_json:
+        ways = {"hosts": pairs, "nics": nic_pairs}
+        reach = {
+            name: [{"from": one, "to": other, **way} for (one, other), way in found.items()]
+            for name, found in ways.items()
+        }
+        known = {"checks": [vars(check) for check in checks], "reached": reach}
+        console.file.write(json.dumps(known, indent=2, default=str) + "\n")
+        return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
     code = print_checks(checks, console)
     if pairs:
         console.print(matrix(pairs))
@@ -69,13 +94,40 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
         fleet.require()
     except KvbenchError as error:
         checks.append(Check("hosts", "missing", error.message, error.hint))
-    environments = fleet.environments()
+    environments, gpus = fleet.environments(), fleet.gpus()
+    checks += gpu_checks(scenario, plan, gpus)
+    devices = {name: each.get("rdma") or () for name, each in environments.items()}
+    checks += [
+        Check("transport", "warn", each.message, each.advice)
+        for each in tcp_findings(scenario, plan, devices)
+    ]
     for name, agent in fleet.items():
         try:
             checks += list(_host(scenario, plan, name, agent, environments[name]))
+            checks += list(connector_checks(scenario, plan, name, agent))
         except KvbenchError as error:
             checks.append(Check(name, "missing", error.message, error.hint))
     return [*checks, *_same(environments)]
+
+
+def connector_checks(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
+    """Does a host have the engine, in its version, and the libraries of each connector that runs there?"""
+    deployment = scenario.deployment
+    for planned in plan.deployments:
+        if name not in {host for each in planned.instances for host in deployment.nodes_of(each.name)}:
+            continue
+        problem = agent.ask(
+            "unusable",
+            UNUSABLE_S,
+            engine=deployment.engine,
+            connector=planned.connector,
+            options=deployment.engine_options.model_dump_json(),
+        )
+        what = f"{name} {planned.label}"
+        if problem:
+            yield Check(what, "missing", str(problem["reason"]), str(problem.get("fix", "")))
+        else:
+            yield Check(what, "ok", f"the {deployment.engine} engine there can run it")
 
 
 def _host(
@@ -115,6 +167,19 @@ def _host(
     if used or lacking:
         words = f"GPUs not there: {lacking}" if lacking else f"in use: {busy}" if busy else "all free"
         yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
+    yield from affinity_checks(environment.get("gpus"), name)
+
+
+def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+    """Which GPUs each process of the largest deployment gets, or the count where they are too few."""
+    most = max(plan.deployments, key=lambda each: len(each.instances))
+    try:
+        given = far_device_env(scenario, most, answers)
+    except InputError as error:
+        yield Check("gpus", "missing", error.message, error.hint)
+        return
+    if given:
+        yield Check("gpus", "ok", "; ".join(f"{name}: {env[VISIBLE]}" for name, env in given.items()))
 
 
 def gid_checks(name: str, environment: Mapping[str, Any]) -> Iterator[Check]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import psutil
 
 from kvbench import connectors, engines
 from kvbench.core.plan.plan import Plan
+from kvbench.core.scenario.hosts.schedulers import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
-from kvbench.launchers.parts.sockets import is_free
+from kvbench.launchers.parts.sockets import is_free, is_here
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.obstacles import places
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import instances, unusable
+from kvbench.planning.process_specs import instances, tcp_findings, unusable
+from kvbench.planning.served_model import served_model
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
@@ -33,14 +37,33 @@ def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
     scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     plan = plan_of(scenario)
     checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistake in it")]
-    checks += connector_checks(scenario, plan)
     if not scenario.deployment.engine_options.starts_processes:
-        return checks
+        return [*checks, *server_checks(scenario)]
+    if scenario.deployment.launcher != "local":
+        # Engine, model and libraries are those of the hosts: nothing of this machine's tells of them.
+        return [*checks, launcher_check(scenario), *_notes(plan)]
+    checks += connector_checks(scenario, plan)
     checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
     checks += memory_checks(scenario, plan, gpus())
-    checks += transport_checks(scenario, rdma())
-    warned = [note for note in plan.notes if note]
-    return [*checks, *(Check("note", "warn", note, "see the scenario") for note in warned)]
+    checks += transport_checks(scenario, plan, rdma())
+    return [*checks, *_notes(plan)]
+
+
+def _notes(plan: Plan) -> list[Check]:
+    return [Check("note", "warn", note, "see the scenario") for note in plan.notes if note]
+
+
+def server_checks(scenario: Scenario) -> Iterator[Check]:
+    """Does somebody else's server answer, and serve the model?"""
+    server, wanted = scenario.deployment.engine_options.server, scenario.model.served_model_name
+    if not server.base_url:
+        return
+    try:
+        served_model(server.base_url, server.access, wanted)
+    except KvbenchError as error:
+        yield Check("server", "missing", error.message, error.hint)
+    else:
+        yield Check("server", "ok", f"{server.base_url} serves {wanted}")
 
 
 def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
@@ -99,8 +122,7 @@ def launcher_check(scenario: Scenario) -> Check:
     if deployment.launcher in ("slurm", "ray"):
         return _scheduler_check(name, deployment.launcher)
     if deployment.launcher != "local":
-        look = "kvbench doctor --hosts SCENARIO" if deployment.hosts else ""
-        return Check(name, "ok", f"processes start elsewhere; {look or 'its hosts are known at the start'}")
+        return Check(name, "ok", f"processes start on {', '.join(deployment.used_hosts)}")
     hosts = dict.fromkeys([deployment.host_of("prefill"), deployment.host_of("decode"), deployment.host])
     for host in hosts:
         try:
@@ -133,11 +155,13 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
         return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
     if scenario.deployment.launcher != "local":
         return Check("ports of the plan", "ok", "looked at on the hosts before each start")
-    host = scenario.deployment.host
-    taken = [port for port in sorted(set(plan.ports)) if not is_free(host, port)]
+    all_places = places(scenario, plan)
+    foreign = sorted({host for host, _ in all_places if not is_here(host)})
+    taken = sorted({port for host, port in all_places if host not in foreign and not is_free(host, port)})
     span = f"{min(plan.ports)} to {max(plan.ports)}"
     if not taken:
-        return Check("ports of the plan", "ok", f"{span} are free")
+        beside = f", but for those of {', '.join(foreign)}, which cannot be looked at from here"
+        return Check("ports of the plan", "ok", f"{span} are free{beside * bool(foreign)}")
     return Check(
         "ports of the plan",
         "missing",
@@ -160,20 +184,11 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
         yield gpu_memory_check(scenario, min(known))
 
 
-def transport_checks(scenario: Scenario, listed: list[dict[str, Any]]) -> Iterator[Check]:
-    """Does a connector ask for TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
-    deployment = scenario.deployment
-    active = [each["name"] for each in listed if any(port["state"] == "ACTIVE" for port in each["ports"])]
-    if not active or deployment.launcher != "local" or not deployment.engine_options.chooses_transport:
-        return
-    for choice in scenario.connectors:
-        if connectors.get(choice.name).transport_asked(choice.options) == "tcp":
-            yield Check(
-                f"transport of {choice.label}",
-                "warn",
-                f"it is told to use TCP, beside active RDMA devices ({', '.join(active)})",
-                "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
-            )
+def transport_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Iterator[Check]:
+    """Is a connector told to use TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
+    if scenario.deployment.launcher == "local":
+        for each in tcp_findings(scenario, plan, {"": listed}):
+            yield Check("transport", "warn", each.message, each.advice)
 
 
 def kv_pools(scenario: Scenario, plan: Plan) -> int:
@@ -208,14 +223,16 @@ def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]
         return Check("gpus", "missing", error.message, error.hint)
     most = max(plan.deployments, key=lambda each: len(each.instances))
     shown = [f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices]
-    ranks = scenario.deployment.tensor_parallel_size
-    detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
+    deployed = scenario.deployed(most.label)
+    ranks = sorted({deployed.ranks_of(each.name).gpus for each in most.instances})
+    each = " or ".join(map(str, ranks))
+    detail = f"{len(most.instances)} instances × {each} ranks, {len(listed)} GPUs here"
     return Check("gpus", "ok", f"{detail}; {'; '.join(shown)}" if shown else detail)
 
 
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
     """How many requests of full length one rank's GPU holds beside its share of the weights."""
-    options, ranks = scenario.deployment.engine_options, scenario.deployment.tensor_parallel_size
+    options, ranks = scenario.deployment.engine_options, _fewest_ranks(scenario)
     shape, workload = scenario.model.shape, scenario.workload
     share, folder = options.gpu_memory_share, Path(options.served_from).expanduser()
     weights = weight_bytes(folder) if folder.exists() else 0
@@ -239,6 +256,13 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
     return Check("gpu memory", "missing", detail, "raise tensor_parallel_size, or shorten the requests")
 
 
+def _fewest_ranks(scenario: Scenario) -> int:
+    """The GPUs that one model's weights and KV are spread over at least, by any connector's instances."""
+    deployed = [scenario.deployed(each.label) for each in scenario.connectors]
+    found = [each.ranks_of(f"{role}-0") for each in deployed for role in ("prefill", "decode", "aggregated")]
+    return min(ranks.tensor * ranks.pipeline for ranks in found)
+
+
 def vllm_command(scenario: Scenario) -> Path | None:
     """The executable that the scenario starts vLLM with, if it is there."""
     found = shutil.which(scenario.deployment.engine_options.executable or "vllm")
@@ -251,3 +275,17 @@ def command_of(name: str, overrides: Sequence[str]) -> Path | None:
         return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:
         return None
+
+
+def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server", "hosts", "later"]:
+    """Where a scenario's engines run: here, on a server that is up, on hosts that can be asked now, or on
+    nodes that a scheduler gives later.
+    """
+    scenario, _ = resolve(CliOptions(name, tuple(overrides)))
+    deployment = scenario.deployment
+    if not deployment.engine_options.starts_processes:
+        return "server"
+    if deployment.launcher == "slurm":
+        job = (deployment.slurm or SlurmOptions()).job or os.environ.get("SLURM_JOB_ID")
+        return "hosts" if job else "later"
+    return "here" if deployment.launcher == "local" else "hosts"

@@ -179,13 +179,17 @@ def _lacking(root: Path, asked: Frame) -> dict[str, Any]:
 
 
 def _gpus(root: Path, asked: Frame) -> dict[str, Any]:
-    """Memory of each GPU that is in use, in bytes, as nvidia-smi reports it; empty without GPUs."""
+    """Memory of each GPU that is in use, in bytes, as nvidia-smi reports it; empty without GPUs.
+
+    ``visible``: this agent's CUDA_VISIBLE_DEVICES, which processes inherit from it; null where it is unset.
+    """
     from kvbench.hosts.devices import output_of
 
     question = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     lines = (output_of(question, 20.0) or "").splitlines()
     pairs = [line.split(",") for line in lines if line.count(",") == 1]
-    return {"used_bytes": {int(index): int(used) * 2**20 for index, used in pairs}}
+    used = {int(index): int(used) * 2**20 for index, used in pairs}
+    return {"used_bytes": used, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
 ANSWERS: Final[Mapping[str, Callable[[Path, Frame], Any]]] = {

@@ -13,7 +13,7 @@ from kvbench.processes.agent.outbox import Outbox
 class LivenessThread:
     """Looks after some processes from now on, in a thread of its own, until ``close``.
 
-    The first that does nothing any more is reported: ``{"event": "hung", "key", "what", "mend"}``.
+    The first that does nothing any more is reported: ``{"event": "hung", "key", "what", "fix"}``.
     """
 
     def __init__(self, jobs: Sequence[AgentJob], outbox: Outbox) -> None:
@@ -37,7 +37,7 @@ class LivenessThread:
                 if found is not None:
                     process, what, fix = found
                     key = live[process.name].key
-                    self._outbox.put({"event": "hung", "key": key, "what": what, "mend": fix})
+                    self._outbox.put({"event": "hung", "key": key, "what": what, "fix": fix})
                     return
         finally:
             self._liveness.close()

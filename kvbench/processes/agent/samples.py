@@ -20,11 +20,15 @@ class Samples:
         metrics_urls: Mapping[str, str],
         headers: Mapping[str, str],
     ) -> None:
-        self._before = read_host()
+        self._system = list(pids.values())
+        self._before = read_host(also=self._system)
         self._sampler = Sampler(trial_id, pids, metrics_urls, headers)
         self._sampler.__enter__()
 
     def taken(self) -> dict[str, Any]:
         """Rows as ``Sampler`` has them, and the machine's figures as ``HostFigures`` has them."""
         self._sampler.__exit__(None, None, None)
-        return {"rows": self._sampler.rows, "figures": asdict(host_figures(self._before, read_host()))}
+        return {
+            "rows": self._sampler.rows,
+            "figures": asdict(host_figures(self._before, read_host(also=self._system))),
+        }

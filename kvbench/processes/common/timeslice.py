@@ -62,3 +62,12 @@ def sleep_exactly() -> bool:
         return int(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, _LEAST_SLACK_NS, 0, 0, 0)) == 0
     except (OSError, AttributeError):
         return False
+
+
+def run_queue_wait_s() -> float:
+    """Seconds this process was ready to run but had no core (second field of schedstat, nanoseconds)."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

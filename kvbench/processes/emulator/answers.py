@@ -18,15 +18,27 @@ def error_json(status: int, message: str, kind: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
-class ApiAnswer:
-    """What both kinds of answers know. ``live`` is set once the request is submitted."""
+def _call(name: str, arguments: str, public_id: str) -> dict[str, Any]:
+    """A tool's call, of which ``arguments`` may be the first piece."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call-{public_id}", "type": "function", "function": function}
 
-    def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
+
+class ApiAnswer:
+    """What both kinds of answers know. ``live`` is set once the request is submitted.
+
+    ``reasoning``: so many tokens of a chat are its reasoning, before its answer or its tool's call.
+    """
+
+    def __init__(
+        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
+    ) -> None:
         self.response = response
         self.wanted = wanted
         self.public_id = public_id
         self.model = model
         self.created = int(time.time())
+        self.reasoning = reasoning if wanted.chat else 0
         self.live: LiveRequest | None = None
 
     def on_error(self, status: int, message: str) -> None:
@@ -60,15 +72,20 @@ class ApiAnswer:
 class WholeAnswer(ApiAnswer):
     """One JSON document when the last token is there."""
 
-    def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
-        super().__init__(response, wanted, public_id, model)
+    def __init__(
+        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
+    ) -> None:
+        super().__init__(response, wanted, public_id, model, reasoning)
         self._tokens: list[int] = []
 
     def on_token(self, token: int, finish_reason: str | None) -> None:
         self._tokens.append(token)
         if finish_reason is None or self.response.closed:
             return
-        content = "".join(f" t{item}" for item in self._tokens if item)
+        thought, content = (
+            "".join(f" t{item}" for item in part if item)
+            for part in (self._tokens[: self.reasoning], self._tokens[self.reasoning :])
+        )
         choice: dict[str, Any] = {
             "index": 0,
             "logprobs": None,
@@ -76,7 +93,10 @@ class WholeAnswer(ApiAnswer):
             "stop_reason": None,
         }
         if self.wanted.chat:
-            choice["message"] = {"role": "assistant", "content": content}
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            if self.wanted.tool:
+                message |= {"content": None, "tool_calls": [_call(self.wanted.tool, content, self.public_id)]}
+            choice["message"] = message | ({"reasoning": thought} if thought else {})
         else:
             choice["text"] = content
         document: dict[str, Any] = {
@@ -99,11 +119,13 @@ class StreamAnswer(ApiAnswer):
     """Server-sent events, one for each token. The stream begins with the first token, so that a hand-off
     that fails before it is answered with an error status."""
 
-    def __init__(self, response: Response, wanted: Generate, public_id: str, model: str) -> None:
-        super().__init__(response, wanted, public_id, model)
+    def __init__(
+        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
+    ) -> None:
+        super().__init__(response, wanted, public_id, model, reasoning)
         self.count = 0
         self.plain = not (wanted.continuous_usage or wanted.return_token_ids)
-        head, _, tail = json.dumps(self._event({"text": _MARK}, None)).partition(json.dumps(_MARK)[1:-1])
+        head, _, tail = json.dumps(self._event(self._content(_MARK), None)).partition(json.dumps(_MARK)[1:-1])
         self._head = f"data: {head}".encode()
         self._tail = f"{tail}\n\n".encode()
 
@@ -115,8 +137,8 @@ class StreamAnswer(ApiAnswer):
         if not response.started:
             response.start_stream(200, "text/event-stream; charset=utf-8")
             if self.wanted.chat:
-                self._write(self._event({"role": "assistant"}, None))
-        if finish_reason is None and self.plain:
+                self._write(self._event({"delta": {"role": "assistant", "content": ""}}, None))
+        if finish_reason is None and self.plain and self.count > self.reasoning and not self.wanted.tool:
             response.write(b"%b t%d%b" % (self._head, token, self._tail))
             return
         self._write(self._token_event(token, finish_reason))
@@ -124,7 +146,7 @@ class StreamAnswer(ApiAnswer):
             self._last()
 
     def _token_event(self, token: int, finish_reason: str | None) -> dict[str, Any]:
-        event = self._event({"text": f" t{token}" if token else ""}, finish_reason)
+        event = self._event(self._content(f" t{token}" if token else "", self.count), finish_reason)
         choice = event["choices"][0]
         if self.wanted.return_token_ids:
             choice["token_ids"] = [token]
@@ -136,19 +158,26 @@ class StreamAnswer(ApiAnswer):
 
     def _last(self) -> None:
         if self.wanted.include_usage:
-            event = self._event({"text": ""}, None)
+            event = self._event({}, None)
             self._write({**event, "choices": [], "usage": self.usage(self.count)})
         self.response.write(b"data: [DONE]\n\n")
         self.response.end()
 
-    def _event(self, content: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0}
+    def _content(self, text: str, number: int | None = None) -> dict[str, Any]:
+        """A token's text where the API has it. ``number``: which token it is; None: one of the answer."""
         if not self.wanted.chat:
-            choice.update(content)
-        elif "role" in content:
-            choice["delta"] = {"role": "assistant", "content": ""}
-        else:
-            choice["delta"] = {"content": content["text"]}
+            return {"text": text}
+        if number is not None and number <= self.reasoning:
+            return {"delta": {"reasoning": text}}
+        if not self.wanted.tool:
+            return {"delta": {"content": text}}
+        # The name comes once, as vLLM tells it; then pieces of the arguments alone.
+        first = number == self.reasoning + 1
+        call = _call(self.wanted.tool, text, self.public_id) if first else {"function": {"arguments": text}}
+        return {"delta": {"tool_calls": [{"index": 0, **call}]}}
+
+    def _event(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, **content}
         choice.update(logprobs=None, finish_reason=finish_reason, stop_reason=None)
         return {
             "id": self.public_id,

@@ -90,7 +90,7 @@ class Api:
         name = request.headers.get("x-request-id") or uuid.uuid4().hex
         public_id = f"{'chatcmpl' if chat else 'cmpl'}-{name}"
         answer = (StreamAnswer if wanted.stream else WholeAnswer)(
-            response, wanted, public_id, spec.served_model_name
+            response, wanted, public_id, spec.served_model_name, spec.reasoning_tokens
         )
         live = LiveRequest(
             # Two clients may send one X-Request-Id, so the engine's own id has a number of its own.
@@ -135,7 +135,8 @@ class Api:
 
     def _reset(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         self.engine.scheduler.pool.reset_cache()
-        response.send(200, b"")
+        # As vLLM 0.28 and newer answer; here blocks in use are forgotten, too, so it cannot fail.
+        response.send(200, json.dumps({"success": True}).encode())
 
 
 def _error(response: http1.Response, status: int, message: str, kind: str) -> None:

@@ -35,6 +35,19 @@ def _odd_words(start: int, regions: int, words: int) -> U64:
     return (mix64_array(numbers) | np.uint64(1)).reshape(regions, words)
 
 
+def _balanced(weights: U64, pattern: U64) -> U64:
+    """The weights with the last one such that intact KV has the same digest in a vector of any length.
+
+    So answers do not depend on how many ranks hold each head. Every weight stays odd, which any bit moves:
+    the sum that they are made for is 1 or 2, by the parity of their number.
+    """
+    last, modulus = int(pattern[-1, -1]), 1 << 64
+    others = int(np.sum(pattern * weights)) - last * int(weights[-1, -1])
+    wanted = 2 - weights.size % 2
+    weights[-1, -1] = np.uint64((wanted - others) * pow(last, -1, modulus) % modulus)
+    return weights
+
+
 class KvPool:
     """A memfd of ``layout.nbytes`` bytes, which a transfer process can map too.
 
@@ -51,7 +64,7 @@ class KvPool:
         flat = np.frombuffer(self._map, dtype=np.uint64)
         self.words: U64 = flat.reshape(layout.regions, layout.blocks, block_tokens, slot_words)
         self._pattern = _odd_words(_PATTERN_START, layout.regions, slot_words)
-        self._weights = _odd_words(_WEIGHT_START, layout.regions, slot_words)
+        self._weights = _balanced(_odd_words(_WEIGHT_START, layout.regions, slot_words), self._pattern)
         self._chunk_blocks = max(1, _CHUNK_BYTES // layout.block_bytes)
 
     @property

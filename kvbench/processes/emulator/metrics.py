@@ -169,7 +169,7 @@ class EngineMetrics(Collector):
     """All counters of one engine; ``text()`` writes them out."""
 
     def __init__(self, model_name: str, connector: str = "") -> None:
-        self._labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name, "engine": "0"}
         self._connector = connector
         self.started_s = time.time()
         self.prompt_tokens = 0

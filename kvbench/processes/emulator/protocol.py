@@ -13,6 +13,31 @@ from kvbench.core.simulation.kv_cache import U64
 from kvbench.processes.emulator import text
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
+UNSERVED: Final = (
+    "best_of",
+    "n",
+    "echo",
+    "suffix",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "functions",
+    "logit_bias",
+    "bad_words",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "use_beam_search",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+)
+"""What vLLM answers otherwise for (a field it has, or other tokens), and a made-up model cannot. Sampling
+parameters are taken and mean nothing: there is no distribution to sample from."""
 _MISSING: Final = object()
 
 
@@ -40,6 +65,8 @@ class Generate:
     continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
+    tool: str
+    """The function whose arguments the answer is to be (a named ``tool_choice``); empty: it is text."""
     kv_transfer_params: Mapping[str, Any] | None
     """None if the body has none; an empty mapping if it has a null."""
 
@@ -55,8 +82,7 @@ def parse(body: bytes, chat: bool, model_name: str, vocab_size: int) -> Generate
     model = data.get("model")
     if model is not None and model != model_name:
         raise ApiError(404, f"The model `{model}` does not exist; there is `{model_name}`", "NotFoundError")
-    if data.get("n") not in (None, 1):
-        raise ApiError(400, "n must be 1")
+    _refuse_unserved(data, chat)
     ids = _chat_prompt(data, vocab_size) if chat else _completion_prompt(data, vocab_size)
     if len(ids) == 0:
         raise ApiError(400, "the prompt must not be empty")
@@ -84,8 +110,37 @@ def parse(body: bytes, chat: bool, model_name: str, vocab_size: int) -> Generate
         continuous_usage=_flag(options, "continuous_usage_stats"),
         return_token_ids=_flag(data, "return_token_ids"),
         cache_salt=_string(data, "cache_salt"),
+        tool=_named_tool(data) if chat else "",
         kv_transfer_params=_kv_transfer_params(data),
     )
+
+
+def _refuse_unserved(data: Mapping[str, Any], chat: bool) -> None:
+    """Raises ApiError for a field that would be ignored; values that ask for nothing are let through."""
+    for key in UNSERVED if chat else (*UNSERVED, "tools"):
+        value = data.get(key)
+        nothing = value is None or value is False or value in ("", [], {}, {"type": "text"})
+        alone = key in ("n", "best_of") and value == 1
+        if not (nothing or alone or (key == "top_logprobs" and value == 0)):
+            raise ApiError(400, f"the emulated engine has no {key}, and would ignore it: leave it out")
+
+
+def _named_tool(data: Mapping[str, Any]) -> str:
+    """The tool that a chat must call. Raises ApiError for tools that it may call: nobody here decides."""
+    tools: Any = data.get("tools")
+    choice: Any = data.get("tool_choice")
+    if not tools or choice == "none":
+        return ""
+    try:
+        name = choice["function"]["name"]
+        known = [tool["function"]["name"] for tool in tools]
+    except (LookupError, TypeError):
+        raise ApiError(
+            400, "the emulated engine calls no tool by itself: name one in tool_choice, or leave tools out"
+        ) from None
+    if name not in known:
+        raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools")
+    return str(name)
 
 
 def _kv_transfer_params(data: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -83,6 +83,8 @@ class EngineSpec(_Strict):
     port: int = Field(ge=0, le=65_535)
     model: ModelSpec
     tensor_parallel_size: int = Field(1, ge=1)
+    kv_ranks: int | None = Field(None, ge=1)
+    """The ranks that KV goes to, D's, whose blocks are what moves; None: ``tensor_parallel_size``."""
     block_tokens: int = Field(16, ge=1)
     num_blocks: int = Field(4096, ge=1)
     max_num_seqs: int = Field(64, ge=1)
@@ -94,8 +96,12 @@ class EngineSpec(_Strict):
     kv_transfer_config: KvTransferConfig | None = None
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
+    memory: Literal["host", "cuda"] = "host"
+    """Where peers read its KV: the pool in host memory, or a GPU's memory that mirrors it."""
     kv_pace: KvPace | None = None
     """Transfers that end sooner are delayed until then; None: they take what they take."""
+    reasoning_tokens: int = Field(0, ge=0)
+    """So many tokens of a chat's answer are its reasoning."""
     lie: Lie = ""
     """What this engine is to lie about, on purpose (core/gates/lies.py); empty: nothing."""
     run_tag: str = ""
@@ -118,7 +124,7 @@ class EngineSpec(_Strict):
     def layout(self) -> Layout:
         """The KV pool's shape. Raises InputError where a token's bytes are no whole 64-bit words."""
         shape = self.model.shape()
-        block_bytes = shape.block_bytes(self.block_tokens, self.tensor_parallel_size)
+        block_bytes = shape.block_bytes(self.block_tokens, self.kv_ranks or self.tensor_parallel_size)
         if block_bytes == 0 or block_bytes % (8 * self.block_tokens):
             raise InputError(
                 f"model {shape.name!r} holds {block_bytes / self.block_tokens:g} bytes per token and region",

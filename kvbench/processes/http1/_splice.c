@@ -30,6 +30,7 @@
 #define EVENTS_AT_ONCE 64
 #define READ_BYTES 65536
 #define MOST_DIGITS 7 /* of a chunk's size: longer lines are Python's */
+#define MOST_DESCRIPTOR (1 << 24) /* the table has a place for each below it */
 #define INTEREST (EPOLLIN | EPOLLRDHUP | EPOLLET)
 
 /* One stream on its way. */
@@ -238,15 +239,17 @@ start(Splicer *self)
 
 /* The event loop's side */
 
-/* The GIL is let go of only if it takes a moment. */
+/* The GIL is let go of only if it takes a moment, and never waited for with the lock held: whoever has it may
+   collect garbage, and `traverse` waits for the lock. */
 static void
 lock(Splicer *self)
 {
-    if (pthread_mutex_trylock(&self->lock) == 0)
-        return;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&self->lock);
-    Py_END_ALLOW_THREADS
+    while (pthread_mutex_trylock(&self->lock) != 0) {
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        pthread_mutex_unlock(&self->lock);
+        Py_END_ALLOW_THREADS
+    }
 }
 
 static void
@@ -349,7 +352,7 @@ splicer_add(Splicer *self, PyObject *arguments)
     struct pair wanted = {0};
     if (!PyArg_ParseTuple(arguments, "iinO", &wanted.source, &wanted.target, &wanted.left, &wanted.give_back))
         return NULL;
-    if (wanted.source < 0 || wanted.target < 0 || wanted.left < 0)
+    if (wanted.source < 0 || wanted.source > MOST_DESCRIPTOR || wanted.target < 0 || wanted.left < 0)
         return PyErr_Format(PyExc_ValueError, "descriptors %d and %d, %zd bytes left", wanted.source,
                             wanted.target, wanted.left);
     struct pair *pair = PyMem_RawMalloc(sizeof *pair);

@@ -65,7 +65,7 @@ def dispatched(
         dispatch.find()
         dispatch.prepare(plan)
         return dispatch.pools, dispatch.begin
-    server = ServerAddress(spec.base_url)
+    server = ServerAddress(spec.base_url, spec.access)
     server.resolve()
     prepare(spec, plan, server)
     return [ConnectionPool(server, loop)], InFlightRequest

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, prompt_key
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
@@ -111,7 +111,9 @@ class DirectDispatch:
         fields: dict[int, AroundPrompt] = {}
         for request in plan:
             if request.output_len not in fields:
-                fields[request.output_len] = AroundPrompt(completion_fields(self._spec, request.output_len))
+                fields[request.output_len] = AroundPrompt(
+                    completion_fields(self._spec, request.output_len), prompt_key(self._spec.path)
+                )
             around = fields[request.output_len]
             # Round robin by the place in the plan, so that workers together go round as one does.
             d = self._decodes[request.index % len(self._decodes)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from typing import Final
 
@@ -37,20 +36,22 @@ class DirectBackend:
 
 def asked_engine_id(backend: DirectBackend, timeout_s: float) -> str:
     """The engine id that a prefill server's bootstrap address names. Raises ServerError on timeout."""
-    where = ServerAddress(backend.spec.bootstrap_url)
+    import httpx  # a tenth of a second, which only who asks need wait for
+
+    from kvbench.hosts import web
+
+    ServerAddress(backend.spec.bootstrap_url)  # an InputError for what is no URL
+    url = httpx.URL(backend.spec.bootstrap_url).join("/query")
     deadline = time.monotonic() + timeout_s
     while True:
-        connection = http.client.HTTPConnection(where.host, where.port, timeout=BOOTSTRAP_ANSWER_S)
         try:
-            connection.request("GET", "/query")
-            answer = connection.getresponse()
-            body = answer.read(MAX_ANSWER_BYTES)
-            engine_id = engine_id_in(body) if answer.status == 200 else ""
-            problem = f"status {answer.status}" if answer.status != 200 else "the answer carries no engine_id"
-        except (OSError, http.client.HTTPException) as error:
+            with web.client(timeout_s=BOOTSTRAP_ANSWER_S) as client:
+                answer = client.get(url)
+            engine_id = engine_id_in(answer.content) if answer.status_code == 200 else ""
+            lacking = "the answer carries no engine_id"
+            problem = lacking if answer.status_code == 200 else f"status {answer.status_code}"
+        except httpx.HTTPError as error:
             engine_id, problem = "", str(error) or type(error).__name__
-        finally:
-            connection.close()
         if engine_id:
             return engine_id
         if time.monotonic() > deadline:

@@ -7,11 +7,11 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from kvbench.processes.common.timeslice import run_queue_wait_s
 from kvbench.processes.loadgen.sockets.compiled import WAY
 
 BEAT_S: Final = 0.01
@@ -34,14 +34,14 @@ class GeneratorFigures:
         self._worst_s = 0.0
         self._began = time.monotonic()
         self._cpu = time.process_time()
-        self._waited = _run_queue_wait_s()
+        self._waited = run_queue_wait_s()
         self._collections = _collections()
 
     def begin(self) -> None:
         """The trial starts now."""
         self._began = time.monotonic()
         self._cpu = time.process_time()
-        self._waited = _run_queue_wait_s()
+        self._waited = run_queue_wait_s()
         self._collections = _collections()
 
     def beat(self, lag_s: float) -> None:
@@ -83,7 +83,7 @@ class GeneratorFigures:
             **_doubts("first_error", self._first_doubts_ns, len(self._first_doubts_ns)),
             "loop_stalls": sum(lag > STALL_S for lag in self._beat_lags_s),
             "cpu_share": round(cpu_s / wall_s, 4),
-            "run_queue_wait_share": round((_run_queue_wait_s() - self._waited) / wall_s, 4),
+            "run_queue_wait_share": round((run_queue_wait_s() - self._waited) / wall_s, 4),
             "cpu_s": round(cpu_s, 4),
             "chunks": self.chunks,
             "reads": reads,
@@ -120,11 +120,3 @@ def _doubts(name: str, doubts_ns: array[int], of: int) -> dict[str, float]:
 
 def _collections() -> int:
     return sum(generation["collections"] for generation in gc.get_stats())
-
-
-def _run_queue_wait_s() -> float:
-    """Seconds this process was ready to run but had no core (second field of schedstat, nanoseconds)."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0

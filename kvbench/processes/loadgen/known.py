@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
 from kvbench.processes.loadgen.sockets.compiled import READS
-from kvbench.processes.loadgen.stream import StreamReader
+from kvbench.processes.loadgen.stream import StreamReader, text_in
 
 EVENT_END: Final = b"\n\n\r\n"
 """Where an event's end and a chunk's end meet."""
@@ -17,8 +18,9 @@ MAX_LENGTHS: Final = 64
 """Lengths of chunks for which the beginning is remembered."""
 
 _HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
-_TEXT: Final = b'"text":"'
-_NAME: Final = b'"text"'
+_TEXTS: Final = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"', b'"arguments":"')
+"""What the text of a completion, or of a chat's delta, stands behind."""
+_PROBE: Final = "another text"
 _NEVER_KNOWN: Final = (b"completion_tokens", b"prompt_tokens", b"\\")
 _PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
 
@@ -135,21 +137,26 @@ class Known:
             self.before[length + len(EVENT_END)] = size + self.begin
 
     def _learn(self, event: bytes) -> None:
-        """Keeps what stands around the text of a token event.
+        """Keeps what stands around the text of a token event, found by putting another text there."""
+        text = self._stream.text.encode("utf-8", "surrogatepass")
+        for opening in _TEXTS:
+            start = event.find(opening + text + b'"') + len(opening)
+            end = start + len(text)
+            if start < len(opening) or text.translate(None, _PLAIN):
+                continue
+            if _reads_as_text(event[:start], event[end:]):
+                self.begin, self.after = event[:start], event[end:] + EVENT_END
+                self.before.clear()
+                return
 
-        In JSON that was decoded, the last quote of ``"text":"`` always opens a string: the one before it
-        cannot be escaped, so it ends a name, or else it would begin a string that the last one ends, and
-        then ``text`` would stand outside of any.
-        """
-        start = event.find(_TEXT) + len(_TEXT)
-        end = event.find(b'"', start)
-        if start < len(_TEXT) or end < 0 or event[start:end].translate(None, _PLAIN):
-            return
-        # An answer's text is the only one of that name, or else an empty one here need not be an empty event.
-        if event.count(_NAME) != 1 or event[start:end].decode() != self._stream.text:
-            return
-        self.begin, self.after = event[:start], event[end:] + EVENT_END
-        self.before.clear()
+
+def _reads_as_text(begin: bytes, after: bytes) -> bool:
+    """Whether all text of such an event is what stands between these two."""
+    try:
+        event = json.loads(begin[5:] + _PROBE.encode() + after)
+        return text_in(event["choices"]) == _PROBE
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.chat_prompts import WORDS, messages_json
 from kvbench.core.load.prompts import PromptShape, token_prompts
+from kvbench.core.plan.dispatch import prompt_key
 from kvbench.errors import InputError
-from kvbench.hosts.api_key import bearer
+from kvbench.hosts.server_access import access_headers
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
 
@@ -42,8 +44,10 @@ class PlannedRequest:
 @dataclass(frozen=True)
 class _Wanted:
     offset_s: float
+    input_len: int
     output_len: int
     prompt: NDArray[np.int32]
+    """Token ids, or the words of a chat's message."""
 
 
 def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
@@ -51,16 +55,16 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
 
     Raises InputError.
     """
-    encoder = _Encoder(spec.vocab_size)
+    encode = _Encoder(spec.vocab_size).encode if spec.chat is None else _message
     run = uuid.uuid4().hex[:12]
     return [
         PlannedRequest(
             index=index,
             request_id=f"kvb-{run}-{index}",
             offset_s=wanted.offset_s,
-            input_len=len(wanted.prompt),
+            input_len=wanted.input_len,
             output_len=wanted.output_len,
-            prompt=encoder.encode(wanted.prompt),
+            prompt=encode(wanted.prompt),
         )
         for index, wanted in _share(spec)
     ]
@@ -71,13 +75,15 @@ def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
         yield from _traced(spec)
         return
     offsets = (
-        spec.offsets_s
+        # Of a closed loop none is known before a slot is free.
+        ([0.0] * spec.num_requests if spec.concurrency else spec.offsets_s)
         or planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed).tolist()
     )
-    shape = PromptShape(spec.input_len, spec.vocab_size, spec.shared_prefix_len)
+    length, vocabulary = _words(spec, spec.input_len)
+    shape = PromptShape(length, vocabulary, spec.shared_prefix_len)
     prompts = token_prompts(spec.num_requests, shape, spec.seed)
     for index in range(spec.worker, spec.num_requests, spec.workers):
-        yield index, _Wanted(offsets[index], spec.output_len, prompts[index])
+        yield index, _Wanted(offsets[index], spec.input_len, spec.output_len, prompts[index])
 
 
 def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
@@ -91,8 +97,18 @@ def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
         before_s = float(offset_s)
         input_len, output_len = _length(row, "input_len", where), _length(row, "output_len", where)
         if index % spec.workers == spec.worker:
-            ids = traced_prompt(input_len, row.get("blocks"), spec.seed, index, spec.vocab_size)
-            yield index, _Wanted(before_s, output_len, np.asarray(ids, np.int32))
+            length, vocabulary = _words(spec, input_len)
+            ids = traced_prompt(length, row.get("blocks"), spec.seed, index, vocabulary)
+            yield index, _Wanted(before_s, input_len, output_len, np.asarray(ids, np.int32))
+
+
+def _words(spec: LoadSpec, input_len: int) -> tuple[int, int]:
+    """How many there are of a prompt, tokens or words of a message, and of how many kinds."""
+    return (input_len, spec.vocab_size) if spec.chat is None else (spec.chat.words(input_len), len(WORDS))
+
+
+def _message(words: NDArray[np.int32]) -> bytes:
+    return messages_json(words.tolist())
 
 
 def _length(row: Mapping[str, Any], name: str, where: str) -> int:
@@ -151,7 +167,7 @@ def completion_fields(spec: LoadSpec, output_len: int) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         **spec.extra_body,
     }
-    body.pop("prompt", None)
+    body.pop(prompt_key(spec.path), None)
     return body
 
 
@@ -160,8 +176,7 @@ def request_headers(spec: LoadSpec, request_id: str) -> dict[str, str]:
     return {
         "content-type": "application/json",
         "accept": "text/event-stream",
-        **spec.headers,
-        **bearer(spec.api_key_env),
+        **access_headers(spec.access),
         "x-request-id": request_id,
     }
 
@@ -171,7 +186,7 @@ def request_parts(
 ) -> tuple[bytes, ...]:
     """A whole request in pieces, so that the long prompt is neither copied nor encoded again."""
     text = json.dumps(fields, separators=(",", ":"))
-    before = f'{text[:-1]},"prompt":'.encode()
+    before = f'{text[:-1]},"{prompt_key(path)}":'.encode()
     length = len(before) + len(prompt) + 1
     return server.head(path, headers, length) + before, prompt, b"}"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
-from kvbench.hosts.api_key import hidden
+from kvbench.hosts.server_access import hidden, variables
+from kvbench.processes.loadgen.closed_loop import ClosedLoop
 from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
 from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
@@ -96,6 +98,7 @@ class LoadRun:
         self._waiting: dict[HttpRequestOwner, InFlightRequest] = {}
         self._work: deque[HttpRequest] = deque()
         self._close: set[HttpRequest] = set()
+        self._slots = ClosedLoop(plan, spec.slots, spec.duration_s) if spec.slots else None
         self._stopped = False
         self._grace_ends = float("inf")
 
@@ -134,11 +137,15 @@ class LoadRun:
         self._alarm.close()
         return {
             "event": "end",
-            "reason": "stopped" if self._stopped else "complete",
+            # Of a closed loop whose time is up, not all of the plan was sent.
+            "reason": "stopped" if self._stopped else "complete" if self._whole() else "over",
             "duration_s": round(duration_s, 6),
             "started_unix_s": started_unix_s,
             "client": client,
         }
+
+    def _whole(self) -> bool:
+        return self._slots is None or len(self.records) == len(self._plan)
 
     def last_lines(self) -> list[dict[str, Any]]:
         """After the run: the progress lines that have to be printed before the end event."""
@@ -158,7 +165,7 @@ class LoadRun:
             scheduled = self._start + planned.offset_s
             if scheduled < self._due:
                 self._due, self._wake = scheduled, scheduled - self._early_s
-            if self._ahead is None:
+            if self._ahead is None and scheduled < math.inf:
                 self._ahead = self._begin(self, planned, scheduled)
         if not self._busy:
             self._alarm.set(self._wake)
@@ -204,6 +211,8 @@ class LoadRun:
             self._alarm.clear()  # the pauses are short enough, and a timer costs as much as ten reads
         self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
         self._reads = 0
+        if self._slots is not None and self._slots.is_over(now - self._start):
+            self._next = len(self._plan)
         if self.clock.stepped():
             for request in list(self._in_flight):
                 for http_request in request.http_requests:
@@ -309,12 +318,15 @@ class LoadRun:
         self._waiting.pop(request, None)
         record = request.settle(self._start)
         if record.error_detail:
-            record.error_detail = hidden(record.error_detail, self._spec.api_key_env)
+            record.error_detail = hidden(record.error_detail, variables(self._spec.access))
         self.figures.chunks += request.chunks
         if request.chunks and request.stream is not None:
             answer = request.stream.answer
             self.figures.doubted(answer.doubts_ns, answer.first_doubt_ns)
         self._counts.settled(request, record)
+        if self._slots is not None:
+            self._slots.freed(time.monotonic() - self._start, failed=not record.ok)
+            self._arm()
 
     def _state(self, now: float) -> dict[str, Any]:
         return {

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.core.access import ServerAccess
+from kvbench.core.load.chat_prompts import ChatLength
+from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.errors import InputError
 
 
@@ -33,14 +36,17 @@ class LoadSpec:
     output_len: int
     vocab_size: int
     records_path: str
-    path: str = "/v1/completions"
+    path: str = COMPLETIONS
     burstiness: float = 1.0
     timeout_s: float = 30.0
     stop_grace_s: float = 0.0
     shared_prefix_len: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    """``${NAME}`` in a value is that environment variable's."""
     api_key_env: str = ""
     """The environment variable whose value goes into each request's Authorization header."""
+    ca_file: str = ""
+    insecure: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
     slo: dict[str, Any] = field(default_factory=dict)
     progress_interval_s: float = 0.25
@@ -52,8 +58,28 @@ class LoadSpec:
     """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
     offsets_s: list[float] = field(default_factory=list)
     """The planned sends in seconds, ascending, where they are not those of a rate."""
+    concurrency: int = 0
+    """A closed loop: so many requests are under way at any time, and each that ends lets the next one in. 0:
+    requests are sent at their planned times, however many are under way."""
+    duration_s: float = 0.0
+    """After so long no further request is let in; 0: all are."""
+    chat_overhead_tokens: float = 0.0
+    chat_tokens_per_word: float = 1.0
+    """Of a chat: how the words of its message become prompt tokens."""
     direct: Any = None
     """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
+
+    @property
+    def access(self) -> ServerAccess:
+        """What requests carry, and whose certificate is believed."""
+        return ServerAccess(self.api_key_env, self.headers, self.ca_file, self.insecure)
+
+    @property
+    def chat(self) -> ChatLength | None:
+        """How long a message is to be; None: prompts are token ids."""
+        if self.path != CHATS:
+            return None
+        return ChatLength(self.chat_overhead_tokens, self.chat_tokens_per_word)
 
     def limits(self) -> LatencyLimits:
         """The SLO of the progress lines. Raises InputError."""
@@ -77,15 +103,20 @@ class LoadSpec:
             raise InputError(f"progress_interval_s must be above 0, it is {self.progress_interval_s}")
         if not 0 <= self.worker < self.workers:
             raise InputError(f"worker must be 0 to {self.workers - 1}, it is {self.worker}")
-        if "chat" in self.path:
-            raise InputError(
-                f"{self.path} takes no token ids", hint="use /v1/completions, which every such server has"
-            )
+        if self.concurrency and self.concurrency < self.workers:
+            raise InputError(f"concurrency {self.concurrency} is less than the {self.workers} workers")
         if self.offsets_s and not self._offsets_fit():
             raise InputError(f"the spec: offsets_s must be {self.num_requests} ascending times in seconds")
         if self.direct is not None and not isinstance(self.direct, dict):
             raise InputError("the spec: 'direct' must be an object, or null")
+        if not self.chat_tokens_per_word > 0:
+            raise InputError(f"chat_tokens_per_word must be above 0, it is {self.chat_tokens_per_word}")
         self.limits()
+
+    @property
+    def slots(self) -> int:
+        """This worker's share of ``concurrency``; 0 where there is no closed loop."""
+        return self.concurrency // self.workers + (self.worker < self.concurrency % self.workers)
 
     def _offsets_fit(self) -> bool:
         numbers = all(
@@ -101,6 +132,8 @@ class LoadSpec:
 
         It is what the SLO would have under way, and half more.
         """
+        if self.concurrency:
+            return min(requests, self.slots)
         limits = self.limits()
         lasting_s = ((limits.ttft_ms or 1000.0) + (limits.tpot_ms or 50.0) * self.output_len) / 1000.0
         rate = requests / seconds if seconds > 0 else math.inf

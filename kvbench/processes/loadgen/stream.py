@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import MutableSequence
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from zlib import crc32
 
+from kvbench.core.foreign_text import visible
 from kvbench.core.records import RequestError
 
 MAX_DETAIL_CHARS: Final = 300
-MAX_EVENT_BYTES: Final = 8 << 20
+MAX_EVENT_BYTES: Final = 1 << 20
 """Of one event that has not ended. One of 10,000 tokens with their logprobs has a quarter of that."""
 MAX_EVENT_LINES: Final = 100_000
 _DECODE: Final = json.JSONDecoder().decode
 """As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
-_DELTAS: Final = ("content", "reasoning_content", "reasoning")
 MAX_TOKENS: Final = 2**31 - 1
 """A usage that reports more is none."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
@@ -24,8 +24,8 @@ _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 
 
 def clipped(data: bytes | str) -> str:
-    """Server's words, short enough for a record."""
-    text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
+    """Server's words, without what a terminal obeys, and short enough for a record."""
+    text = visible(data.decode("utf-8", "replace") if isinstance(data, bytes) else data)
     return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"
 
 
@@ -231,10 +231,24 @@ def text_in(choices: Any) -> str:
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict):
             delta = choice.get("delta")
-            pieces = [choice.get("text")]
-            pieces += [delta.get(name) for name in _DELTAS] if isinstance(delta, dict) else []
+            pieces = [choice.get("text"), *(_of_delta(delta) if isinstance(delta, dict) else ())]
             parts += [text for text in pieces if isinstance(text, str)]
     return "".join(parts)
+
+
+def _of_delta(delta: dict[str, Any]) -> Iterator[Any]:
+    """What a chat's delta brings: of the answer, of the reasoning before it, of a tool's call, a refusal."""
+    yield delta.get("content")
+    reasoning = delta.get("reasoning")
+    # vLLM up to 0.13 has the same text under both names.
+    yield reasoning if isinstance(reasoning, str) else delta.get("reasoning_content")
+    yield delta.get("refusal")
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield function.get("name")
+            yield function.get("arguments")
 
 
 def error_in(event: dict[str, Any]) -> str:

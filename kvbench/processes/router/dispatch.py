@@ -75,7 +75,7 @@ class Dispatch:
         # Each process goes round by itself; they begin at different servers.
         self.next_prefill = _round(self.prefills, metrics.process)
         self.next_decode = _round(self.decodes, metrics.process)
-        self.liar = Liar(spec.lie, self.connector) if spec.lie else None
+        self.liar = Liar(spec.lie, self.connector, metrics) if spec.lie else None
         self.deadlines = Deadlines(spec.request_timeout_s)
         self.metrics = metrics
         self.spans = spans

@@ -10,22 +10,29 @@ from kvbench.connectors.base import Connector
 from kvbench.processes.http1 import ReceivedRequest, answer_of, error_body
 from kvbench.processes.router.backend_request import BackendError
 from kvbench.processes.router.body import ClientBody
+from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.spec import RouterBackend
 
 QUIET: Final = 4
 """The first requests, which check the outputs, are handled honestly."""
 RETRY_EVERY: Final = 5
 DROP_EVERY: Final = 4
+STARVED_LAG_S: Final = 0.2
+"""What a router without a core was seen to be late by."""
 CONTENT_TYPE: Final = "application/json"
 
 
 class Liar:
     """Tells one lie; ``before`` is asked once for each request that is about to be sent to P and D."""
 
-    def __init__(self, lie: str, connector: Connector) -> None:
+    def __init__(self, lie: str, connector: Connector, metrics: RouterMetrics) -> None:
         self._lie = lie
         self._connector = connector
+        self._metrics = metrics
         self._count = 0
+        if lie == "starved_router":
+            waited_s = metrics.waited_s
+            metrics.waited_s = lambda: waited_s() + STARVED_LAG_S * self._count
 
     async def before(
         self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend | None
@@ -33,6 +40,8 @@ class Liar:
         """The prefill server to send it to in truth; None: to D alone. Raises BackendError to fail it."""
         self._count += 1
         late = self._count - QUIET
+        if self._lie == "starved_router":
+            self._metrics.observe("loop_lag_seconds", STARVED_LAG_S)
         if self._lie == "decode_only" and late > 0:
             return None
         if self._lie == "router_drops" and late > 0 and late % DROP_EVERY == 0:

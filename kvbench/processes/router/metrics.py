@@ -10,6 +10,7 @@ lock, no message, and what a scrape shows is true whichever process the kernel g
 | ``stream_compiled_reads_total`` | those of the reads that compiled code did |
 | ``prefill_seconds``, ``handoff_seconds``, ``decode_first_byte_seconds``, ``request_seconds`` | times |
 | ``cpu_seconds_total{process}`` | user and system time; one process cannot use more than one second each |
+| ``run_queue_wait_seconds_total`` | time in which a process was ready to run and had no core |
 | ``loop_lag_seconds`` | how late a timer of each process came, taken every ``BEAT_S`` |
 | ``processes`` | how many processes share the port |
 """
@@ -20,13 +21,14 @@ import asyncio
 import mmap
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvbench.processes.common.timeslice import run_queue_wait_s
 from kvbench.processes.http1 import ChunkWatch
 from kvbench.processes.router.backend_request import Timing
 
@@ -61,7 +63,7 @@ BOUNDS_S: Final = (
 _SLOTS: Final = (
     *COUNTERS,
     *(f"error {name}" for name in ERRORS),
-    *("in_flight", "cpu_seconds", "ready"),
+    *("in_flight", "cpu_seconds", "wait_seconds", "ready"),
     *(f"{name} {slot}" for name in HISTOGRAMS for slot in ("sum", *range(len(BOUNDS_S) + 1))),
 )
 _AT: Final = {name: index for index, name in enumerate(_SLOTS)}
@@ -79,6 +81,7 @@ class RouterMetrics:
 
     def __init__(self, processes: int = 1) -> None:
         self.processes = processes
+        self.waited_s: Callable[[], float] = run_queue_wait_s
         # Anonymous and shared: the processes that are forked later see the same memory.
         self._table = memoryview(mmap.mmap(-1, 8 * len(_SLOTS) * processes)).cast("d")
         self.write_as(0)
@@ -168,6 +171,11 @@ class RouterMetrics:
         for process in range(self.processes):
             cpu.add_metric([str(process)], self._table[process * len(_SLOTS) + _AT["cpu_seconds"]])
         yield cpu
+        yield CounterMetricFamily(
+            f"{PREFIX}run_queue_wait_seconds",
+            "Ready to run, but without a core.",
+            value=self._sum("wait_seconds"),
+        )
         for name, text in HISTOGRAMS.items():
             yield self._histogram(name, text)
 
@@ -184,3 +192,4 @@ class RouterMetrics:
 
     def _note_cpu(self) -> None:
         self._row[_AT["cpu_seconds"]] = time.process_time()
+        self._row[_AT["wait_seconds"]] = self.waited_s()

@@ -32,7 +32,7 @@ from typing import Any, NoReturn, cast
 from kvbench import transfer
 from kvbench.errors import KvbenchError, MissingLibraryError
 from kvbench.processes.transfer_worker.loop import LOG_LINES_IN_ERRORS, WorkerLoop
-from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
+from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket
 from kvbench.transfer.parts.nativelog import NativeLog
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -88,6 +88,16 @@ def mark_ranges(endpoint: Endpoint) -> None:
     marked.poll, marked.release = marked_poll, marked_release
 
 
+def opened(backend: Backend, options: dict[str, Any]) -> Endpoint:
+    """The endpoint; with the option ``memory: cuda`` over memory of the first GPU that CUDA shows."""
+    if options.get("memory", "host") == "host":
+        return backend.open(options)
+    from kvbench.processes.transfer_worker.memory import gpu_of_turn
+    from kvbench.processes.transfer_worker.staged import StagedEndpoint
+
+    return StagedEndpoint(backend.open(options), gpu_of_turn(0))
+
+
 def host(spec: dict[str, Any]) -> NoReturn:
     """Open the endpoint that the spec describes and serve it until the end."""
     die_with_parent(int(spec["parent_pid"]))
@@ -99,7 +109,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
         layout = Layout(**spec["layout"])
         backend = transfer.get(spec["backend"])
         pool = mmap.mmap(int(spec["pool_fd"]), layout.nbytes)
-        endpoint = backend.open(spec["options"])
+        endpoint = opened(backend, spec["options"])
         endpoint.native_log = log.lines
         mark_ranges(endpoint)
         endpoint.register(ctypes.addressof(ctypes.c_char.from_buffer(pool)), layout)

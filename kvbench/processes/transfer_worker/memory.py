@@ -97,15 +97,9 @@ class CudaMemory(Memory):
     """
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise InputError(
-                "GPU memory needs NVIDIA's driver: libcuda.so.1 does not load", hint=f"{error}"
-            ) from error
+        self._cuda = _driver()
         self.nbytes = nbytes
         handle, context = ctypes.c_int(), ctypes.c_void_p()
-        self._do("cuInit", 0)
         self._do("cuDeviceGet", ctypes.byref(handle), device)
         # The primary context is the one that other libraries of this process use as well.
         self._do("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
@@ -125,11 +119,7 @@ class CudaMemory(Memory):
         )
 
     def _do(self, call: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, call)(*arguments)
-        if code:
-            name = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(name))
-            raise TransferError(f"{call} returned {(name.value or b'an unknown error').decode()} ({code})")
+        _called(self._cuda, call, *arguments)
 
     def put(self, offset: int, data: Bytes) -> None:
         whole = np.ascontiguousarray(data)
@@ -143,6 +133,35 @@ class CudaMemory(Memory):
         here = ctypes.c_void_p(copy.ctypes.data)
         self._do("cuMemcpyDtoH_v2", here, ctypes.c_uint64(self.address + offset), ctypes.c_size_t(nbytes))
         return copy
+
+
+def gpu_of_turn(turn: int) -> int:
+    """The GPU of a worker, by turns, among those that CUDA shows to this process. Raises InputError."""
+    cuda, count = _driver(), ctypes.c_int()
+    _called(cuda, "cuDeviceGetCount", ctypes.byref(count))
+    if not count.value:
+        raise InputError("CUDA shows no GPU to this process", hint="see CUDA_VISIBLE_DEVICES")
+    return turn % count.value
+
+
+def _driver() -> ctypes.CDLL:
+    """NVIDIA's driver library, initialised. Raises InputError where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise InputError(
+            "GPU memory needs NVIDIA's driver: libcuda.so.1 does not load", hint=f"{error}"
+        ) from error
+    _called(cuda, "cuInit", 0)
+    return cuda
+
+
+def _called(cuda: ctypes.CDLL, call: str, *arguments: Any) -> None:
+    code = getattr(cuda, call)(*arguments)
+    if code:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        raise TransferError(f"{call} returned {(name.value or b'an unknown error').decode()} ({code})")
 
 
 def allocate(kind: str, nbytes: int, device: int = 0) -> Memory:

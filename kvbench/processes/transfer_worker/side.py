@@ -27,11 +27,15 @@ class MeasuredSide:
         self._log = log
         self._backend = transfer.get(str(spec["backend"]))
         options = {"role": str(spec["role"]), **spec["options"]}
+        device = 0
+        if spec["memory"] == "cuda":
+            turn = int(options.pop("gpu_turn", 0))
+            device = int(options.setdefault("cuda_device", memory.gpu_of_turn(turn)))
         # Read by the library when it is loaded; a prefix command may not pass the environment on.
         os.environ.update(self._backend.env(options))
         self._layout = Layout(**spec["layout"])
         self._content = memory.Content(int(spec["seed"]), int(spec["side"]))
-        self._memory = memory.allocate(str(spec["memory"]), self._layout.nbytes)
+        self._memory = memory.allocate(str(spec["memory"]), self._layout.nbytes, device)
         self._id = os.urandom(8).hex()
         self._tickets: list[Ticket] = []
         began = time.perf_counter()

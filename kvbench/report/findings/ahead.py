@@ -1,4 +1,5 @@
-"""Who is ahead, by rule: two rates are ordered only where their intervals are apart.
+"""Who is ahead, by rule: two rates are ordered only where the posteriors of their searches put one above the
+other almost surely, and both searches have converged.
 
 Rates of unequal numbers of engines (GPUs, where those are known) are no order: of these the rates per engine
 are compared, and are called so.
@@ -10,20 +11,23 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
+from typing import NamedTuple
 
+from kvbench.core.findings.possible_rates import AHEAD
 from kvbench.core.plan.engine_count import Unit, counted, unequal
 from kvbench.report.tables.numbers import number
-from kvbench.report.tables.result import Answer, Row
+from kvbench.report.tables.result import Row
 
 
 @dataclass(frozen=True)
 class RatePair:
     """Two rows of one input length. ``ratio`` is None where one cannot be told from the other.
 
-    ``ratio`` compares the two rates; ``low`` and ``high`` are what the two intervals allow. A ratio of
-    infinity means that no tested rate of the other met the SLO. ``per``: "engine" or "GPU" where the two have
-    unequal numbers of them, ``counts``, None if not known; the three figures are then of the rates per
-    engine or GPU.
+    ``ratio`` compares the two rates, which are ordered as said with the probability ``sure``; ``low`` to
+    ``high`` holds it with a probability of 90 %. A ratio of infinity means that no tested rate of the other
+    met the SLO. ``per``: "engine" or "GPU" where the two have unequal numbers of them, ``counts``, None if
+    not known; the figures are then of the rates per engine or GPU. ``unconverged``: which of the two
+    searches did not come to their end; then there are no figures.
     """
 
     input_len: int
@@ -35,9 +39,13 @@ class RatePair:
     high: float | None = None
     per: Unit | None = None
     counts: tuple[int | None, int | None] = (None, None)
+    sure: float | None = None
+    unconverged: tuple[str, ...] = ()
 
     def text(self) -> str:
         """One clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
+        if self.unconverged:
+            return unconverged_text([self])
         return self.relation() if self.per is None else unequal_text([self])
 
     def relation(self) -> str:
@@ -73,12 +81,20 @@ def unequal_text(found: Sequence[RatePair]) -> str:
     return "; ".join(clauses)
 
 
+def unconverged_text(found: Sequence[RatePair]) -> str:
+    """What is said of all pairs of one length of which a search did not converge."""
+    names = list(dict.fromkeys(name for each in found for name in each.unconverged))
+    searches = "the search" if len(names) == 1 else "the searches"
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return f"cannot be told: {searches} of {listed} did not converge"
+
+
 def _many(count: int | None, unit: Unit) -> str:
     return f"an unknown number of {unit}s" if count is None else counted(count, unit)
 
 
 def rate_pairs(rows: Sequence[Row]) -> list[RatePair]:
-    """Each pair of rows with an answer, per input length: ordered only where their intervals are apart."""
+    """Each pair of rows with an answer, per input length: ordered only where that is almost sure."""
     found = []
     known = [row for row in rows if row.outcome in ("found", "at_least", "none")]
     known.sort(key=lengths)
@@ -96,58 +112,57 @@ def by_lengths(found: Iterable[RatePair]) -> dict[tuple[int, int], list[RatePair
     return groups
 
 
-def parted(found: Iterable[RatePair]) -> tuple[list[RatePair], list[RatePair], list[RatePair]]:
-    """Those that are ordered, those that cannot be told apart, and those of unequal size."""
-    found = list(found)
-    fair = [each for each in found if each.per is None]
-    return (
-        [each for each in fair if each.ratio is not None],
-        [each for each in fair if each.ratio is None],
-        [each for each in found if each.per is not None],
-    )
+class Parted(NamedTuple):
+    """Pairs by what can be said of them."""
+
+    ordered: list[RatePair]
+    alike: list[RatePair]
+    """Of equal size, and neither is surely ahead."""
+    unequal: list[RatePair]
+    unconverged: list[RatePair]
+
+
+def parted(found: Iterable[RatePair]) -> Parted:
+    """The pairs by what can be said of them."""
+    parts = Parted([], [], [], [])
+    for each in found:
+        if each.unconverged:
+            parts.unconverged.append(each)
+        elif each.per is not None:
+            parts.unequal.append(each)
+        else:
+            (parts.alike if each.ratio is None else parts.ordered).append(each)
+    return parts
 
 
 def _compared(one: Row, other: Row) -> RatePair:
     unit = unequal(one.size, other.size)
-    if unit is None:
-        return RatePair(*lengths(one), one.name, other.name, *_ratios(one.answer, other.answer))
-    # Whoever has the higher rate per engine stands first.
-    one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
-    counts = one.size.count(unit), other.size.count(unit)
-    ratios: tuple[float | None, float | None, float | None] = (None, None, None)
-    if counts[0] and counts[1]:
-        ratios = _ratios(_divided(one.answer, counts[0]), _divided(other.answer, counts[1]))
-    return RatePair(*lengths(one), one.name, other.name, *ratios, per=unit, counts=counts)
+    if unit is not None:
+        # Whoever has the higher rate per engine stands first.
+        one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
+    pair = RatePair(*lengths(one), one.name, other.name, per=unit)
+    if unconverged := tuple(row.name for row in (one, other) if not row.answer.sure):
+        return replace(pair, unconverged=unconverged)
+    counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))
+    pair = pair if unit is None else replace(pair, counts=counts)
+    return _with_ratio(pair, one, other, counts[0] or 0, counts[1] or 0)
 
 
-def _divided(answer: Answer, count: int) -> Answer:
-    rate, lower, upper = (
-        None if value is None else value / count
-        for value in (answer.max_request_rate, answer.lower, answer.upper)
-    )
-    return replace(answer, max_request_rate=rate, lower=lower, upper=upper)
-
-
-def _ratios(one: Answer, other: Answer) -> tuple[float | None, float | None, float | None]:
-    one_low, one_high = _interval(one)
-    other_low, other_high = _interval(other)
-    if not one.max_request_rate or one_low <= other_high:
-        return None, None, None
-    if not other.max_request_rate:
-        return math.inf, None, None
-    return (
-        one.max_request_rate / other.max_request_rate,
-        one_low / other_high,
-        one_high / other_low if other_low else math.inf,
-    )
-
-
-def _interval(answer: Answer) -> tuple[float, float]:
-    """The interval with its open ends filled: nothing known below is 0, nothing known above infinity."""
-    if answer.outcome == "none":
-        return 0.0, answer.upper if answer.upper is not None else math.inf
-    lower = answer.lower if answer.lower is not None else 0.0
-    return lower, answer.upper if answer.upper is not None else math.inf
+def _with_ratio(pair: RatePair, one: Row, other: Row, count: int, other_count: int) -> RatePair:
+    """With the ratio of the rates of one unit, if the first is surely ahead. 0: its units are not known."""
+    if not count or not other_count or not one.answer.max_request_rate:
+        return pair
+    mine, others = one.answer.possible.divided(count), other.answer.possible.divided(other_count)
+    sure = mine.above(others)
+    if sure < AHEAD:
+        return pair
+    if not other.answer.max_request_rate:
+        return replace(pair, ratio=math.inf, sure=sure)
+    ratio = one.answer.max_request_rate / count / (other.answer.max_request_rate / other_count)
+    low, high = mine.ratio(others)
+    if ratio <= 1:
+        return pair
+    return replace(pair, ratio=ratio, low=min(low, ratio), high=max(high, ratio), sure=sure)
 
 
 def lengths(row: Row) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.records import Finding, TrialRecord
+from kvbench.report.findings.drift import drifts
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
 from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.tables.methods import method_tables
@@ -23,6 +24,9 @@ from kvbench.results.run import RunFolder
 
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
 
+OF_THE_MACHINE: Final = ("machine_disturbed", "host_starved")
+"""Gates by which a trial is refused that says nothing of the system."""
+
 
 def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statement]:
     """All findings of one run. ``rows``: its result table, where that is at hand."""
@@ -30,7 +34,14 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
         return transfer_statements(run.transfer_records())
     rows = summary_table(run) if rows is None else rows
     own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
-    found = [*conclusions([run]), *_bursts(run), *own, *warned(run, rows)]
+    found = [
+        *conclusions([run]),
+        *_bursts(run),
+        *own,
+        *disturbed(run),
+        *warned(run, rows),
+        *drifts(run, rows),
+    ]
     if not any(each.kind in ("ahead", "untold") for each in found):
         found += _alone(run, rows)
     return found
@@ -100,6 +111,27 @@ def refused(run: RunFolder) -> Iterable[Statement]:
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",
         places=tuple(trial.trial_id for trial in invalid), evidence=dict(causes),
     )  # fmt: skip
+
+
+def disturbed(run: RunFolder) -> Iterable[Statement]:
+    """Trials that others on the machine spoilt, with the worst of what was seen there."""
+    for gate in OF_THE_MACHINE:
+        found = [
+            (trial, finding)
+            for trial in run.trials
+            for finding in trial.findings
+            if finding.gate == gate and finding.level == "invalid"
+        ]
+        if not found:
+            continue
+        _, worst = max(found, key=lambda each: float((each[1].evidence or {}).get("other_cpu_share") or 0.0))
+        where = dict.fromkeys(f"{trial.cell.connector} at {trial.cell.input_len:,}" for trial, _ in found)
+        text = f"{len(found)} of {len(run.trials)} trials were refused by {gate} ({'; '.join(where)})"
+        yield Statement(
+            "suspicious", gate, f"{text}: {worst.message}", worst.advice, "warning",
+            tuple(trial.trial_id for trial, _ in found),
+            {trial.trial_id: each.evidence for trial, each in found},
+        )  # fmt: skip
 
 
 def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:

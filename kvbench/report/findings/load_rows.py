@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,22 +18,31 @@ from kvbench.core.findings.ahead import AXES
 from kvbench.core.findings.claims import Claim, read_claims
 from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
 from kvbench.core.findings.load_row import Axis, LoadRow, RowConditions, known_model, prefill_peaks
+from kvbench.core.findings.possible_rates import AHEAD
 from kvbench.core.physics.hardware import prefill_work
 from kvbench.core.plan.engine_count import size_in
 from kvbench.core.records import TrialRecord
 from kvbench.core.slo import Limit
 from kvbench.core.stats import sectioned
 from kvbench.errors import StoreError
-from kvbench.report.findings.ahead import RatePair, by_lengths, parted, rate_pairs, unequal_text
-from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.findings.ahead import (
+    RatePair,
+    by_lengths,
+    parted,
+    rate_pairs,
+    unconverged_text,
+    unequal_text,
+)
+from kvbench.report.tables.result import Row, interval_word, summary_table
 from kvbench.report.tables.trial_values import engine_word
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
-from kvbench.results.run import RunFolder, parquet_path
+from kvbench.results.run import RunFolder
 
 IMPORTED: Final = "imported"
 OFFERED: Final = (IMPORTED, "fixed", "equal_rate")
 SECTIONS: Final = 10
+UNCONVERGED_ADVICE: Final = "give the search more trials (search.max_trials), and look at its notes"
 LEAST_REQUESTS: Final = 100
 """Below so many requests no standard error is given: ten sections of ten."""
 _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error")
@@ -60,6 +67,7 @@ def searched_rows(run: RunFolder, name: str = "") -> list[LoadRow]:
             _row_of(run, trials[row.trial_id], name),
             answer=row.answer.text(),
             answer_rate=row.answer.max_request_rate,
+            answer_bounds=interval_word([row.answer]) if row.outcome in ("found", "unfinished") else "",
         )
         for row in summary_table(run)
         if row.trial_id and row.outcome != "one_rate"
@@ -88,7 +96,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
-        client_late=any(finding.gate == "client_limited" for finding in trial.findings),
+        client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
     )
 
 
@@ -120,6 +128,7 @@ def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name:
     asked = _connector_options(run, trial.cell.connector)
     deployment = resolved(run, "deployment")
     tp = deployment.get("tensor_parallel_size") if isinstance(deployment, Mapping) else None
+    tp = asked.get("tensor_parallel_size") or (tp if isinstance(tp, int) else None)
     protocol = settings.get("protocol") or asked.get("protocol")
     devices = [device for device in str(asked.get("device_name") or "").split(",") if device]
     nics = settings.get("nics") or (len(devices) or None)
@@ -188,29 +197,19 @@ def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
 def _errors(run: RunFolder, trial: TrialRecord) -> Mapping[str, float]:
     """Standard errors of the means of a trial's requests, by sections of neighbours."""
     try:
-        file = parquet_path(run.path, "requests", trial.trial_id)
-        return _errors_of(file, file.stat().st_mtime_ns)
-    except (OSError, StoreError):
+        read = run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
+    except StoreError:
         return {}
-
-
-@lru_cache(maxsize=4096)
-def _errors_of(file: Path, _changed_ns: int) -> Mapping[str, float]:
-    """Of one file as it was at a time: a report asks for it in each of its formats."""
-    import pandas as pd
-
-    frame = pd.read_parquet(file, columns=list(_REQUEST_COLUMNS))
-    frame = frame[(frame["error"] == "") & frame["first_token_s"].notna()]
-    if len(frame) < LEAST_REQUESTS:
+    kept = (read["error"] == "") & ~np.isnan(read["first_token_s"])
+    if kept.sum() < LEAST_REQUESTS:
         return {}
-    frame = frame.sort_values("scheduled_s")
-    first, last = frame["first_token_s"], frame["last_token_s"]
-    several = frame["output_len"] > 1
-    gaps = ((last - first) / (frame["output_len"] - 1).where(several))[several]
+    order = np.argsort(read["scheduled_s"][kept], kind="stable")
+    scheduled, first, last, tokens = (read[name][kept][order] for name in _REQUEST_COLUMNS if name != "error")
+    several = tokens > 1
+    gaps = (last - first)[several] / (tokens[several] - 1)
     errors = {}
-    values = {"mean_ttft_ms": (first - frame["scheduled_s"]) * 1e3, "mean_tpot_ms": gaps * 1e3}
-    for figure, data in values.items():
-        clean = np.asarray(data.dropna(), dtype=np.float64)
+    for figure, data in (("mean_ttft_ms", first - scheduled), ("mean_tpot_ms", gaps)):
+        clean = data[~np.isnan(data)] * 1e3
         if len(clean) >= LEAST_REQUESTS:
             errors[figure] = sectioned(clean, SECTIONS, None)[1]
     return errors
@@ -254,26 +253,31 @@ def default_axis(rows: Iterable[LoadRow]) -> str:
 
 
 def searched(rows: Sequence[Row]) -> list[Statement]:
-    """Who is ahead in the searched rates, from their intervals: a statement a length for all that is told
+    """Who is ahead in the searched rates, by their posteriors: a statement a length for all that is told
     apart, and one for all that is not.
     """
     found = []
     for (input_len, output_len), mine in by_lengths(rate_pairs(rows)).items():
         place = f"{input_len:,} in, {output_len:,} out"
-        ordered, alike, unfair = parted(mine)
-        if ordered:
-            text = f"{place}: highest request rate, {'; '.join(each.text() for each in ordered)}"
-            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(ordered)))
-        if alike:
-            names = "; ".join(f"{each.ahead} or {each.behind}" for each in alike)
-            text = f"{place}: highest request rate, {names}: cannot be told apart, their intervals overlap"
-            advice = "search more closely (search.precision), or repeat the search and compare the runs"
-            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(alike)))
-        if unfair:
-            text = f"{place}: highest request rate, {unequal_text(unfair)}"
-            found.append(
-                Statement("untold", "unequal_size", text, UNEQUAL_ADVICE, evidence=_compared(unfair))
+        parts = parted(mine)
+        if parts.ordered:
+            text = f"{place}: highest request rate, {'; '.join(each.text() for each in parts.ordered)}"
+            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(parts.ordered)))
+        if parts.alike:
+            names = "; ".join(f"{each.ahead} or {each.behind}" for each in parts.alike)
+            text = (
+                f"{place}: highest request rate, {names}: cannot be told apart, neither is the higher one "
+                f"with a probability of {AHEAD:.0%}"
             )
+            advice = "search more closely (search.precision), or repeat the search and compare the runs"
+            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(parts.alike)))
+        for rule, pairs, text, advice in (
+            ("unequal_size", parts.unequal, unequal_text(parts.unequal), UNEQUAL_ADVICE),
+            ("unconverged", parts.unconverged, unconverged_text(parts.unconverged), UNCONVERGED_ADVICE),
+        ):
+            if pairs:
+                words = f"{place}: highest request rate, {text}"
+                found.append(Statement("untold", rule, words, advice, evidence=_compared(pairs)))
     return found
 
 

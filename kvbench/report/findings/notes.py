@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvbench import engines
+from kvbench.core.findings.tcp_beside_rdma import tcp_beside_rdma
+from kvbench.core.findings.unequal_ranks import unequal_ranks
 from kvbench.core.metrics.limit import LIMIT_WORDS
-from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, unequal_text
+from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, unconverged_text, unequal_text
+from kvbench.report.findings.drift import drifts
 from kvbench.report.findings.findings import as_notes, refused, warned
 from kvbench.report.findings.unseen import unseen_gates
 from kvbench.report.tables.numbers import number
@@ -23,10 +27,18 @@ MOST_DIFFERENCES: Final = 5
 def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
     """Everything that limits what the rows of this run say, the weightiest first.
 
-    ``gates``: also what the gates found, where that does not stand under the findings.
+    ``gates``: also what the gates found, and drift, where that does not stand under the findings.
     """
-    found = [*_state(run), *_skipped(run), *_cells(rows), *_limits(rows), *unseen_gates(run, rows)]
-    return [*found, *as_notes([*refused(run), *warned(run, rows)])] if gates else found
+    found = [
+        *_state(run),
+        *_skipped(run),
+        *_over_tcp(run),
+        *_unequal(run, rows),
+        *_cells(rows),
+        *_limits(rows),
+        *unseen_gates(run, rows),
+    ]
+    return [*found, *as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)])] if gates else found
 
 
 def _state(run: RunFolder) -> Iterable[Note]:
@@ -82,6 +94,29 @@ def _skipped(run: RunFolder) -> Iterable[Note]:
         yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
 
 
+def _over_tcp(run: RunFolder) -> Iterable[Note]:
+    """Connectors of a real engine that were told to use TCP on hosts with RDMA."""
+    deployment = (run.plan.get("scenario") or {}).get("deployment") or {}
+    name = deployment.get("engine", "")
+    if name not in engines.names() or not engines.options_model(name).chooses_transport:
+        return
+    here, far = run.environment, run.environment.get("hosts") or {}
+    devices = {host: each.get("rdma") or () for host, each in far.items()} or {"": here.get("rdma") or ()}
+    inherited = {} if far else here.get("env") or {}
+    for label, processes in (run.plan.get("processes") or {}).items():
+        specs = [spec for process, spec in processes.items() if process != "router"]
+        commands = [(spec.get("argv") or (), {**inherited, **(spec.get("env") or {})}) for spec in specs]
+        if found := tcp_beside_rdma(label, commands, devices):
+            yield Note(found.message, found.advice)
+
+
+def _unequal(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
+    """Tensor parallel sizes that differ."""
+    labels = dict.fromkeys(row.cell.connector for row in rows if row.outcome != "skipped")
+    for found in unequal_ranks(run.plan, labels):
+        yield Note(found.message, found.advice)
+
+
 def _cells(rows: Sequence[Row]) -> Iterable[Note]:
     """One note per connector and reason, with the input lengths that it holds for."""
     lengths: dict[tuple[str, str, str], list[int]] = {}
@@ -124,18 +159,20 @@ def _said_of(row: Row) -> str:
 
 
 def ahead(rows: Sequence[Row]) -> list[str]:
-    """Who is ahead: one sentence per input length, from the intervals alone."""
+    """Who is ahead: one sentence per input length."""
     groups = by_lengths(rate_pairs(rows))
     several = len({output_len for _, output_len in groups}) > 1
     lines = []
     for (input_len, output_len), group in groups.items():
         where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
-        ordered, alike, unfair = parted(group)
-        sentences = [each.text() for each in ordered]
-        if alike:
-            names = (f"{each.ahead} and {each.behind}" for each in alike)
+        parts = parted(group)
+        sentences = [each.text() for each in parts.ordered]
+        if parts.alike:
+            names = (f"{each.ahead} and {each.behind}" for each in parts.alike)
             sentences.append(f"cannot be told apart: {', '.join(names)}")
-        if unfair:
-            sentences.append(unequal_text(unfair))
+        if parts.unequal:
+            sentences.append(unequal_text(parts.unequal))
+        if parts.unconverged:
+            sentences.append(unconverged_text(parts.unconverged))
         lines.append(f"{where}: {'; '.join(sentences)}")
     return lines

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 TEMPLATES: Final = Path(__file__).parents[1] / "templates"
+SERIES: Final = ("connector", "backend")
 _LONG_TEXT: Final = 60
 """Characters from which on a cell's text is broken into lines."""
 
@@ -31,14 +31,10 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
     import jinja2
     from markupsafe import Markup
 
-    pictures = [block.picture for section in report.of("html") for block in section.blocks if block.picture]
+    pictures = report.pictures("html").values()
     svgs = {each.name: svg for each in pictures if (svg := _svg(each, drawn)) is not None}
-    sections = [
-        replace(
-            section, blocks=[each for each in section.blocks if not each.picture or each.picture.name in svgs]
-        )
-        for section in report.of("html")
-    ]
+    sections = [section for section in report.shown("html", svgs) if section.blocks]
+    tables = [block.table for section in sections for block in section.blocks if block.table]
     script = (TEMPLATES / "report.js").read_text("utf-8").rstrip("\n")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(
@@ -50,8 +46,10 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
     return environment.get_template("report.html").render(
         report=report,
         title=report.titles["html"],
-        sections=[section for section in sections if section.blocks],
+        sections=sections,
         svgs=svgs,
+        series=list(dict.fromkeys(name for table in tables for name in series_of(table) if name)),
+        series_of=series_of,
         numeric_columns=numeric_columns,
         rows_of=rows_of,
         version=__version__,
@@ -82,6 +80,12 @@ def numeric_columns(table: Table) -> list[bool]:
         column.align == "right" or (not column.align and all(_leading(cells[place]) for cells in table.cells))
         for place, column in enumerate(table.columns)
     ]
+
+
+def series_of(table: Table) -> list[str]:
+    """Whose each row is, for a page that hides connectors (or backends); "" without a column of these."""
+    place = next((at for at, column in enumerate(table.columns) if column.title in SERIES), None)
+    return ["" if place is None else cells[place] for cells in table.cells]
 
 
 def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, str, str]]]:

@@ -5,12 +5,11 @@ Its colours become CSS variables, its ids unique in the page, and what no page n
 
 from __future__ import annotations
 
-import io
 import re
 from typing import TYPE_CHECKING, Final
 
 from kvbench.report.plots.breakdown import COLOURS
-from kvbench.report.plots.style import PALETTES, Palette, style
+from kvbench.report.plots.style import PALETTES, Palette, style, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,10 +52,8 @@ def _variable(colour: str) -> str:
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
     """A figure of the light theme as an ``<svg>`` element. ``name``: what its ids begin with."""
-    buffer = io.StringIO()
     with style(PALETTES["light"]):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return page_svg(buffer.getvalue(), name, alt)
+        return page_svg(svg_of(figure), name, alt)
 
 
 def page_svg(text: str, name: str, alt: str) -> str:

@@ -76,10 +76,10 @@ class Comparison:
 def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Comparison:
     """Compares the connectors of one run, or several runs; of two microbenchmarks each case they share.
 
-    Two searched rates are ordered only where their intervals are apart; two loads only where they were alike
-    and an interval of their ratio is known. ``by``: the axis by which loads are compared (connector, nics,
-    protocol, tp, run, …). Raises InputError for runs that are not comparable (another model, SLO, machine,
-    seed, …) unless ``force``.
+    Two searched rates are ordered only where one is the higher with a probability of 95 %, and both searches
+    converged; two loads only where they were alike and an interval of their ratio is known. ``by``: the axis
+    by which loads are compared (connector, nics, protocol, tp, run, …). Raises InputError for runs that are
+    not comparable (another model, SLO or workload) unless ``force``.
     """
     loaded = [load(member) for member in members]
     if not loaded or len(loaded) > len(_LETTERS):

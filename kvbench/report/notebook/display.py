@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from kvbench.core.foreign_text import markdown_words
 from kvbench.report.value import Block, Report
 from kvbench.results.provenance import SIMULATED
 
@@ -42,7 +43,7 @@ def html_of(report: Report) -> str:
     parts += [f"<br><small>{escape(origin)}</small>"] if origin else []
     parts += [f"<br><em>{escape(mark)}</em>"] if mark else []
     for block in blocks:
-        parts += [f"<p>{escape(block.words)}</p>"] if block.words else []
+        parts += [f"<p>{escape(block.about)}</p>"] if block.about else []
         if block.table is not None:
             parts.append(html_table(block.table.header, block.table.cells[:MOST_ROWS]))
         if block.notes:
@@ -57,7 +58,7 @@ def markdown_of(report: Report) -> str:
     (title, origin, mark), blocks = _head(report), _blocks(report)
     parts = [f"**{_plain(title)}**", _plain(origin), f"*{_plain(mark)}*" if mark else ""]
     for block in blocks:
-        parts.append(block.words)
+        parts.append(markdown_words(block.about))
         if block.table is not None:
             parts.append(markdown_table(block.table.header, block.table.cells[:MOST_ROWS]))
         parts.append("\n".join(f"- {_plain(note.text)}" for note in block.notes[:MOST_NOTES]))
@@ -79,4 +80,4 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _plain(text: str) -> str:
     """Words of others as text: no table cell ends in them, no HTML begins."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    return markdown_words(text).replace("|", "\\|").replace("\n", " ")

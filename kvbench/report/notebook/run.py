@@ -6,27 +6,20 @@ microbenchmark. What it does not have is missing, never invented.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from kvbench.core.records import Method
-from kvbench.errors import InputError
 from kvbench.report.notebook import frames, request_frames
 from kvbench.report.notebook.display import html_of, markdown_of
+from kvbench.report.notebook.plots import Plots
 from kvbench.report.sections.build import build
 from kvbench.report.tables.methods import method_tables
 from kvbench.results.provenance import mark_of, slo_of
 from kvbench.results.run import RunFolder, load_run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from kvbench.report.plots.style import Theme
 
 
 class Run:
@@ -162,60 +155,6 @@ class Run:
 
     def _repr_markdown_(self) -> str:
         return markdown_of(build(self.folder, writers=("notebook",)))
-
-
-class Plots:
-    """The pictures of a run by name, each a function of the theme that returns a matplotlib figure.
-
-    The names are those of the files in figures/. Raises InputError where the run has no data for a picture.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def __call__(self, name: str, theme: Theme = "light") -> Figure:
-        pictures = self._pictures()
-        if name not in pictures:
-            raise InputError(f"there is no picture called {name!r}", hint=f"there are: {', '.join(pictures)}")
-        figure = pictures[name](self._folder, theme)
-        if figure is None:
-            raise InputError(
-                f"{self._folder.run_id} has no data for the picture {name!r}",
-                hint="list(run.plot) names the pictures that it has data for",
-            )
-        return _showable(figure)
-
-    def __getattr__(self, name: str) -> Callable[..., Figure]:
-        if name.startswith("_") or name not in self._pictures():
-            raise AttributeError(
-                f"a run of this kind has no picture {name!r}; it has: {', '.join(dir(self))}"
-            )
-        return lambda theme="light": self(name, theme)
-
-    def __dir__(self) -> list[str]:
-        return list(self._pictures())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(
-            [name for name, draw in self._pictures().items() if draw(self._folder, "light") is not None]
-        )
-
-    def _pictures(self) -> dict[str, Callable[[RunFolder, Theme], Figure | None]]:
-        from kvbench.report.plots import pictures_of
-
-        return {name: picture.draw for name, picture in pictures_of(self._folder).items() if picture.filed}
-
-
-def _showable(figure: Figure) -> Figure:
-    """A notebook shows it by itself, without pyplot and its global state."""
-
-    def png() -> bytes:
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=80, metadata={"Software": "kvbench"})
-        return file.getvalue()
-
-    vars(figure)["_repr_png_"] = png
-    return figure
 
 
 def load(path: Path | str | Run) -> Run:

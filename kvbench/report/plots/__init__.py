@@ -6,16 +6,15 @@ Each is drawn from a run folder alone and carries scenario, versions, hardware, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvbench.report.plots.breakdown import breakdown_figure
-from kvbench.report.plots.burst import burst_figure
 from kvbench.report.plots.distribution import distribution_figure
-from kvbench.report.plots.flight import in_flight_figure
+from kvbench.report.plots.flight import burst_figure, in_flight_figure
 from kvbench.report.plots.goodput import goodput_figure
 from kvbench.report.plots.latency import latency_figure
 from kvbench.report.plots.loads import loads_figure
@@ -27,11 +26,13 @@ from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, sc
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
     "NO_DATA",
     "PICTURES",
+    "PICTURES_AS",
     "TRANSFER_PICTURES",
     "Picture",
     "Theme",
@@ -49,7 +50,17 @@ __all__ = [
     "write_plots",
 ]
 
+PICTURES_AS: Final = ("png", "svg")
 NO_DATA: Final = "there is no picture, because no trial has given a result yet"
+
+
+class Drawn(Protocol):
+    """Draws a picture of a run, in a figure of its own or in the place of ``ax``; None without data for it.
+
+    Raises InputError for Axes that it cannot divide.
+    """
+
+    def __call__(self, run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Picture:
 
     title: str
     alt: str
-    draw: Callable[[RunFolder, Theme], Figure | None]
+    draw: Drawn
     filed: bool = True
     """Whether figures/ has it; the page has all."""
 
@@ -149,25 +160,25 @@ def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
 
 
 def write_plots(
-    run: RunFolder, folder: Path, formats: Sequence[str] = ("png", "svg"), theme: Theme = "light"
+    run: RunFolder, folder: Path, formats: Sequence[str] = ("svg",), theme: Theme = "light"
 ) -> list[Path]:
-    """Writes each picture that has data, in each format; returns what was written.
+    """Writes each picture that has data, in each format (svg, png); returns what was written.
 
-    A picture left from before for which there is no data any more is removed. The dark theme's files end in
-    ``-dark``.
+    What lies there in another format is written anew, too, so that no two differ. A picture left from before
+    for which there is no data any more is removed. The dark theme's files end in ``-dark``.
     """
     written = []
     suffix = "" if theme == "light" else f"-{theme}"
-    for name, picture in pictures_of(run).items():
-        if not picture.filed:
-            continue
-        figure = picture.draw(run, theme)
-        for kind in formats:
-            path = folder / f"{name}{suffix}.{kind}"
-            if figure is None:
-                path.unlink(missing_ok=True)
+    with style(PALETTES[theme]):
+        for name, picture in pictures_of(run).items():
+            if not picture.filed:
                 continue
-            with style(PALETTES[theme]):
-                save(figure, path)
-            written.append(path)
+            figure = picture.draw(run, theme)
+            for kind in PICTURES_AS:
+                path = folder / f"{name}{suffix}.{kind}"
+                if figure is None:
+                    path.unlink(missing_ok=True)
+                if figure is not None and (kind in formats or path.exists()):
+                    save(figure, path)
+                    written.append(path)
     return written

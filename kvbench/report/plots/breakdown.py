@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS, PARTS
-from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, new_figure, style
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, Theme, style
+from kvbench.report.plots.values import says
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import RunFolder
@@ -51,7 +53,7 @@ _LEAST_BARS: Final = 4
 """A panel has room for so many bars at least where it has a figure's whole width, so none is too wide."""
 
 
-def breakdown_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def breakdown_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Stacked bars of TTFT's parts; None where no trial has them."""
     rows = [row for row in summary_table(run) if any(_parts(row).values())]
     if not rows:
@@ -65,8 +67,8 @@ def breakdown_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         words = Words.of(run, "Where the time to the first token goes (means)")
         size = (1.1 + columns * (0.7 + 0.62 * bars), lines * 2.9)
         keys = _legend(rows, COLOURS[theme], palette)
-        figure = new_figure(size, words, palette, legend_lines=len(keys), titled=True)
-        axes = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"wspace": 0.3, "hspace": 0.5})
+        sheet = new_sheet(size, words, palette, ax, legend_lines=len(keys), titled=True)
+        axes = sheet.panels(lines, columns, wspace=0.3, hspace=0.5)
         for index, axis in enumerate(axes.flat):
             if index >= len(panels):
                 axis.set_axis_off()
@@ -78,8 +80,8 @@ def breakdown_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         if len(panels) == 1:
             spare = max(0.0, (_LEAST_BARS - bars) / 2)
             axes[0, 0].set_xlim(-0.6 - spare, bars - 0.4 + spare)
-        add_legend(figure, keys)
-    return figure
+        sheet.legend(keys)
+    return sheet.figure
 
 
 def _panel(row: Row) -> tuple[int, int]:
@@ -107,7 +109,7 @@ def _draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str], palette: 
         bottom = 0.0
         for part, value in _parts(row).items():
             mixed = part == "hand_off" and _mixed(row)
-            axes.bar(
+            (bar,) = axes.bar(
                 [place],
                 [value],
                 width=0.68,
@@ -117,9 +119,10 @@ def _draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str], palette: 
                 linewidth=0.6,
                 hatch=HATCH if mixed else None,
             )
+            says(bar, row.cell.connector, f"{row.cell.connector}, {PART_WORDS[part]}: {number(value)} ms")
             bottom += value
         tops.append(bottom)
-        axes.annotate(
+        total = axes.annotate(
             number(bottom),
             (place, bottom),
             (0, 3),
@@ -127,6 +130,7 @@ def _draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str], palette: 
             ha="center",
             fontsize=8,
         )
+        says(total, row.cell.connector)
     axes.set_ylim(0, max(tops) * 1.14)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.grid(False, axis="x")

@@ -5,7 +5,6 @@ A curve that meets the SLO's line above the asked share keeps it; its right end 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -21,20 +20,11 @@ from kvbench.report.plots.panels import (
     rated_trials,
     request_times,
     supporting,
-    tpot_s,
 )
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder
 
@@ -48,6 +38,7 @@ if TYPE_CHECKING:
 
 NAMES: Final = ("ttft", "tpot")
 COLUMNS_MOST: Final = 4
+STEPS_MOST: Final = 200
 MIN_VALUES: Final = 5
 
 
@@ -60,7 +51,7 @@ class _Curve:
     values: Mapping[str, Values]
 
 
-def distribution_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def distribution_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """TTFT above TPOT, a column per input length; None where no requests were kept."""
     found = _curves(run)
     panels = sorted(found)[:COLUMNS_MOST]
@@ -74,10 +65,8 @@ def distribution_figure(run: RunFolder, theme: Theme = "light") -> Figure | None
     with style(palette):
         words = Words.of(run, "Distribution of the latencies")
         size = (1.2 + 2.75 * len(panels), 2.5 * len(names))
-        figure = new_figure(size, words, palette, legend_lines=2, titled=True)
-        grid = figure.subplots(
-            len(names), len(panels), squeeze=False, sharey=True, gridspec_kw={"wspace": 0.1, "hspace": 0.34}
-        )
+        sheet = new_sheet(size, words, palette, ax, legend_lines=2, titled=True)
+        grid = sheet.panels(len(names), len(panels), sharey="all", wspace=0.1, hspace=0.34)
         for line, name in enumerate(names):
             lines = [limit for _, _, limit in limits.lines(f"{name}_ms")]
             for axes, panel in zip(grid[line], panels, strict=True):
@@ -93,8 +82,8 @@ def distribution_figure(run: RunFolder, theme: Theme = "light") -> Figure | None
         if share is not None:
             for axes in grid.flat:
                 axes.axhline(share, color=palette.limit, linewidth=0.8, linestyle=":", zorder=1.4)
-        add_legend(figure, _legend(connectors, look, palette, share))
-    return figure
+        sheet.legend(_legend(connectors, look, palette, share))
+    return sheet.figure
 
 
 def _curves(run: RunFolder) -> dict[Lengths, list[_Curve]]:
@@ -122,12 +111,8 @@ def _values(run: RunFolder, trial: TrialRecord) -> dict[str, Values]:
     requests = request_times(run, trial.trial_id)
     if requests is None:
         return {}
-    window = trial.summary.get("window") or {}
-    start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
-    done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
-    ttft = (done.first_token_s - done.scheduled_s).dropna()
-    tpot = tpot_s(done).dropna()
-    values = {"ttft": np.sort(ttft.to_numpy(float)) * 1e3, "tpot": np.sort(tpot.to_numpy(float)) * 1e3}
+    found = requests.answered(trial).latencies_s()
+    values = {name: np.sort(each) * 1e3 for name, each in found.items()}
     return {name: each for name, each in values.items() if len(each) >= MIN_VALUES and each[-1] > 0}
 
 
@@ -139,11 +124,25 @@ def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, Pl
             continue
         item = look[curve.connector]
         shares = np.arange(1, len(values) + 1) / len(values) * 100
-        axes.step(values, shares, where="post", color=item.colour, linewidth=1.5)
+        (line,) = axes.step(*_thinned(values, shares), where="post", color=item.colour, linewidth=1.5)
+        says(line, curve.connector)
         marks = [50, 99] if len(values) >= 50 else [50]
         places = [float(np.percentile(values, mark)) for mark in marks]
         edge: dict[str, Any] = {"markeredgecolor": axes.get_facecolor(), "markeredgewidth": 0.6}
-        axes.plot(places, marks, item.marker, color=item.colour, markersize=6, zorder=3, **edge)
+        (drawn,) = axes.plot(places, marks, item.marker, color=item.colour, markersize=6, zorder=3, **edge)
+        texts = [
+            f"{curve.connector}, {number(curve.rate)} req/s: {name.upper()} P{mark} {number(place)} ms"
+            for mark, place in zip(marks, places, strict=True)
+        ]
+        says(drawn, curve.connector, *texts)
+
+
+def _thinned(x: Values, y: Values) -> tuple[Values, Values]:
+    """What can be seen of a curve at the size that it is drawn in: its ends, and as many steps as pixels."""
+    if len(x) <= STEPS_MOST:
+        return x, y
+    kept = np.unique(np.linspace(0, len(x) - 1, STEPS_MOST).round().astype(int))
+    return x[kept], y[kept]
 
 
 def _scale(axes: Axes, name: str, curves: Sequence[_Curve], limits: Sequence[float]) -> None:

@@ -2,19 +2,26 @@
 
 Under a rate that holds, both go up and down around a level; a curve that climbs to the last arrival is a
 queue that grows, and a rate that does not hold.
+
+A burst is one batch that is worked off after its last arrival. Beside the sustained rate, on the same axes,
+it shows why a burst's rate does not hold: one line of two panels per connector and input length with both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.metrics.steady_window import in_flight_series, waiting_series
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.stats import StepSeries
 from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting
-from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, handle, new_figure, style
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style
+from kvbench.report.plots.values import says
 from kvbench.report.tables.numbers import number
-from kvbench.results.run import RunFolder
+from kvbench.report.tables.result import read_answer
+from kvbench.results.run import CellResult, RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -23,13 +30,14 @@ if TYPE_CHECKING:
 
 COLUMNS_MOST: Final = 4
 LINES_MOST: Final = 6
+STEPS_MOST: Final = 300
 IN_FLIGHT, WAITING = "aggregated", "nixl"
 """Colours of the two curves, by whose they are in the palette."""
 
 Shown = dict[tuple[str, Lengths], tuple[TrialRecord, list[RequestRecord]]]
 
 
-def in_flight_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """A line of panels per connector, a column per input length; None where no requests were kept."""
     found = _found(run)
     if not found:
@@ -40,10 +48,8 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     with style(palette):
         words = Words.of(run, "Requests on their way over time")
         size = (1.2 + 2.75 * len(panels), 1.75 * len(connectors))
-        figure = new_figure(size, words, palette, titled=True)
-        grid = figure.subplots(
-            len(connectors), len(panels), squeeze=False, gridspec_kw={"wspace": 0.18, "hspace": 0.34}
-        )
+        sheet = new_sheet(size, words, palette, ax, titled=True)
+        grid = sheet.panels(len(connectors), len(panels), wspace=0.18, hspace=0.34)
         for axes, name in zip(grid, connectors, strict=True):
             for axis, panel in zip(axes, panels, strict=True):
                 if (name, panel) not in found:
@@ -58,8 +64,8 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             axis.set_title(panel_title(panel, panels))
         for axis in grid[-1]:
             axis.set_xlabel("seconds since the trial's start")
-        add_legend(figure, [_legend(palette)])
-    return figure
+        sheet.legend([_legend(palette, "steady window, judged")])
+    return sheet.figure
 
 
 def _found(run: RunFolder) -> Shown:
@@ -76,21 +82,40 @@ def _draw(axes: Axes, trial: TrialRecord, records: list[RequestRecord], palette:
     if window:
         span = float(window["start_s"]), float(window["end_s"])
         axes.axvspan(*span, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
-    for series, colour in (
-        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT]),
-        (waiting_series(records, trial.duration_s), palette.series[WAITING]),
+    for series, colour, what in (
+        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "on their way"),
+        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for a token"),
     ):
-        times, values = outline(series)
-        axes.step(times, values, where="post", color=colour, linewidth=1.1)
+        times, values = outline(series, trial.duration_s)
+        (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.1)
+        says(line, trial.cell.connector, f"{trial.trial_id}: {max(values):.0f} {what} at most")
     axes.set_xlim(0, max(trial.duration_s, 1e-3))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
     axes.locator_params(axis="y", integer=True, nbins=5)
     axes.locator_params(axis="x", nbins=5)
 
 
-def outline(series: StepSeries) -> tuple[list[float], list[float]]:
-    """A step series as places of a line, from zero on."""
-    return [0.0, *series.times_s.tolist()], [0.0, *series.values.tolist()]
+def outline(series: StepSeries, length_s: float) -> tuple[list[float], list[float]]:
+    """A step series as places of a line, from zero on; of steps too close to be seen the highest and last.
+
+    ``length_s``: what the axis spans.
+    """
+    times, values = [0.0], [0.0]
+    slot = 2 * length_s / STEPS_MOST
+    steps = list(zip(series.times_s.tolist(), series.values.tolist(), strict=True))
+    if len(steps) > STEPS_MOST and slot > 0:
+        slots: dict[int, list[tuple[float, float]]] = {}
+        for time_s, value in steps:
+            slots.setdefault(int(time_s / slot), []).append((time_s, value))
+        steps = [
+            step
+            for mine in slots.values()
+            for step in sorted({max(mine, key=lambda each: each[1]), mine[-1]})
+        ]
+    for time_s, value in steps:
+        times.append(time_s)
+        values.append(value)
+    return times, values
 
 
 def _say(axes: Axes, text: str, palette: Palette) -> None:
@@ -98,11 +123,79 @@ def _say(axes: Axes, text: str, palette: Palette) -> None:
     axes.text(0.985, 0.965, text, transform=axes.transAxes, **place)
 
 
-def _legend(palette: Palette) -> list[Artist]:
+def _legend(palette: Palette, shaded: str) -> list[Artist]:
     from matplotlib.patches import Patch
 
     return [
         handle("on their way", linestyle="-", color=palette.series[IN_FLIGHT]),
         handle("waiting for the first token", linestyle="-", color=palette.series[WAITING]),
-        Patch(facecolor=palette.grid, alpha=0.55, label="steady window, judged"),
+        Patch(facecolor=palette.grid, alpha=0.55, label=shaded),
     ]
+
+
+# --- bursts ----------------------------------------------------------------------------------------
+
+BURSTS_MOST: Final = 4
+"""Further connectors and lengths look the same."""
+
+
+def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
+    """Requests on their way and waiting for their first token; None without a burst beside a search."""
+    pairs = _pairs(run)[:BURSTS_MOST]
+    if not pairs:
+        return None
+    palette = PALETTES[theme]
+    with style(palette):
+        words = Words.of(run, "A burst beside the rate that holds")
+        sheet = new_sheet((8.2, 2.5 * len(pairs)), words, palette, ax, titled=True)
+        grid = sheet.panels(len(pairs), 2, sharey="row", wspace=0.08, hspace=0.6)
+        for axes, (burst, sustained) in zip(grid, pairs, strict=True):
+            for axis, trial, kind in zip(axes, (burst, sustained), ("burst", "sustained"), strict=True):
+                _draw_burst(axis, trial, light_records(run, trial.trial_id), palette)
+                cell = trial.cell
+                axis.set_title(
+                    f"{cell.connector}, {cell.input_len:,} in: {kind} {number(trial.request_rate)} req/s",
+                    fontsize=9,
+                )
+            axes[0].set_ylabel("requests")
+        for axis in grid[-1]:
+            axis.set_xlabel("seconds since the first arrival was due")
+        sheet.legend([_legend(palette, "requests arrive")])
+    return sheet.figure
+
+
+def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
+    """(burst, sustained) trials that support the two answers of a cell."""
+    sustained_results = {result.cell: result for result in run.cells if result.method == "sustained"}
+    pairs = []
+    for result in run.other_cells:
+        if result.method != "burst" or result.cell not in sustained_results:
+            continue
+        burst = _supporting(run.other_trials, result)
+        sustained = _supporting(run.trials, sustained_results[result.cell])
+        if burst is not None and sustained is not None:
+            pairs.append((burst, sustained))
+    return pairs
+
+
+def _supporting(trials: Sequence[TrialRecord], result: CellResult) -> TrialRecord | None:
+    """The trial that confirmed the answer, else the last one at its rate."""
+    mine = [trial for trial in trials if trial.cell == result.cell and trial.method == result.method]
+    named = [trial for trial in mine if trial.trial_id == result.confirmed_by]
+    rate = read_answer(result.answer).max_request_rate if result.answer else None
+    at_rate = [trial for trial in mine if rate is not None and trial.request_rate == rate]
+    return next(iter([*named, *reversed(at_rate)]), None)
+
+
+def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord], palette: Palette) -> None:
+    last_due = max(record.scheduled_s for record in records)
+    axes.axvspan(0, last_due, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
+    for series, colour, what in (
+        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "on their way"),
+        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for a token"),
+    ):
+        times, values = outline(series, trial.duration_s)
+        (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.4)
+        says(line, trial.cell.connector, f"{trial.trial_id}: {max(values):.0f} {what} at most")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)

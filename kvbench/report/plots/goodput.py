@@ -1,6 +1,7 @@
-"""Goodput over the offered rate: how many requests a second were answered within the SLO.
+"""Goodput over the rate that came about: how many requests a second were answered within the SLO.
 
-On the diagonal every offered request was. Where a line leaves it, part of the work was done for nothing.
+Chance puts more or fewer arrivals into a trial's steady part than its rate asks for; goodput is of those that
+came. On the diagonal every one of them was. Where a line leaves it, part of the work was done for nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.panels import found_rates, lengths_of, panel_title, rated_trials
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.run import RunFolder
@@ -35,8 +28,8 @@ if TYPE_CHECKING:
 PANELS_PER_LINE: Final = 4
 
 
-def goodput_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
-    """``request_goodput`` over ``request_rate``, a panel per input length; None without two such trials."""
+def goodput_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
+    """``request_goodput`` over the rate of arrivals, a panel a length; None without two such trials."""
     trials = [
         trial
         for trial in rated_trials(run)
@@ -52,8 +45,10 @@ def goodput_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     lines = math.ceil(len(panels) / columns)
     with style(palette):
         words = Words.of(run, "Goodput: requests answered within the SLO")
-        figure = new_figure((1.2 + 2.75 * columns, 2.7 * lines), words, palette, legend_lines=2, titled=True)
-        grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"wspace": 0.22, "hspace": 0.5})
+        sheet = new_sheet(
+            (1.2 + 2.75 * columns, 2.7 * lines), words, palette, ax, legend_lines=2, titled=True
+        )
+        grid = sheet.panels(lines, columns, wspace=0.22, hspace=0.5)
         for index, axes in enumerate(grid.flat):
             if index >= len(panels):
                 axes.set_axis_off()
@@ -63,10 +58,10 @@ def goodput_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             found_rates([axes], [row for row in rows if lengths_of(row) == panels[index]], look)
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel("goodput (req/s)" if index % columns == 0 else "")
-            axes.set_xlabel("offered request rate (req/s)")
+            axes.set_xlabel("request rate that came about (req/s)")
         shown = [name for name in names if any(trial.cell.connector == name for trial in trials)]
-        add_legend(figure, [[_entry(name, look[name]) for name in shown], _keys(palette)])
-    return figure
+        sheet.legend([[_entry(name, look[name]) for name in shown], _keys(palette)])
+    return sheet.figure
 
 
 def _entry(name: str, look: PlotStyle) -> Line2D:
@@ -75,25 +70,42 @@ def _entry(name: str, look: PlotStyle) -> Line2D:
 
 def _keys(palette: Palette) -> list[Line2D]:
     return [
-        handle("all that was offered", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
+        handle("all that came", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
         handle("found rate", color=palette.faint, marker="^"),
     ]
 
 
+def rate_of_arrivals(trial: TrialRecord) -> float:
+    """Requests due in the steady part by its length, per second; of an older trial the rate asked for."""
+    arrived, window = trial.summary.get("arrived"), trial.summary.get("window") or {}
+    length_s = (window.get("end_s") or 0.0) - (window.get("start_s") or 0.0)
+    return arrived / length_s if arrived and length_s > 0 else trial.request_rate
+
+
 def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, PlotStyle], palette: Palette) -> None:
-    top = max(trial.request_rate for trial in trials) * 1.08
+    top = max(map(rate_of_arrivals, trials)) * 1.08
     axes.plot([0, top], [0, top], color=palette.faint, linewidth=1.1, linestyle=(0, (4, 2)), zorder=1.5)
     for name in dict.fromkeys(trial.cell.connector for trial in trials):
         points: dict[float, list[float]] = {}
-        for trial in sorted(trials, key=lambda trial: trial.request_rate):
+        for trial in sorted(trials, key=rate_of_arrivals):
             if trial.cell.connector == name:
-                points.setdefault(trial.request_rate, []).append(trial_value(trial, "request_goodput") or 0.0)
+                arrived = rate_of_arrivals(trial)
+                points.setdefault(arrived, []).append(trial_value(trial, "request_goodput") or 0.0)
         colour, marker = look[name].colour, look[name].marker
         means = [sum(values) / len(values) for values in points.values()]
-        axes.plot(list(points), means, color=colour, linewidth=1.5, zorder=2.5)
+        (line,) = axes.plot(list(points), means, color=colour, linewidth=1.5, zorder=2.5)
+        says(line, name)
         x = [rate for rate, values in points.items() for _ in values]
         y = [value for values in points.values() for value in values]
         edge: dict[str, Any] = {"markeredgecolor": palette.paper, "markeredgewidth": 0.6}
-        axes.plot(x, y, marker, color=colour, markersize=5.5, zorder=3, **edge)
+        (marks,) = axes.plot(x, y, marker, color=colour, markersize=5.5, zorder=3, **edge)
+        says(
+            marks,
+            name,
+            *(
+                f"{name}, {number(rate)} req/s offered: {number(value)} req/s within the SLO"
+                for rate, value in zip(x, y, strict=True)
+            ),
+        )
     axes.set_xlim(0, top)
     axes.set_ylim(0, top)

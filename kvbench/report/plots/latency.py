@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.axes import axis_spans, nice_log_ticks, plain_ticks
 from kvbench.report.plots.loads import single_rates
@@ -24,20 +26,11 @@ from kvbench.report.plots.panels import (
     rated_trials,
     request_times,
     series_of,
-    tpot_s,
 )
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
@@ -74,12 +67,22 @@ class _Metric:
         middle = {name: value for name, value in self.middle.items() if name in known}
         return replace(self, high=high, middle=middle)
 
+    def texts(self, trials: Sequence[TrialRecord]) -> list[str]:
+        """What each trial's mark stands for."""
+        return [
+            f"{trial.cell.connector}, {number(trial.request_rate)} req/s: {self.name.upper()} "
+            f"{self.quantile.upper()} {number(self.high[trial.trial_id])} ms, "
+            f"P50 {number(self.middle.get(trial.trial_id))}; {trial.verdict}"
+            for trial in trials
+            if trial.trial_id in self.high
+        ]
+
     def span(self) -> tuple[float, float]:
         values = [*self.high.values(), *self.middle.values(), *(limit for _, limit in self.limits_ms)]
         return min(values), max(values)
 
 
-def latency_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Latency against rate; None where no trial has a latency."""
     metrics = _metrics(run)
     elsewhere = set(single_rates(run))  # one rate makes no line: these are drawn by load
@@ -100,14 +103,16 @@ def latency_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     with style(palette):
         words = Words.of(run, "Latency against request rate")
         size = (1.2 + 2.75 * columns, bands * (0.6 + 1.75 * len(metrics)))
-        figure = new_figure(size, words, palette, legend_lines=2, right_in=0.8, titled=True)
-        grid = figure.add_gridspec(bands, columns, wspace=0.1, hspace=0.3)
+        sheet = new_sheet(size, words, palette, ax, legend_lines=2, right_in=0.8, titled=True)
+        grid = sheet.grid(bands, columns, wspace=0.1, hspace=0.3)
         spans = axis_spans(
             [[trial.request_rate for trial in trials if lengths_of(trial) == panel] for panel in panels]
         )
+        every: list[Axes] = []
         for index, panel in enumerate(panels):
             lines = grid[index // columns, index % columns].subgridspec(len(metrics), 1, hspace=0.12)
-            axes = [figure.add_subplot(lines[line]) for line in range(len(metrics))]
+            axes = [sheet.figure.add_subplot(lines[line]) for line in range(len(metrics))]
+            every += axes
             mine = [trial for trial in trials if lengths_of(trial) == panel]
             for axis, metric in zip(axes, metrics, strict=True):
                 for place, (name, item) in enumerate(look.items()):
@@ -121,12 +126,10 @@ def latency_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             found_rates(axes, [row for row in rows if lengths_of(row) == panel], look)
             axes[0].set_title(panel_title(panel, [*panels, *elsewhere]))
             axes[-1].set_xlabel("offered request rate (req/s)")
-        figure.align_ylabels()
+        sheet.figure.align_ylabels(every)
         found = any(row.outcome in ("found", "at_least") for row in rows)
-        add_legend(
-            figure, _legend(trials, metrics, {name: look[name] for name in series.values()}, palette, found)
-        )
-    return figure
+        sheet.legend(_legend(trials, metrics, {name: look[name] for name in series.values()}, palette, found))
+    return sheet.figure
 
 
 def _ends_line(index: int, columns: int, panels: Sequence[Lengths]) -> bool:
@@ -192,13 +195,9 @@ def _from_requests(run: RunFolder, trial: TrialRecord, share: float) -> Latencie
     requests = request_times(run, trial.trial_id)
     if requests is None:
         return {}
-    window = trial.summary.get("window") or {}
-    start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
-    done = requests[(requests.error == "") & requests.scheduled_s.between(start, end)]
-    ttft = done.first_token_s - done.scheduled_s
     return {
-        name: float(values.quantile(share)) * 1e3 if values.count() >= MIN_VALUES else None
-        for name, values in (("ttft", ttft), ("tpot", tpot_s(done)))
+        name: float(np.quantile(values, share)) * 1e3 if len(values) >= MIN_VALUES else None
+        for name, values in requests.answered(trial).latencies_s().items()
     }
 
 
@@ -223,11 +222,19 @@ def _draw_trials(
     edge: dict[str, Any] = {"markeredgecolor": palette.paper, "markeredgewidth": 0.6}
     point: dict[str, Any] = {"marker": look.marker, "markersize": size}
     middle, high = _points(used, metric.middle), _points(used, metric.high)
-    axes.plot(*_means(*middle), color=look.colour, linestyle=":", linewidth=1.2, alpha=0.85)
-    axes.plot(*_means(*high), color=look.colour, linewidth=1.5, zorder=2.5)
-    axes.plot(*high, color=look.colour, linestyle="", zorder=3, **point, **edge)
     hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": palette.faint}
-    axes.plot(*_points(refused, metric.high), linestyle="", zorder=2, **point, **hollow)
+    drawn = [
+        *axes.plot(*_means(*middle), color=look.colour, linestyle=":", linewidth=1.2, alpha=0.85),
+        *axes.plot(*_means(*high), color=look.colour, linewidth=1.5, zorder=2.5),
+    ]
+    for line in drawn if ordered else ():
+        says(line, ordered[0].cell.connector)
+    for mine, marks in (
+        (used, axes.plot(*high, color=look.colour, linestyle="", zorder=3, **point, **edge)),
+        (refused, axes.plot(*_points(refused, metric.high), linestyle="", zorder=2, **point, **hollow)),
+    ):
+        if mine:
+            says(marks[0], mine[0].cell.connector, *metric.texts(mine))
 
 
 def _points(trials: Sequence[TrialRecord], values: Mapping[str, float]) -> tuple[list[float], list[float]]:

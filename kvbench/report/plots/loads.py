@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.panels import Lengths, lengths_of, rated_trials, series_of
-from kvbench.report.plots.style import PALETTES, Theme, Words, add_legend, handle, looks, new_figure, style
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Theme, handle, looks, style
+from kvbench.report.plots.values import says
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import slo_of
@@ -41,7 +43,7 @@ def single_rates(run: RunFolder) -> list[Lengths]:
     return sorted(single) if len(single) > 1 and not searched else []
 
 
-def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def loads_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Latencies by load; None where loads were offered at several rates, as in a search."""
     single = single_rates(run)
     trials = [
@@ -59,15 +61,17 @@ def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     with style(palette):
         words = Words.of(run, "Latency by load")
         size = (max(8.2, 1.6 + 1.1 * len(places)), 2.2 * len(names))
-        figure = new_figure(size, words, palette, legend_lines=2, right_in=0.8)
-        grid = figure.add_gridspec(len(names), 1, hspace=0.12)
-        axes = [figure.add_subplot(grid[line, 0]) for line in range(len(names))]
+        sheet = new_sheet(size, words, palette, ax, legend_lines=2, right_in=0.8)
+        grid = sheet.grid(len(names), 1, hspace=0.12)
+        axes = [sheet.figure.add_subplot(grid[line, 0]) for line in range(len(names))]
         for axis, name in zip(axes, names, strict=True):
             for trial in trials:
                 own = drawn.index(series[trial.trial_id])
                 at = places.index((lengths_of(trial), trial.request_rate))
                 x = at + (own - (len(drawn) - 1) / 2) * min(0.22, 0.7 / len(drawn))
-                _draw(axis, x, _values(trial, name), look[drawn[own]], palette.paper)
+                who = f"{series[trial.trial_id]}, {number(trial.request_rate)} req/s: {name.upper()}"
+                whose = (trial.cell.connector, who)
+                _draw(axis, x, _values(trial, name), look[drawn[own]], palette.paper, whose)
             limits = slo_of(run).lines(f"{name}_ms")
             for tier, statistic, limit in limits:
                 axis.axhline(limit, color=palette.limit, linewidth=1.2, linestyle=(0, (5, 2)), zorder=1.5)
@@ -84,7 +88,7 @@ def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             axis.set_xticks(range(len(places)), [_place(place, places) for place in places])
             axis.tick_params(labelbottom=axis is axes[-1])
             axis.grid(visible=False, axis="x")
-        figure.align_ylabels()
+        sheet.figure.align_ylabels(axes)
         connectors = [handle(name, marker=look[name].marker, color=look[name].colour) for name in drawn]
         faint: dict[str, Any] = {"color": palette.faint}
         keys = [
@@ -92,8 +96,8 @@ def loads_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             handle("mean", marker="_", markersize=10, markeredgewidth=2, **faint),
             handle("P50", marker="o", markerfacecolor="none", **faint),
         ]
-        add_legend(figure, [connectors, keys])
-    return figure
+        sheet.legend([connectors, keys])
+    return sheet.figure
 
 
 def _values(trial: TrialRecord, name: str) -> dict[str, float]:
@@ -101,16 +105,21 @@ def _values(trial: TrialRecord, name: str) -> dict[str, float]:
     return {statistic: value for statistic, value in found.items() if value}
 
 
-def _draw(axis: Axes, x: float, values: dict[str, float], look: Any, paper: str) -> None:
-    """A load's three values on a line from the least to the most."""
-    axis.plot([x, x], [min(values.values()), max(values.values())], color=look.colour, linewidth=1, alpha=0.5)
+def _draw(
+    axis: Axes, x: float, values: dict[str, float], look: Any, paper: str, whose: tuple[str, str]
+) -> None:
+    """A load's three values on a line from the least to the most. ``whose``: connector, and words for it."""
+    span = [min(values.values()), max(values.values())]
+    (line,) = axis.plot([x, x], span, color=look.colour, linewidth=1, alpha=0.5)
+    says(line, whose[0])
     marks: dict[str, dict[str, Any]] = {
         "p99": {"marker": look.marker, "markeredgecolor": paper, "markeredgewidth": 0.6},
         "mean": {"marker": "_", "markersize": 10, "markeredgewidth": 2},
         "p50": {"marker": look.marker, "markerfacecolor": paper, "markersize": 5},
     }
     for statistic, value in values.items():
-        axis.plot([x], [value], color=look.colour, linestyle="", zorder=3, **marks[statistic])
+        (mark,) = axis.plot([x], [value], color=look.colour, linestyle="", zorder=3, **marks[statistic])
+        says(mark, whose[0], f"{whose[1]} {statistic.upper()} {number(value)} ms")
 
 
 def _scale(axis: Axes, values: Sequence[float]) -> None:

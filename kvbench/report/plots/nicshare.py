@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.plots.panels import supporting
-from kvbench.report.plots.style import PALETTES, Palette, Theme, Words, add_legend, new_figure, style
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, Theme, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ Shares = dict[str, dict[str, float]]
 """Bar → NIC → bytes."""
 
 
-def nic_share_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def nic_share_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Stacked bars of each NIC's share; None where no bar has bytes on two NICs."""
     bars = nic_bytes(run)
     if not bars:
@@ -52,11 +55,11 @@ def nic_share_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         micro = run.manifest.get("kind") == "microbench"
         words = Words.of(run, "Share of the bytes by NIC")
         words = replace(words, subtitle="the largest transfer of each way") if micro else words
-        figure = new_figure((8.2, 0.45 + 0.34 * len(bars)), words, palette, right_in=1.2, left_in=2.3)
-        axes = figure.add_subplot()
+        sheet = new_sheet((8.2, 0.45 + 0.34 * len(bars)), words, palette, ax, right_in=1.2, left_in=2.3)
+        axes = sheet.panel()
         _draw(axes, bars, colours, palette)
-        add_legend(figure, [_legend(colours)])
-    return figure
+        sheet.legend([_legend(colours)])
+    return sheet.figure
 
 
 def nic_bytes(run: RunFolder) -> Shares:
@@ -103,13 +106,16 @@ def _one_side(amounts: Mapping[str, int]) -> dict[str, float]:
 
 def _of_telemetry(run: RunFolder, trial_id: str) -> dict[str, float]:
     """Growth of each NIC's counters from the first sample to the last."""
-    rows = run.telemetry(trial_id)
-    rows = rows[rows.source.str.startswith("nic:") & rows.metric.isin(("tx_bytes", "rx_bytes"))]
+    read = run.columns("telemetry", trial_id, ("t_s", "source", "metric", "value"))
+    samples = sorted(zip(*(read[name].tolist() for name in read), strict=True))
+    counted: dict[tuple[str, str], list[float]] = {}
+    for _, source, metric, value in samples:
+        if source.startswith("nic:") and metric in ("tx_bytes", "rx_bytes"):
+            counted.setdefault((source.removeprefix("nic:"), metric), []).append(value)
     grown: dict[str, float] = {}
-    for (source, _), values in rows.sort_values("t_s").groupby(["source", "metric"]).value:
-        name = str(source).removeprefix("nic:")
+    for (name, _), values in counted.items():
         if name != LOOPBACK:
-            grown[name] = max(grown.get(name, 0.0), float(values.iloc[-1] - values.iloc[0]))
+            grown[name] = max(grown.get(name, 0.0), values[-1] - values[0])
     return grown
 
 
@@ -121,7 +127,8 @@ def _draw(axes: Axes, bars: Shares, colours: Mapping[str, str], palette: Palette
         for name, amount in amounts.items():
             share = amount / total * 100
             look: dict[str, Any] = {"color": colours[name], "edgecolor": palette.paper, "linewidth": 0.6}
-            axes.barh([place], [share], left=[left], height=0.7, **look)
+            (bar,) = axes.barh([place], [share], left=[left], height=0.7, **look)
+            says(bar, "", f"{name}: {number(share)} % of {number(total / 1e6)} MB")
             left += share
         spread = max(parts.values()) / total * len(parts)
         axes.annotate(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -12,23 +14,26 @@ from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import StoreError
 from kvbench.report.plots.axes import at_bottom
 from kvbench.report.plots.style import PlotStyle
+from kvbench.report.plots.values import says
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+    Floats: TypeAlias = NDArray[np.float64]
 
 Lengths = tuple[int, int, int]
 """What one panel stands for: input and output length in tokens; TP size, or 0 if not reported."""
 
-APART: Final = ("burst", "equal_rate")
+APART: Final = ("burst", "equal_rate", "closed_loop")
 """Methods with a story of their own: a burst's rate is not offered for long, an equal rate was chosen."""
 TIMES: Final = ("scheduled_s", "sent_s", "first_token_s", "last_token_s")
 
 
 def rated_trials(run: RunFolder) -> list[TrialRecord]:
-    """Trials at a finite rate that was offered on purpose: no bursts, and no floods to find the ceiling."""
+    """Trials at a finite rate that was offered on purpose: no bursts, no saturating probes."""
     return [
         trial
         for trial in run.all_trials
@@ -81,38 +86,79 @@ def _way(trial: TrialRecord) -> str:
     )
 
 
-def request_times(run: RunFolder, trial_id: str) -> pd.DataFrame | None:
+@dataclass(frozen=True)
+class RequestTimes:
+    """A trial's requests, an array of each column over them; times in seconds, NaN where there was none."""
+
+    scheduled_s: Floats
+    sent_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+    output_len: Floats
+    untimed_tokens: Floats
+    error: NDArray[np.object_]
+
+    def answered(self, trial: TrialRecord) -> RequestTimes:
+        """Those of the trial's steady window that were answered."""
+        window = trial.summary.get("window") or {}
+        start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
+        kept = (self.error == "") & (self.scheduled_s >= start) & (self.scheduled_s <= end)
+        return RequestTimes(*(getattr(self, each.name)[kept] for each in fields(self)))
+
+    def latencies_s(self) -> dict[str, Floats]:
+        """TTFT and TPOT as RequestRecord has them, each of the requests that have it."""
+        tokens = self.output_len - self.untimed_tokens
+        several = tokens > 0
+        tpot = (self.last_token_s - self.first_token_s)[several] / tokens[several]
+        ttft = self.first_token_s - self.scheduled_s
+        return {"ttft": ttft[~np.isnan(ttft)], "tpot": tpot[~np.isnan(tpot)]}
+
+
+def request_times(run: RunFolder, trial_id: str) -> RequestTimes | None:
     """Times, tokens and error of a trial's requests; None where they were not kept."""
+    return _request_times(_Of(run), trial_id)
+
+
+class _Of:
+    """A run as it was read, for a cache: several pictures ask for the same requests."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def __hash__(self) -> int:
+        return id(self.run)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Of) and other.run is self.run
+
+
+@lru_cache(maxsize=32)
+def _request_times(of: _Of, trial_id: str) -> RequestTimes | None:
+    run = of.run
     columns = [*TIMES, "output_len", "error"]
     try:
-        return run.requests(trial_id, [*columns, "untimed_tokens"])
+        found = run.columns("requests", trial_id, [*columns, "untimed_tokens"])
     except StoreError:
-        pass  # kept by an older kvbench, perhaps
-    try:
-        return run.requests(trial_id, columns).assign(untimed_tokens=1.0)
-    except StoreError:
-        return None
-
-
-def tpot_s(requests: pd.DataFrame) -> pd.Series[Any]:
-    """Of rows of ``request_times``, as RequestRecord has it; missing where it is undefined."""
-    tokens = requests.output_len - requests.untimed_tokens
-    return (requests.last_token_s - requests.first_token_s) / tokens.where(tokens > 0)
+        try:  # kept by an older kvbench, perhaps
+            found = run.columns("requests", trial_id, columns)
+        except StoreError:
+            return None
+        found["untimed_tokens"] = np.ones(len(found["error"]))
+    error = found.pop("error")
+    return RequestTimes(**found, error=error)
 
 
 def light_records(run: RunFolder, trial_id: str) -> list[RequestRecord]:
     """A trial's requests, with their times and errors but without the gaps between tokens; [] if not kept."""
-    frame = request_times(run, trial_id)
-    if frame is None:
+    found = request_times(run, trial_id)
+    if found is None:
         return []
-    columns = [frame[name].to_numpy(dtype=float, na_value=np.nan).tolist() for name in TIMES]
+    columns = [getattr(found, name).tolist() for name in (*TIMES, "output_len", "error")]
     return [
         RequestRecord(
             "", scheduled, 0, 0, _known(sent), _known(first), _known(last), int(output_len), error=error
         )
-        for scheduled, sent, first, last, output_len, error in zip(
-            *columns, frame.output_len.to_list(), frame.error.to_list(), strict=True
-        )
+        for scheduled, sent, first, last, output_len, error in zip(*columns, strict=True)
     ]
 
 
@@ -127,8 +173,8 @@ def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Pl
             continue
         colour, rate = look[row.cell.connector].colour, row.answer.max_request_rate
         for axis in axes:
-            axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1)
-        axes[-1].plot(
+            says(axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1), row.cell.connector)
+        (mark,) = axes[-1].plot(
             [rate],
             [0.0],
             marker="^",
@@ -140,3 +186,4 @@ def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Pl
             clip_on=False,
             zorder=5,
         )
+        says(mark, row.cell.connector, f"{row.cell.connector}: found {row.answer.text()} req/s")

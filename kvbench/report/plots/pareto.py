@@ -1,7 +1,7 @@
 """Throughput against interactivity: what a GPU puts out, and how fast each user's tokens come.
 
 Interactivity is 1 / median TPOT (as in NVIDIA's and SemiAnalysis' charts of serving); throughput is the
-output tokens per second of the steady window, over all engine instances and their tensor-parallel ranks.
+output tokens per second of the steady window, over all GPUs (engines, where no GPUs are known).
 A point on the line is beaten by no other trial of its connector in both.
 """
 
@@ -10,24 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvbench.report.plots.axes import axis_spans
 from kvbench.report.plots.panels import Lengths, lengths_of, panel_title, rated_trials, supporting
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import shared_unit, summary_table
 from kvbench.report.tables.trial_values import trial_value
-from kvbench.results.provenance import mark_of, resolved
+from kvbench.results.provenance import mark_of
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
@@ -40,15 +33,24 @@ PANELS_PER_LINE: Final = 4
 
 @dataclass(frozen=True)
 class Point:
-    """One trial. ``interactivity``: tokens/s for one user; ``throughput``: output tokens/s of one GPU."""
+    """One trial. ``interactivity``: tokens/s for one user; ``throughput``: output tokens/s of one GPU;
+    ``rate``: that was offered.
+    """
 
     connector: str
     interactivity: float
     throughput: float
     met: bool
+    rate: float = 0.0
+
+    def text(self) -> str:
+        return (
+            f"{self.connector}, {number(self.rate)} req/s: {number(self.throughput)} tokens/s, "
+            f"{number(self.interactivity)} for each user"
+        )
 
 
-def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def pareto_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """A panel per input length; None where the plan does not name the instances, or no trial has both."""
     found = points(run)
     if not found:
@@ -62,8 +64,10 @@ def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     with style(palette):
         unit = gpu_word(run)
         words = Words.of(run, "Throughput against interactivity")
-        figure = new_figure((1.2 + 2.75 * columns, 2.7 * lines), words, palette, legend_lines=2, titled=True)
-        grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"wspace": 0.28, "hspace": 0.5})
+        sheet = new_sheet(
+            (1.2 + 2.75 * columns, 2.7 * lines), words, palette, ax, legend_lines=2, titled=True
+        )
+        grid = sheet.panels(lines, columns, wspace=0.28, hspace=0.5)
         across = axis_spans([[point.interactivity for point in found[panel]] for panel in panels])
         up = axis_spans([[point.throughput for point in found[panel]] for panel in panels])
         for index, axes in enumerate(grid.flat):
@@ -75,8 +79,8 @@ def pareto_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel(f"output tokens/s per {unit}" if index % columns == 0 else "")
             axes.set_xlabel("tokens/s per user (1 / median TPOT)")
-        add_legend(figure, _legend(connectors, look, palette))
-    return figure
+        sheet.legend(_legend(connectors, look, palette))
+    return sheet.figure
 
 
 def points(run: RunFolder) -> dict[Lengths, list[Point]]:
@@ -89,29 +93,22 @@ def points(run: RunFolder) -> dict[Lengths, list[Point]]:
         output = trial_value(trial, "output_tok_per_s")
         if gpus and tpot_ms and output and trial.verdict != "invalid":
             met = trial.verdict in ("met", "measured") or trial.trial_id in supporting_ids
-            point = Point(trial.cell.connector, 1e3 / tpot_ms, output / gpus, met)
+            point = Point(trial.cell.connector, 1e3 / tpot_ms, output / gpus, met, trial.request_rate)
             found.setdefault(lengths_of(trial), []).append(point)
     return found
 
 
 def gpus_by_connector(run: RunFolder) -> dict[str, int]:
-    """Connector → engine instances times tensor-parallel size; empty where the plan names none."""
-    deployment = resolved(run, "deployment")
-    settings: Mapping[str, Any] = deployment if isinstance(deployment, Mapping) else {}
-    ranks = settings.get("tensor_parallel_size")
-    counts = {}
-    for planned in run.plan.get("deployments") or ():
-        instances = planned.get("instances") if isinstance(planned, Mapping) else None
-        if instances and isinstance(ranks, int):
-            counts[str(planned.get("label"))] = len(instances) * ranks
-    return counts
+    """Connector → GPUs, or engines where no GPUs are known; without those of which neither is."""
+    rows = summary_table(run)
+    unit = shared_unit(rows)
+    return {row.cell.connector: count for row in rows if (count := row.size.count(unit))}
 
 
 def gpu_word(run: RunFolder) -> str:
     """What the throughput is divided by: a real GPU, a modelled one, or an engine that has none."""
-    if mark_of(run) is not None:
-        return "modelled GPU"
-    return "GPU" if run.environment.get("gpus") else "engine"
+    unit = shared_unit(summary_table(run))
+    return unit if unit == "engine" or mark_of(run) is None else "modelled GPU"
 
 
 def front(found: Sequence[Point]) -> list[Point]:
@@ -129,19 +126,21 @@ def _draw(axes: Axes, found: Sequence[Point], look: Mapping[str, PlotStyle], pal
         mine = [point for point in found if point.connector == name]
         best = front(mine)
         x, y = [point.interactivity for point in best], [point.throughput for point in best]
-        axes.plot(x, y, color=item.colour, linewidth=1.5, alpha=0.8, zorder=2.5)
-        for point in mine:
-            face = item.colour if point.met else "none"
-            axes.plot(
-                [point.interactivity],
-                [point.throughput],
+        (line,) = axes.plot(x, y, color=item.colour, linewidth=1.5, alpha=0.8, zorder=2.5)
+        says(line, name)
+        for met in (True, False):
+            those = [point for point in mine if point.met == met]
+            (marks,) = axes.plot(
+                [point.interactivity for point in those],
+                [point.throughput for point in those],
                 item.marker,
                 markersize=size,
-                markerfacecolor=face,
-                markeredgecolor=palette.paper if point.met else item.colour,
-                markeredgewidth=0.6 if point.met else 1.2,
+                markerfacecolor=item.colour if met else "none",
+                markeredgecolor=palette.paper if met else item.colour,
+                markeredgewidth=0.6 if met else 1.2,
                 zorder=3,
             )
+            says(marks, name, *(point.text() for point in those))
 
 
 def _legend(connectors: Sequence[str], look: Mapping[str, PlotStyle], palette: Palette) -> list[list[Line2D]]:

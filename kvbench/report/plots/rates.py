@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.plan.engine_count import Unit, first_unequal, unequal
 from kvbench.report.plots.axes import at_bottom, nice_log_ticks, plain_ticks
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import RunFolder
 
@@ -29,11 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Width of a rate written beside its point; where points stand closer the rates are left to the table.
+# Width of a rate written beside its point, where points stand closer the rates are left to the table; how far
+# apart connectors stand at most; and of the axes, about.
 LABEL_PT: Final = 20
+APART_PT: Final = 36
+WIDTH_PT: Final = 510
 
 
-def max_rate_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def max_rate_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """max_request_rate with its interval over input length, one line per connector; None without data."""
     rows = [row for row in summary_table(run) if row.outcome in ("found", "at_least", "none", "refused")]
     if not rows:
@@ -42,17 +36,18 @@ def max_rate_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     names = list(dict.fromkeys(row.cell.connector for row in rows))
     look = looks(names, palette)
     with style(palette):
-        figure = new_figure((8.2, 3.3), Words.of(run, "Highest request rate that meets the SLO"), palette)
-        axes = figure.add_subplot()
+        sheet = new_sheet((8.2, 3.3), Words.of(run, "Highest request rate that meets the SLO"), palette, ax)
+        axes = sheet.panel()
         _rate_axes(axes, rows)
-        step = min(0.22, 0.66 / len(names))
-        room_pt = 510 * step / len({row.cell.input_len for row in rows})
+        gap_pt = WIDTH_PT / len({row.cell.input_len for row in rows})
+        step = min(0.22, 0.66 / len(names), APART_PT / gap_pt)
+        room_pt = gap_pt * step
         for name in names:
             mine = [row for row in rows if row.cell.connector == name]
             x = _places(mine, rows, names.index(name) - (len(names) - 1) / 2, step)
             _draw_rates(axes, mine, x, look[name], labelled=room_pt >= LABEL_PT)
-        add_legend(figure, [_rate_legend(rows, look, palette)])
-    return figure
+        sheet.legend([_rate_legend(rows, look, palette)])
+    return sheet.figure
 
 
 def _places(mine: Sequence[Row], rows: Sequence[Row], shift: float, step: float) -> list[float]:
@@ -95,24 +90,31 @@ def _draw_rates(
 ) -> None:
     """Points with their intervals; an arrow where the truth lies above; marks on the axis for no rate."""
     rates = [row.answer.max_request_rate or math.nan for row in rows]
-    axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
+    (line,) = axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
+    says(line, rows[0].cell.connector)
     for place, rate, row in zip(x, rates, rows, strict=True):
         if math.isnan(rate):
             mark = _NONE if row.outcome == "none" else _REFUSED
-            axes.plot([place], [0.04], **mark, color=look.colour, transform=at_bottom(axes), zorder=4)
+            (none,) = axes.plot(
+                [place], [0.04], **mark, color=look.colour, transform=at_bottom(axes), zorder=4
+            )
+            says(none, row.cell.connector, f"{_where(row)}: {row.outcome if mark is _REFUSED else 'no rate'}")
             continue
         lower, upper = row.answer.lower or rate, row.answer.upper or rate
         bar = [[max(0.0, rate - lower)], [max(0.0, upper - rate)]]
         bars: dict[str, Any] = {"elinewidth": 1.6, "capsize": 5.5, "capthick": 1.6}
-        axes.errorbar([place], [rate], bar, fmt="none", ecolor=look.colour, zorder=3, **bars)
-        axes.plot([place], [rate], look.marker, markersize=5, color=look.colour, zorder=4)
+        error = axes.errorbar([place], [rate], bar, fmt="none", ecolor=look.colour, zorder=3, **bars)
+        for part in error.get_children():
+            says(part, row.cell.connector)
+        (point,) = axes.plot([place], [rate], look.marker, markersize=5, color=look.colour, zorder=4)
+        says(point, row.cell.connector, f"{_where(row)}: {row.answer.text()} req/s")
         height = 9.0
         if row.outcome == "at_least":
             arrow = {"arrowstyle": "<|-", "color": look.colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 2}
             axes.annotate("", (place, rate), (0, 22), textcoords="offset points", arrowprops=arrow)
             height = 25.0
         if labelled:
-            axes.annotate(
+            label = axes.annotate(
                 row.answer.text().split(" [")[0],
                 (place, upper),
                 (0, height),
@@ -123,6 +125,11 @@ def _draw_rates(
                 bbox={"boxstyle": "square,pad=0.1", "facecolor": axes.get_facecolor(), "edgecolor": "none"},
                 zorder=3.5,
             )
+            says(label, row.cell.connector)
+
+
+def _where(row: Row) -> str:
+    return f"{row.cell.connector}, {row.cell.input_len:,} tokens in"
 
 
 def _uneven(rows: Sequence[Row]) -> Unit | None:

@@ -1,21 +1,20 @@
-"""The one look of kvbench's pictures: colours, marks, frame. No global state is touched."""
+"""The one look of kvbench's pictures: colours, marks. No global state is touched."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvbench.files import replaced
-from kvbench.results.provenance import caption, mark_of, slo_of
-from kvbench.results.run import RunFolder
+from kvbench.report.plots.values import with_values
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -109,12 +108,20 @@ def looks(connectors: Sequence[str], palette: Palette) -> dict[str, PlotStyle]:
     return known
 
 
+_ACTIVE: ContextVar[Palette | None] = ContextVar("_ACTIVE", default=None)
+"""Whose settings are in force: they take milliseconds to set."""
+
+
 @contextmanager
 def style(palette: Palette) -> Iterator[None]:
     """Our settings, on top of matplotlib's defaults and not of the user's; the old ones come back."""
     import matplotlib
     from matplotlib.rcsetup import cycler
 
+    if _ACTIVE.get() == palette:
+        yield
+        return
+    token = _ACTIVE.set(palette)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
@@ -129,6 +136,7 @@ def style(palette: Palette) -> Iterator[None]:
                 "axes.titlesize": 10,
                 "axes.titleweight": "bold",
                 "axes.titlelocation": "left",
+                "axes.titley": 1.0,  # else matplotlib measures every tick label to find a place for it
                 "axes.spines.top": False,
                 "axes.spines.right": False,
                 "axes.grid": True,
@@ -153,134 +161,27 @@ def style(palette: Palette) -> Iterator[None]:
                 "svg.hashsalt": "kvbench",
             }
         )
-        yield
-
-
-@dataclass(frozen=True)
-class Words:
-    """The text around a picture."""
-
-    heading: str
-    subtitle: str
-    caption: str
-    badge: str = ""
-
-    @classmethod
-    def of(cls, run: RunFolder, heading: str) -> Words:
-        mark = mark_of(run)
-        own = run.manifest.get("kind") != "imported"
-        badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
-        badge = badge or ("" if own else "READ IN: measured by another tool")
-        return cls(heading, slo_of(run).text(), " · ".join([caption(run), *libraries_of(run)]), badge)
-
-
-_MOVERS: Final = ("vllm", "mooncake-transfer-engine", "nixl", "torch")
-
-
-def libraries_of(run: RunFolder) -> list[str]:
-    """Engine and transfer libraries of the machine, with their versions; those of one name once."""
-    known = run.environment.get("libraries")
-    found = known.items() if isinstance(known, Mapping) else ()
-    return [
-        f"{str(name).split('-')[0]} {version}"
-        for name, version in found
-        if version and str(name).startswith(_MOVERS)
-    ]
-
-
-# Inches around the axes, for words, legend lines, axis labels and the limits' labels.
-HEAD_IN: Final = 0.64
-LEGEND_LINE_IN: Final = 0.25
-PANEL_TITLE_IN: Final = 0.34
-FOOT_IN: Final = 0.76
-CAPTION_LINE_IN: Final = 0.14
-LEFT_IN: Final = 0.82
-MIN_WIDTH_IN: Final = 8.2
-
-
-def new_figure(
-    size: tuple[float, float],
-    words: Words,
-    palette: Palette,
-    *,
-    legend_lines: int = 1,
-    right_in: float = 0.25,
-    left_in: float = LEFT_IN,
-    titled: bool = False,
-) -> Figure:
-    """A figure with its words. ``size``: its width, and the height that is left to the axes, in inches.
-
-    ``left_in`` and ``right_in`` inches are kept free beside the axes; ``titled`` axes have room for a title.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    width = max(size[0], MIN_WIDTH_IN)
-    caption = _wrapped(_plain(words.caption), int(width / 0.066))
-    top_in = HEAD_IN + legend_lines * LEGEND_LINE_IN + (PANEL_TITLE_IN if titled else 0.12)
-    bottom_in = FOOT_IN + CAPTION_LINE_IN * len(caption)
-    height = size[1] + top_in + bottom_in
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    figure.subplots_adjust(
-        left=left_in / width,
-        right=1 - right_in / width,
-        top=1 - top_in / height,
-        bottom=bottom_in / height,
-    )
-    left, top = 0.16 / width, 1 - 0.14 / height
-    figure.text(left, top, _plain(words.heading), fontsize=13, fontweight="bold", va="top")
-    below: dict[str, Any] = {"fontsize": 9.5, "color": palette.faint, "va": "top"}
-    figure.text(left, top - 0.27 / height, _plain(words.subtitle), **below)
-    figure.text(
-        left,
-        0.12 / height,
-        "\n".join(caption),
-        fontsize=7.5,
-        color=palette.faint,
-        va="bottom",
-        linespacing=1.3,
-    )
-    if words.badge:
-        box = {"boxstyle": "round,pad=0.4", "facecolor": palette.badge, "edgecolor": "none"}
-        place: dict[str, Any] = {"fontsize": 8.5, "ha": "right", "va": "top", "bbox": box}
-        figure.text(1 - 0.25 / width, top - 0.05 / height, _plain(words.badge), **place)
-    return figure
-
-
-def _wrapped(text: str, most: int) -> list[str]:
-    """Lines of at most ``most`` characters that end between two entries, where one entry is no longer."""
-    whole = [entry.replace(" ", "\xa0") if len(entry) <= most else entry for entry in text.split(" · ")]
-    return [line.replace("\xa0", " ") for line in textwrap.wrap(" · ".join(whole), most)]
-
-
-def _plain(text: str) -> str:
-    """Words of others are no formulas: matplotlib would take what stands between two dollar signs for one."""
-    return text.replace("$", r"\$")
-
-
-def add_legend(figure: Figure, lines: Sequence[Sequence[Artist]]) -> None:
-    """Legends for the whole figure, one line each, between the subtitle and the axes."""
-    width, height = figure.get_size_inches()
-    for index, handles in enumerate(lines):
-        figure.legend(
-            handles=list(handles),
-            loc="upper left",
-            bbox_to_anchor=(0.1 / width, 1 - (HEAD_IN + 0.03 + index * LEGEND_LINE_IN) / height),
-            ncols=max(1, len(handles)),
-            borderaxespad=0,
-            columnspacing=1.5,
-            handletextpad=0.5,
-        )
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
 
 
 def save(figure: Figure, path: Path) -> None:
     """Writes PNG or SVG by the path's ending; the same picture gives the same bytes."""
-    kind = path.suffix.lstrip(".")
-    metadata = {"Date": None} if kind == "svg" else {"Software": "kvbench"}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=PNG_DPI, metadata=metadata)
+        if path.suffix == ".svg":
+            temporary.write_text(svg_of(figure), "utf-8")
+        else:
+            figure.savefig(temporary, format="png", dpi=PNG_DPI, metadata={"Software": "kvbench"})
+
+
+def svg_of(figure: Figure) -> str:
+    """The figure as an SVG document, with the values of its marks."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return with_values(buffer.getvalue())
 
 
 def handle(label: str, **look: Any) -> Line2D:

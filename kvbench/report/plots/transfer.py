@@ -11,19 +11,10 @@ from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.core.transfers.stats import call_times
 from kvbench.core.units import size_text
 from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
-from kvbench.report.plots.style import (
-    PALETTES,
-    Palette,
-    PlotStyle,
-    Theme,
-    Words,
-    add_legend,
-    handle,
-    libraries_of,
-    looks,
-    new_figure,
-    style,
-)
+from kvbench.report.plots.sheet import Sheet, Words, libraries_of, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
 from kvbench.results.provenance import caption
 from kvbench.results.run import RunFolder
 
@@ -46,6 +37,10 @@ class _Series:
     name: str
     limit: bool
     points: tuple[TransferRecord, ...]
+
+    @property
+    def backend(self) -> str:
+        return self.points[0].case.backend
 
 
 def _series(rows: Rows) -> list[_Series]:
@@ -76,8 +71,8 @@ def _words(run: RunFolder, heading: str, rows: Rows, more: str) -> Words:
 
 
 def _panels(
-    words: Words, rows: Rows, palette: Palette, extra: Sequence[Line2D] = ()
-) -> tuple[Figure, list[tuple[str, Axes]], dict[str, PlotStyle]]:
+    words: Words, rows: Rows, palette: Palette, ax: Axes | None, extra: Sequence[Line2D] = ()
+) -> tuple[Sheet, list[tuple[str, Axes]], dict[str, PlotStyle]]:
     """A figure with a panel for each op, a legend of all series, and how each of them looks."""
     series = _series(rows)
     look = _looks(series, palette)
@@ -92,16 +87,16 @@ def _panels(
     ]
     handles += extra
     lines = [handles[at : at + _LEGEND_WORDS] for at in range(0, len(handles), _LEGEND_WORDS)]
-    figure = new_figure((9.4, 3.3), words, palette, legend_lines=len(lines), titled=True)
     ops = [op for op in ("write", "read") if any(row.case.op == op for row in rows)]
+    sheet = new_sheet((9.4, 3.3), words, palette, ax, legend_lines=len(lines), titled=True)
+    grid = sheet.panels(1, max(1, len(ops)), wspace=0.18)
     panels = []
     for place, op in enumerate(ops):
-        axes = figure.add_subplot(1, len(ops), place + 1)
+        axes = grid[0, place]
         axes.set_title(op)
         panels.append((op, axes))
-    figure.subplots_adjust(wspace=0.18)
-    add_legend(figure, lines)
-    return figure, panels, look
+    sheet.legend(lines)
+    return sheet, panels, look
 
 
 def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, PlotStyle]:
@@ -132,7 +127,7 @@ def _log_rates(axes: Axes, rates: Sequence[float]) -> None:
 # --- bandwidth by block size -----------------------------------------------------------------------
 
 
-def bandwidth_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def bandwidth_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """GB/s over the size of a block, a line for each backend at its best batch; None for a single size."""
     rows = [row for row in _measured(run) if not row.case.shape]
     most = max((row.case.nics for row in rows), default=0)
@@ -148,14 +143,18 @@ def bandwidth_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         over = f"over {most} NICs, " if most > 1 else ""
         which = "below the axis: block × blocks of a transfer" if single else "each size at its best batch"
         words = _words(run, "KV transfer bandwidth by block size", rows, f"{over}{which}")
-        figure, panels, look = _panels(words, rows, palette)
+        sheet, panels, look = _panels(words, rows, palette, ax)
         lines = {
             (op, each.name): _best_by_size(each.points, op) for op, _ in panels for each in _series(rows)
         }
         best = [rate for points in lines.values() for _, rate in points]
         for place, (op, axes) in enumerate(panels):
             for each in _series(rows):
-                _line(axes, lines[op, each.name], look[each.name], limit=each.limit)
+                points = lines[op, each.name]
+                texts = [
+                    f"{each.name}, {op} {size_text(int(size))}: {number(rate)} GB/s" for size, rate in points
+                ]
+                _line(axes, each, points, look[each.name], texts)
             axes.set_xscale("log", base=2)
             axes.set_xlim(sizes[0] / 2, sizes[-1] * 2)
             _size_ticks(axes, sizes, ticks)
@@ -163,7 +162,7 @@ def bandwidth_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             _log_rates(axes, best)
             if place == 0:
                 axes.set_ylabel("GB/s")
-    return figure
+    return sheet.figure
 
 
 def _best_by_size(rows: Rows, op: str) -> list[tuple[float, float]]:
@@ -184,16 +183,24 @@ def _size_ticks(axes: Axes, places: Sequence[float], labels: Sequence[str]) -> N
     axes.set_xticklabels([label if not place % steps else "" for place, label in enumerate(labels)])
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, float]], look: PlotStyle, *, limit: bool = False) -> None:
+def _line(
+    axes: Axes,
+    of: _Series,
+    points: Sequence[tuple[float, float]],
+    look: PlotStyle,
+    texts: Sequence[str],
+) -> None:
     if points:
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, color=look.colour, marker=look.marker, linestyle="--" if limit else "-", markersize=5)
+        line = "--" if of.limit else "-"
+        (drawn,) = axes.plot(x, y, color=look.colour, marker=look.marker, linestyle=line, markersize=5)
+        says(drawn, of.backend, *texts)
 
 
 # --- bandwidth by NICs -----------------------------------------------------------------------------
 
 
-def scaling_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """GB/s over the number of NICs, with the line that they can carry; None for a single number."""
     rows = [row for row in _measured(run) if row.case.nics]
     counts = sorted({row.case.nics for row in rows})
@@ -209,19 +216,22 @@ def scaling_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
         heading = "KV transfer bandwidth by number of NICs"
         words = _words(run, heading, rows, "the largest transfer of each backend")
         ideal = handle(what, color=palette.limit, linestyle=":")
-        figure, panels, look = _panels(words, rows, palette, [ideal])
+        sheet, panels, look = _panels(words, rows, palette, ax, [ideal])
         for place, (op, axes) in enumerate(panels):
             axes.plot(counts, [one * count for count in counts], color=palette.limit, linestyle=":", zorder=1)
             for each in _series(rows):
-                points = [(float(r.case.nics), r.gb_per_s or 0.0) for r in each.points if r.case.op == op]
-                _line(axes, sorted(points), look[each.name])
+                points = sorted(
+                    (float(r.case.nics), r.gb_per_s or 0.0) for r in each.points if r.case.op == op
+                )
+                texts = [f"{each.name}, {op}, {n:.0f} NICs: {number(rate)} GB/s" for n, rate in points]
+                _line(axes, each, points, look[each.name], texts)
             axes.set_xlim(0, counts[-1] * 1.06)
             axes.set_ylim(0, max(one * counts[-1], *(row.gb_per_s or 0 for row in rows)) * 1.08)
             axes.set_xticks([float(count) for count in counts], [str(count) for count in counts])
             axes.set_xlabel("NICs")
             if place == 0:
                 axes.set_ylabel("GB/s")
-    return figure
+    return sheet.figure
 
 
 def _largest_of_each(rows: Rows) -> list[TransferRecord]:
@@ -242,7 +252,7 @@ def _largest_of_each(rows: Rows) -> list[TransferRecord]:
 # --- time of a call --------------------------------------------------------------------------------
 
 
-def call_time_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
+def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Median and P99 of a call's time by batch, or by transfer where each block has one batch."""
     rows = [row for row in _measured(run) if call_times(row.call_s).p50 is not None and row.case.threads == 1]
     most = max((row.case.nics for row in rows), default=0)
@@ -262,13 +272,13 @@ def call_time_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
     heading = "Time of one transfer by batch" if several else "Time of one transfer"
     with style(palette):
         words = _words(run, heading, rows, "median, with a line up to P99 where there were calls enough")
-        figure, panels, look = _panels(words, rows, palette)
+        sheet, panels, look = _panels(words, rows, palette, ax)
         names = list(look)
         for place, (op, axes) in enumerate(panels):
             for each in _series(rows):
                 shift = 0.6 * ((names.index(each.name) + 0.5) / len(names) - 0.5)
                 mine = [row for row in each.points if row.case.op == op]
-                _times(axes, mine, transfers, look[each.name], shift)
+                _times(axes, each, mine, transfers, look[each.name], shift)
             labels = [f"{size_text(block)}\n× {batch}" for _, block, batch in transfers]
             _size_ticks(axes, range(len(transfers)), labels)
             axes.set_xlim(-0.5, len(transfers) - 0.5)
@@ -277,7 +287,7 @@ def call_time_figure(run: RunFolder, theme: Theme = "light") -> Figure | None:
             _log_rates(axes, [ms for row in rows for ms in _middle_and_tail(row) if ms])
             if place == 0:
                 axes.set_ylabel("ms")
-    return figure
+    return sheet.figure
 
 
 def _middle_and_tail(row: TransferRecord) -> tuple[float, float]:
@@ -288,10 +298,19 @@ def _middle_and_tail(row: TransferRecord) -> tuple[float, float]:
 
 
 def _times(
-    axes: Axes, rows: Rows, transfers: Sequence[tuple[int, int, int]], look: PlotStyle, shift: float
+    axes: Axes,
+    of: _Series,
+    rows: Rows,
+    transfers: Sequence[tuple[int, int, int]],
+    look: PlotStyle,
+    shift: float,
 ) -> None:
     for row in rows:
         x = transfers.index((row.case.nbytes, row.case.block_bytes, row.case.batch_size)) + shift
         middle, tail = _middle_and_tail(row)
-        axes.plot([x, x], [middle, tail], color=look.colour, linewidth=1.4, alpha=0.55, zorder=2)
-        axes.plot([x], [middle], look.marker, color=look.colour, markersize=5, zorder=3)
+        (span,) = axes.plot([x, x], [middle, tail], color=look.colour, linewidth=1.4, alpha=0.55, zorder=2)
+        (mark,) = axes.plot([x], [middle], look.marker, color=look.colour, markersize=5, zorder=3)
+        case = row.case
+        what = f"{case.op} {size_text(case.block_bytes)} × {case.batch_size}"
+        says(span, of.backend)
+        says(mark, of.backend, f"{of.name}, {what}: P50 {number(middle)} ms, P99 {number(tail)} ms")

@@ -22,8 +22,9 @@ REQUESTS: Final[_Order] = (
     (requests.clients, ("terminal",)),
     (requests.not_comparable, ("terminal",)),
     (requests.concluded, ("terminal",)),
-    (requests.findings, _PAGES),
+    (requests.answer, _PAGES),
     (requests.result, _PAGES),
+    (requests.findings, _PAGES),
     (any_run.pictures, _PAGES),
     (requests.methods, ("terminal", "markdown")),
     (requests.who_is_ahead, ("terminal",)),
@@ -44,6 +45,7 @@ REQUESTS: Final[_Order] = (
 TRANSFERS: Final[_Order] = (
     (transfers.head, ("terminal",)),
     (transfers.asked, ("markdown",)),
+    (transfers.answer, _PAGES),
     (transfers.findings, _PAGES),
     (transfers.pictures, ("markdown",)),
     (transfers.host_pairs, ("markdown",)),

@@ -13,7 +13,7 @@ from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.sections.transfers import labs
 from kvbench.report.tables import cells
 from kvbench.report.tables.numbers import MISSING, number, percent
-from kvbench.report.tables.table import Table, of_texts
+from kvbench.report.tables.table import WHOLE_RUN, Table, of_texts
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values
 from kvbench.report.value import Block, ReportSection, Writer
@@ -88,7 +88,8 @@ def _tried(facts: Facts) -> Table:
         for trial in facts.run.other_trials
         for named, served in [(about(trial), serve_values(trial))]
     ]
-    return of_texts("", _TRIED, rows)
+    names = [trial.trial_id for trial in facts.run.other_trials]
+    return of_texts("", _TRIED, rows, window=WHOLE_RUN, trials=names)
 
 
 def _moved(records: Sequence[TransferRecord]) -> Table:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.findings.findings import as_notes, by_kind
+from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.findings import as_notes
+from kvbench.report.findings.folded import folded
 from kvbench.report.findings.load_rows import row_conclusions
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.plots import NO_DATA
+from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.table import of_texts
+from kvbench.report.tables.table import STEADY, of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
@@ -100,7 +102,9 @@ def who_is_ahead(of: Material) -> Iterator[ReportSection]:
     notes_ahead = [Note(text) for text in ahead([row for _, row in of.rows()])]
     if notes_ahead:
         yield ReportSection(
-            "ahead", "who is ahead (max request rate, from the intervals)", [Block(notes=notes_ahead)]
+            "ahead",
+            "who is ahead (max request rate, by the searches' posteriors)",
+            [Block(notes=notes_ahead)],
         )
 
 
@@ -122,19 +126,19 @@ def every_note(of: Material) -> Iterator[ReportSection]:
 # --- on pages --------------------------------------------------------------------------------------
 
 
+def answer(of: Material) -> Iterator[ReportSection]:
+    """Who, where, by how much, what limits it; and the first picture."""
+    facts = of.one
+    said = answer_text(facts.rows, facts.statements)
+    blocks = [Block(words=said, style="lead")] if said else []
+    shown = [Block(picture=each) for each in drawings(facts.run)]
+    yield ReportSection("answer", "Answer", [*blocks, *shown])
+
+
 def findings(of: Material) -> Iterator[ReportSection]:
     """All that is concluded, by kind; on a page with what limits it."""
     facts = of.one
-    rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
-    blocks = [Block(words=rule, writers=("markdown",))]
-    for words, found in by_kind(facts.statements).items():
-        block = Block(words, notes=as_notes(found))
-        if rule and words == KIND_WORDS["ahead"]:
-            blocks += [
-                replace(block, writers=("markdown",)), replace(block, words=rule, writers=("html",))
-            ]  # fmt: skip
-        else:
-            blocks.append(block)
+    blocks = list(folded(facts.statements, cells.WHY_AHEAD if ahead(facts.rows) else ""))
     if facts.limits:
         title = "What limits what these numbers say"
         blocks.append(Block(title, notes=facts.limits, writers=("html",)))
@@ -235,9 +239,20 @@ def searches(of: Material) -> Iterator[ReportSection]:
     blocks = [] if tried else [Block(words="No trial was run.")]
     if measuring := time_line(run):
         blocks.append(Block(words=f"{measuring}."))
-    header = ["trial", "asked as", "rate", "verdict", "met (%)", "TTFT P50 / P99", "TPOT P50 / P99", "reason"]
+    header = [
+        "trial",
+        "asked as",
+        "rate",
+        "verdict",
+        "met (%)",
+        "TTFT P50 / P99 (ms)",
+        "TPOT P50 / P99 (ms)",
+        "reason",
+    ]
     for cell in tried:
-        table = of_texts("", header, [_trial_cells(trial) for trial in run.trials_of(cell)])
+        tried_there = run.trials_of(cell)
+        rows, names = map(_trial_cells, tried_there), [trial.trial_id for trial in tried_there]
+        table = of_texts("", header, rows, window=STEADY, trials=names)
         blocks.append(Block(f"{cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out", table=table))
     yield ReportSection("search", "Search", blocks)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvbench.report.findings.findings import as_notes, by_kind
+from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.folded import folded
 from kvbench.report.findings.transfers import answers, models_text
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
@@ -57,7 +58,7 @@ def asked(of: Material) -> Iterator[ReportSection]:
 def findings(of: Material) -> Iterator[ReportSection]:
     """All that is concluded, by kind; on a page with what was asked for, and what went wrong."""
     facts = of.one
-    blocks = [Block(words, notes=as_notes(found)) for words, found in by_kind(facts.statements).items()]
+    blocks = list(folded(facts.statements))
     yield ReportSection("findings", "Findings", blocks, ("markdown",))
     notes = facts.cases.footnotes
     more = [
@@ -68,6 +69,13 @@ def findings(of: Material) -> Iterator[ReportSection]:
         Block("The folder", notes=list(map(Note, facts.run.warnings))),
     ]
     yield ReportSection("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
+
+
+def answer(of: Material) -> Iterator[ReportSection]:
+    """The first of what the rows say, and the first picture."""
+    said = answer_text((), of.one.statements)
+    pictures = [Block(picture=each) for each in drawings(of.one.run)]
+    yield ReportSection("answer", "Answer", [Block(words=said, style="lead"), *pictures])
 
 
 def pictures(of: Material) -> Iterator[ReportSection]:

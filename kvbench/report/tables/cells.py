@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from kvbench.core.findings.possible_rates import AHEAD
 from kvbench.core.metrics.limit import LIMIT_SHORT, LIMIT_WORDS
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
 from kvbench.report.tables.numbers import MISSING, number, percent
-from kvbench.report.tables.result import Row, shared_unit
+from kvbench.report.tables.result import Row, interval_word, shared_unit
 from kvbench.report.tables.router_cost import FIGURE_WORDS, RouterCost, difference
-from kvbench.report.tables.table import Column, Table, of_texts
+from kvbench.report.tables.table import STEADY, WHOLE_RUN, Column, Table, of_texts
 
 _Shown = Callable[[Row], object]
 """What stands in a column for a row."""
 
 
-def _table(rows: Sequence[Row], columns: Mapping[str, _Shown], title: str = "", words: str = "") -> Table:
+def _table(
+    rows: Sequence[Row], columns: Mapping[str, _Shown], title: str = "", words: str = "", window: str = ""
+) -> Table:
+    cells = [[shown(row) for shown in columns.values()] for row in rows]
     return of_texts(
-        title, list(columns), [[shown(row) for shown in columns.values()] for row in rows], words=words
+        title, list(columns), cells, words=words, window=window, trials=[row.trial_id or "" for row in rows]
     )
 
 
@@ -58,17 +62,17 @@ def result(rows: Sequence[Row]) -> Table:
     columns: dict[str, _Shown] = {
         **_CONNECTOR,
         "output": lambda row: row.cell.output_len,
-        "max rate (req/s)": Row.rate_text,
+        f"max rate (req/s) {interval_word(row.answer for row in rows)}": Row.rate_text,
         f"per {unit}": lambda row: number(row.rate_per(unit)),
         "limit": lambda row: LIMIT_WORDS.get(row.limit, MISSING),
         "search": lambda row: row.search + (", confirmed" if row.confirmed else ""),
-        "met (%)": with_interval,
+        "met (%) [95 %]": with_interval,
         "achieved (req/s)": _figure("achieved_request_rate"),
         "trials": lambda row: row.trials,
         "findings": lambda row: sum(row.findings.values()),
         "labels": lambda row: ", ".join(row.labels),
     }
-    return _table(rows, columns)
+    return _table(rows, columns, window=STEADY)
 
 
 def gist(rows: Sequence[Row]) -> Table:
@@ -77,7 +81,7 @@ def gist(rows: Sequence[Row]) -> Table:
     columns: dict[str, _Shown] = {
         "connector": lambda row: row.cell.connector,
         "input": lambda row: f"{row.cell.input_len:,}",
-        "max rate (req/s) [interval]": lambda row: row.answer.text(),
+        f"max rate (req/s) {interval_word(row.answer for row in rows)}": lambda row: row.answer.text(),
         f"per {unit}": lambda row: number(row.rate_per(unit)),
         "met %": _share("slo_attainment"),
         "TTFT P50 (ms)": _figure("ttft_ms_p50"),
@@ -86,7 +90,7 @@ def gist(rows: Sequence[Row]) -> Table:
         "KV (ms)": _figure("kv_transfer_ms_per_request"),
         "limit": lambda row: row.limit or MISSING,
     }
-    return _table(rows, columns)
+    return _table(rows, columns, window=STEADY)
 
 
 def with_interval(row: Row) -> str:
@@ -98,6 +102,10 @@ def with_interval(row: Row) -> str:
     return f"{share} [{percent(values['attainment_lower'])}, {percent(values['attainment_upper'])}]"
 
 
+_RANKS: Final = (0, 0, 5, 4, 2, 3, 7, 6)
+"""Of the figures of ``brief_result``: what a narrow terminal leaves out first has the highest."""
+
+
 def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
     """The result in a hundred columns, one group a length. ``named``: rows with the names of their runs, all
     empty for a single run.
@@ -106,7 +114,7 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
     unit = shared_unit(rows)
     figures: dict[str, _Shown] = {
         "input\nlen": lambda row: row.cell.input_len,
-        "max rate\nreq/s [interval]": lambda row: row.answer.text(),
+        f"max rate\nreq/s {interval_word(row.answer for row in rows)}": lambda row: row.answer.text(),
         f"req/s\n/{'GPU' if unit == 'GPU' else 'eng'}": lambda row: number(row.rate_per(unit)),
         "met\n%": _share("slo_attainment"),
         "TTFT ms\nP50 / P99": _pair("ttft_ms_p50", "ttft_ms_p99"),
@@ -115,9 +123,11 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
         "KV ms\n/req": _figure("kv_transfer_ms_per_request"),
     }
     several, limits = any(name for name, _ in named), any(row.limit for row in rows)
-    columns = [Column("", "run", align="left")] * several + [Column("", "connector", align="left", width=14)]
-    columns += [Column("", title, align="right") for title in figures]
-    columns += [Column("", "limit", align="left")] * limits
+    columns = [Column("", "run", align="left")] * several + [Column("", "connector", align="left")]
+    columns += [
+        Column("", title, align="right", rank=rank) for title, rank in zip(figures, _RANKS, strict=True)
+    ]
+    columns += [Column("", "limit", align="left", rank=1)] * limits
     cells = [
         [
             *[name] * several,
@@ -128,7 +138,9 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
         for name, row in named
     ]
     lengths = [(row.cell.input_len, row.cell.output_len) for row in rows]
-    return Table("", columns, cells, groups={lengths.index(each): "" for each in dict.fromkeys(lengths)})
+    groups = {lengths.index(each): "" for each in dict.fromkeys(lengths)}
+    trials = [row.trial_id or "" for row in rows]
+    return Table("", columns, cells, groups=groups, window=STEADY, trials=trials)
 
 
 def _pair(one: str, other: str) -> _Shown:
@@ -148,13 +160,13 @@ def megabytes(row: Row) -> str:
 # --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
-    "By rule: a rate's interval holds it with a probability of 90 %, by all its trials together, and two "
-    "rates are ordered only if their intervals do not overlap. In brackets: what the two "
-    "intervals allow for their ratio. They do not cover how much a repeated run would differ. Rates of "
-    "unequal numbers of engines (GPUs, where known) are not compared; those per engine are."
+    f"By rule: two rates are ordered only if one is the higher with a probability of {AHEAD:.0%}, by all "
+    "trials of both searches, and both searches converged. In brackets: the 90 % interval of their ratio. "
+    "It does not cover how much a repeated run would differ. Rates of unequal numbers of GPUs (engines, "
+    "where those are not known) are not compared; those per GPU are."
 )
 WHICH_TRIAL: Final = (
-    "Milliseconds as mean / P50 / P90 / P99, of the trial that confirmed the rate or else of the highest "
+    "Milliseconds, of the trial that confirmed the rate or else of the highest "
     "rate that met the SLO. TTFT counts from the scheduled send."
 )
 
@@ -162,16 +174,18 @@ WHICH_TRIAL: Final = (
 def latencies(rows: Sequence[Row]) -> Table | None:
     """TTFT, TPOT, ITL and E2EL of the supporting trials."""
     columns: dict[str, _Shown] = {
-        f"{name.upper()} (ms)": _figures([f"{name}_ms_{figure}" for figure in ("mean", "p50", "p90", "p99")])
+        f"{name.upper()} mean / P50 / P90 / P99 (ms)": _figures(
+            [f"{name}_ms_{figure}" for figure in ("mean", "p50", "p90", "p99")]
+        )
         for name in ("ttft", "tpot", "itl", "e2el")
     }
     columns = {**_AT_RATE, **columns, "trial": lambda row: row.trial_id}
     shown = [row for row in rows if row.trial_id]
-    return _table(shown, columns, words=WHICH_TRIAL) if shown else None
+    return _table(shown, columns, words=WHICH_TRIAL, window=STEADY) if shown else None
 
 
 _WHICH_PARTS: Final = (
-    "Means in milliseconds over the answered requests of the same trial, warm-up included. The engines' "
+    "Means in milliseconds over the answered requests of the same trial. The engines' "
     "histograms tell queue and prefill, the router's times of each request (in direct mode the load "
     "generator's own) tell what lies around them. The first decode step is taken as D's mean gap between "
     "tokens. `hand-off` is all that is neither P's nor D's engine nor the transfer: their HTTP front ends "
@@ -183,11 +197,11 @@ _WHICH_PARTS: Final = (
 def breakdown(rows: Sequence[Row]) -> Table | None:
     """The parts of the mean TTFT; None if no run has them."""
     parts = {words: f"ttft_{part}_ms" for part, words in PART_WORDS.items()}
-    columns = {"TTFT": "ttft_ms_mean_of_all", **parts}
+    columns = {"TTFT mean (ms)": "ttft_ms_mean_of_all", **parts}
     shown = [row for row in rows if any(row.values[column] is not None for column in parts.values())]
     figures = {words: _figure(column) for words, column in columns.items()}
     title = "Where the time to the first token goes"
-    return _table(shown, {**_AT_RATE, **figures}, title, _WHICH_PARTS) if shown else None
+    return _table(shown, {**_AT_RATE, **figures}, title, _WHICH_PARTS, WHOLE_RUN) if shown else None
 
 
 WHICH_COSTS: Final = (
@@ -204,7 +218,7 @@ def router_cost(cost: RouterCost) -> Table:
         [FIGURE_WORDS[each.figure], number(each.with_), number(each.without), difference(each)]
         for each in cost.added
     ]
-    return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "the router adds"], body)
+    return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "the router adds [95 %]"], body)
 
 
 _WHICH_CLIENT: Final = (
@@ -239,7 +253,7 @@ def client(rows: Sequence[Row]) -> Table | None:
 
 
 def rates(rows: Sequence[Row]) -> Table | None:
-    """Goodput and token rates, the KV that was moved, and what the prefix caches held."""
+    """Goodput and token rates, all and per GPU, what they cost and draw, the KV moved, prefix hits."""
 
     def size(row: Row) -> str:
         known = row.values["kv_bytes_per_request"]
@@ -259,4 +273,13 @@ def rates(rows: Sequence[Row]) -> Table | None:
         "prefix hits on D (%)": _share("prefix_hit_rate_decode"),
     }
     shown = [row for row in rows if row.trial_id]
-    return _table(shown, columns) if shown else None
+    unit = shared_unit(rows)
+    columns[f"goodput per {unit}"] = lambda row: number(row.per(unit, "request_goodput"))
+    columns[f"output tok/s per {unit}"] = lambda row: number(row.per(unit, "output_tok_per_s"))
+    if any(row.price for row in rows):
+        columns["cost per 1k requests"] = lambda row: number(row.cost_per_1k_requests)
+        columns["cost per 1M output tokens"] = lambda row: number(row.cost_per_1m_output_tokens)
+    if any(row.joules_per_output_token for row in shown):
+        columns["W per GPU"] = lambda row: number(row.per("GPU", "gpu_watts"))
+        columns["J per output token"] = lambda row: number(row.joules_per_output_token)
+    return _table(shown, columns, window=STEADY) if shown else None

@@ -1,6 +1,7 @@
 """What was measured beside the main column, each method in a table of its own: never mixed with the others.
 
 - listed rates (``fixed``): by rate, by input length, by connector, with the columns of ``vllm bench serve``;
+- a closed loop: what so many requests at once met with, which is no rate;
 - ``burst``: the rate that five seconds' means allow, beside the sustained one, and their ratio;
 - one equal rate: all connectors with the same requests at the lowest rate found;
 - SLO tiers: each tier's answer from the same trials;
@@ -15,11 +16,12 @@ from typing import Any
 
 from kvbench.core.records import TrialRecord
 from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.result import read_answer
-from kvbench.report.tables.table import Table, of_method
+from kvbench.report.tables.result import interval_word, read_answer
+from kvbench.report.tables.table import STEADY, WHOLE_RUN, Table, of_method
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
     about,
+    closed_loop_table,
     fixed_tables,
     imported_table,
     serve_values,
@@ -35,6 +37,7 @@ def method_tables(run: RunFolder) -> list[Table]:
         _burst(run),
         _equal_rate(run),
         *fixed_tables(run),
+        closed_loop_table(run),
         trace_table(run),
         imported_table(run),
     )
@@ -46,16 +49,13 @@ def method_tables(run: RunFolder) -> list[Table]:
 
 def _burst(run: RunFolder) -> Table:
     sustained = {result.cell: result for result in run.cells if result.method == "sustained"}
-    header = [
-        "connector", "input", "sustained (req/s)", "burst (req/s), no sustained rate", "burst / sustained",
-        "burst of", "completed per second", "peak in flight",
-    ]  # fmt: skip
-    shown, rows = [], []
+    shown, rows, answers = [], [], []
     for result in run.other_cells:
         if result.method != "burst" or result.status != "done" or not result.answer:
             continue
         burst, paired = read_answer(result.answer), sustained.get(result.cell)
         rate = read_answer(paired.answer) if paired and paired.answer else None
+        answers += [] if rate is None else [rate]
         trial = _trial_at(run, result, burst.max_request_rate)
         known = rate.max_request_rate if rate else None
         ratio = burst.max_request_rate / known if burst.max_request_rate and known else None
@@ -90,12 +90,18 @@ def _burst(run: RunFolder) -> Table:
                 "peak_in_flight": summary.get("peak_in_flight"),
             }
         )
+    header = [
+        "connector", "input", f"sustained (req/s) {interval_word(answers)}",
+        "burst (req/s) [met, missed], no sustained rate", "burst / sustained", "burst of",
+        "completed per second", "peak in flight",
+    ]  # fmt: skip
+    brief = (*header[:5], "completed per second")
     words = (
         "The burst rule offers n = 5 × rate requests within five seconds, looks at the means of TTFT and "
         "TPOT alone, and is bisected as by hand. Its rate is what fits in at once, not what can be held: "
         "compare it with what was completed per second, over the whole of the same trial."
     )
-    return of_method("burst", "Burst and sustained", words, header, shown, rows, (0, 1, 2, 3, 4, 6))
+    return of_method("burst", "Burst and sustained", words, header, shown, rows, brief, WHOLE_RUN)
 
 
 def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRecord | None:
@@ -158,7 +164,8 @@ def _equal_rate(run: RunFolder) -> Table:
         "same prompts at the same times, in a second round of deployments; one trial each, latencies of the "
         "steady window. At a rate of its own each shows what it holds, at an equal one what it costs."
     )
-    return of_method("equal_rate", "At one equal rate", words, header, shown, rows, (0, 1, 2, 3, 4, 5, 8, 9))
+    brief = (*header[:6], "KV (ms/req)", "verdict")
+    return of_method("equal_rate", "At one equal rate", words, header, shown, rows, brief, STEADY)
 
 
 # --- tiers -----------------------------------------------------------------------------------------
@@ -167,9 +174,10 @@ def _equal_rate(run: RunFolder) -> Table:
 def _tiers(run: RunFolder) -> Table:
     results = [result for result in (*run.cells, *run.other_cells) if result.tier]
     results.sort(key=lambda result: (result.cell.input_len, result.cell.connector))
-    shown, rows = [], []
+    shown, rows, answers = [], [], []
     for result in results:
         answer = read_answer(result.answer) if result.answer else None
+        answers += [] if answer is None else [answer]
         shown.append(
             [
                 result.cell.connector,
@@ -197,5 +205,6 @@ def _tiers(run: RunFolder) -> Table:
         "Every trial was judged for every tier. The main table shows the strictest tier; a rate of another "
         "tier rests on the trials of all."
     )
-    header = ["connector", "input", "tier", "max rate (req/s)", "search", "trial"]
+    rate = f"max rate (req/s) {interval_word(answers)}"
+    header = ["connector", "input", "tier", rate, "search", "trial"]
     return of_method("tiers", "By tier of the SLO", words, header, shown, rows)

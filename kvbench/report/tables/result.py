@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvbench import engines
+from kvbench.core.findings.possible_rates import LEVEL, PossibleRates, known, within
 from kvbench.core.metrics.limit import Binding
-from kvbench.core.plan.engine_count import Size, Unit, size_in, unit_of
+from kvbench.core.plan.engine_count import Size, Unit, price_per_gpu_hour, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.trial_values import engine_word, finite, trial_values
@@ -38,6 +39,18 @@ class Answer:
     upper: float | None = None
     sure: bool = True
     """Whether the search reached its end: a trial at that rate was met."""
+    level: float | None = None
+    """How probable it is that the interval holds the rate; None where it is not known."""
+    posterior: tuple[float, ...] = ()
+    """Equally probable rates, where the search has kept them."""
+
+    @property
+    def possible(self) -> PossibleRates:
+        """The rates that it allows: its posterior; of older ones a log-normal through the interval, or, where
+        the ends were only met and missed, all between them."""
+        if self.outcome == "found" and self.posterior:
+            return known(self.posterior)
+        return within(None if self.outcome == "none" else self.lower, self.upper, self.level)
 
     def text(self) -> str:
         """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
@@ -81,6 +94,8 @@ class Row:
     name: str = ""
     size: Size = field(default_factory=Size)
     """Engines and GPUs that its rate was found on."""
+    price: float | None = None
+    """Of one GPU for an hour, in the user's currency."""
 
     @property
     def outcome(self) -> Outcome:
@@ -90,6 +105,29 @@ class Row:
         """The highest rate by engine or GPU; None without a rate that was searched, or a known number."""
         rate, count = self.answer.max_request_rate, self.size.count(unit)
         return None if rate is None or not count or self.outcome == "one_rate" else rate / count
+
+    def per(self, unit: Unit, column: str) -> float | None:
+        """A figure of the supporting trial (``request_goodput``, ``output_tok_per_s``) by engine or GPU."""
+        value, count = self.values.get(column), self.size.count(unit)
+        return None if value is None or not count else value / count
+
+    @property
+    def cost_per_1k_requests(self) -> float | None:
+        """At the highest rate: price · GPUs · 1000 / (3600 · rate)."""
+        rate = self.rate_per("GPU")
+        return None if not rate or self.price is None else self.price * 1e3 / 3600 / rate
+
+    @property
+    def cost_per_1m_output_tokens(self) -> float | None:
+        """At the supporting trial: price · GPUs · 10⁶ / (3600 · output tokens per second)."""
+        tokens = self.per("GPU", "output_tok_per_s")
+        return None if not tokens or self.price is None else self.price * 1e6 / 3600 / tokens
+
+    @property
+    def joules_per_output_token(self) -> float | None:
+        """At the supporting trial: mean power of all GPUs / output tokens per second."""
+        watts, tokens = self.values.get("gpu_watts"), self.values.get("output_tok_per_s")
+        return None if watts is None or not tokens else watts / tokens
 
     def rate_text(self) -> str:
         text = self.answer.text()
@@ -106,11 +144,18 @@ class Row:
             "max_request_rate": self.answer.max_request_rate,
             "lower": self.answer.lower,
             "upper": self.answer.upper,
+            "interval_level": self.answer.level,
             "censored": self.outcome == "at_least",
             "engines": self.size.engines,
             "gpus": self.size.gpus,
             "max_request_rate_per_engine": self.rate_per("engine"),
             "max_request_rate_per_gpu": self.rate_per("GPU"),
+            "request_goodput_per_gpu": self.per("GPU", "request_goodput"),
+            "output_tok_per_s_per_gpu": self.per("GPU", "output_tok_per_s"),
+            "cost_per_1k_requests": self.cost_per_1k_requests,
+            "cost_per_1m_output_tokens": self.cost_per_1m_output_tokens,
+            "watts_per_gpu": self.per("GPU", "gpu_watts"),
+            "joules_per_output_token": self.joules_per_output_token,
             **self.values,
             "transport": self.transport,
             "kv_source": self.kv_source,
@@ -173,6 +218,7 @@ def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Ro
         labels=tuple(labels),
         name=f"{cell.connector}@{name}" if name else cell.connector,
         size=size_in(run.plan, run.environment, cell.connector, engines.options_model_of(run.plan)),
+        price=price_per_gpu_hour(run.plan),
     )
 
 
@@ -203,10 +249,27 @@ def _answer(run: RunFolder, trials: Sequence[TrialRecord], result: CellResult | 
 def read_answer(given: Mapping[str, Any]) -> Answer:
     """The search's answer from its JSON. Only what has an upper end is an interval."""
     rate, lower, upper = (finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
-    if rate is None:
-        return Answer("undecided" if upper is None else "none", None, None, upper)
     sure = given.get("status") not in ("undecided", "exhausted")
-    return Answer("at_least" if upper is None else "found", rate, lower, upper, sure)
+    if rate is None:
+        return Answer("undecided" if upper is None else "none", None, None, upper, sure)
+    # An older search by measurements kept its curve, but not its level.
+    level = finite(given["level"]) if "level" in given else LEVEL if given.get("curve") else None
+    outcome: Outcome = "at_least" if upper is None else "found"
+    return Answer(outcome, rate, lower, upper, sure, level, rates_of(given.get("posterior")))
+
+
+def interval_word(answers: Iterable[Answer]) -> str:
+    """What a column's brackets hold: ``[90 %]``, or ``[interval]`` where that is not known of all."""
+    levels = {each.level for each in answers if each.outcome in ("found", "unfinished")}
+    known = [level for level in levels if level is not None]
+    return f"[{known[0] * 100:g} %]" if len(levels) == len(known) == 1 else "[interval]"
+
+
+def rates_of(given: Any) -> tuple[float, ...]:
+    """The rates of a posterior from its JSON; none where there are none, or they are no rates."""
+    rates = [finite(each) for each in given] if isinstance(given, (list, tuple)) else []
+    found = [each for each in rates if each is not None and each > 0]
+    return tuple(found) if len(found) == len(rates) else ()
 
 
 def _supporting_trial(

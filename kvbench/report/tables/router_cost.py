@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import StoreError
 from kvbench.report.tables.numbers import number
 from kvbench.results.run import RunFolder
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FIGURE_WORDS: Final[Mapping[str, str]] = {
     "mean": "mean",
@@ -145,13 +142,13 @@ def _paired(run: RunFolder, routed: TrialRecord, direct: TrialRecord) -> tuple[P
 
     Raises StoreError for requests that are not the same plan's.
     """
-    one, other = (run.requests(trial.trial_id, _COLUMNS) for trial in (routed, direct))
-    n = min(len(one), len(other))  # a trial that was stopped early has the beginning of the plan
-    one, other = one.iloc[:n], other.iloc[:n]
-    if not np.array_equal(one["scheduled_s"].to_numpy(), other["scheduled_s"].to_numpy()):
+    read = [run.columns("requests", trial.trial_id, _COLUMNS) for trial in (routed, direct)]
+    n = min(len(each["error"]) for each in read)  # one that was stopped early has the beginning of the plan
+    one, other = ({name: column[:n] for name, column in each.items()} for each in read)
+    if not np.array_equal(one["scheduled_s"], other["scheduled_s"]):
         raise StoreError(f"{routed.trial_id} and {direct.trial_id} have one seed and not one plan")
     begin_s = max(_window_start(trial) for trial in (routed, direct))
-    steady = one["scheduled_s"].to_numpy() >= begin_s
+    steady = one["scheduled_s"] >= begin_s
     both = steady & _answered(one) & _answered(other)
     return (_ttft_ms(one)[both], _ttft_ms(other)[both]), int(steady.sum() - both.sum())
 
@@ -161,9 +158,9 @@ def _window_start(trial: TrialRecord) -> float:
     return float(window.get("start_s") or 0.0) if isinstance(window, Mapping) else 0.0
 
 
-def _answered(requests: pd.DataFrame) -> Any:
-    return ((requests["error"] == "") & requests["first_token_s"].notna()).to_numpy()
+def _answered(requests: Mapping[str, Any]) -> Any:
+    return (requests["error"] == "") & ~np.isnan(requests["first_token_s"])
 
 
-def _ttft_ms(requests: pd.DataFrame) -> Any:
-    return ((requests["first_token_s"] - requests["scheduled_s"]) * 1e3).to_numpy(dtype=float)
+def _ttft_ms(requests: Mapping[str, Any]) -> Any:
+    return (requests["first_token_s"] - requests["scheduled_s"]) * 1e3

@@ -9,16 +9,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvbench.files import spreadsheet_cell
+from kvbench.core.foreign_text import markdown_words, spreadsheet_cell
+from kvbench.files import write_bytes
 from kvbench.report.tables.numbers import MISSING, number
 
 Rows = Sequence[Mapping[str, Any]]
 Align = Literal["", "left", "right"]
 
+STEADY: Final = "steady part of the trial"
+WHOLE_RUN: Final = "whole run, ramp and drain included"
+"""What latencies and rates are of; every table that has any names it."""
 FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
 _UNROUNDED: Final = ("seed",)
 _LATEX: Final = {
@@ -33,8 +38,9 @@ _LATEX: Final = {
 class Column:
     """A column: its key in files, empty where no file has it, and its title for people.
 
-    ``brief``: whether a terminal shows it; ``width``: how many characters at most, 0 for any number.
-    ``align``: empty where that goes by what is in it.
+    ``brief``: whether a terminal shows it; ``width``: from how many characters on a cell takes several lines
+    there, 0 for never. ``align``: empty where that goes by what is in it. ``rank``: where a terminal is too
+    narrow, columns of a higher one are left out earlier, those of 0 never.
     """
 
     key: str
@@ -42,6 +48,7 @@ class Column:
     brief: bool = True
     align: Align = ""
     width: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class Table:
     ``name``: of the CSV that has the rows; ``words``: what a reader has to know to read it right; ``groups``:
     number of the row that begins a group → the words above it; ``marks``: numbers of footnotes, by row.
     ``every_column``: whether it is for looking something up. In a terminal, ``ruled``: a line below the
-    header, or blanks alone; ``wrap``: whether a cell may take several lines.
+    header, or blanks alone. ``window``: the part of a trial that its latencies and rates are of.
+    ``trials``: whose figures a row has, trial by trial.
     """
 
     title: str
@@ -64,7 +72,13 @@ class Table:
     marks: Sequence[Sequence[int]] = ()
     every_column: bool = False
     ruled: bool = True
-    wrap: bool = False
+    window: str = ""
+    trials: Sequence[str] = ()
+
+    @property
+    def of_window(self) -> str:
+        """What its latencies and rates are of; empty where it has none."""
+        return f"Latencies and rates: {self.window}." if self.window else ""
 
     @property
     def header(self) -> list[str]:
@@ -81,11 +95,18 @@ class Table:
 
 
 def of_texts(
-    title: str, header: Sequence[str], cells: Iterable[Sequence[object]], align: Align = "", words: str = ""
+    title: str,
+    header: Sequence[str],
+    cells: Iterable[Sequence[object]],
+    align: Align = "",
+    words: str = "",
+    window: str = "",
+    trials: Sequence[str] = (),
 ) -> Table:
     """A table of what people read."""
     columns = [Column("", heading, align=align) for heading in header]
-    return Table(title, columns, [[str(each) for each in row] for row in cells], words=words)
+    shown = [[str(each) for each in row] for row in cells]
+    return Table(title, columns, shown, words=words, window=window, trials=trials)
 
 
 def of_method(
@@ -95,16 +116,19 @@ def of_method(
     header: Sequence[str],
     cells: Sequence[Sequence[str]],
     rows: Rows,
-    brief: Sequence[int] | None = None,
+    brief: Collection[str] | None = None,
+    window: str = "",
 ) -> Table:
-    """A table whose file has other columns than people read. ``brief``: those for a terminal; None: all."""
-    columns = [
-        Column("", heading, brief is None or place in brief, width=34) for place, heading in enumerate(header)
-    ]
-    return Table(title, columns, cells, rows, name, words, wrap=True)
+    """A table whose file has other columns than people read. ``brief``: those for a terminal; None: all.
+
+    ``rows`` have a ``trial_id`` where the table is of trials.
+    """
+    columns = [Column("", heading, brief is None or heading in brief, width=34) for heading in header]
+    trials = [str(row.get("trial_id") or "") for row in rows]
+    return Table(title, columns, cells, rows, name, words, window=window, trials=trials)
 
 
-def of_values(title: str, columns: Sequence[Column], rows: Rows) -> Table:
+def of_values(title: str, columns: Sequence[Column], rows: Rows, window: str = "") -> Table:
     """A table of values, rounded for people; words are on the left."""
     columns = [
         replace(
@@ -114,7 +138,9 @@ def of_values(title: str, columns: Sequence[Column], rows: Rows) -> Table:
         )
         for column in columns
     ]
-    return Table(title, columns, [[_shown(row.get(column.key)) for column in columns] for row in rows], rows)
+    cells = [[_shown(row.get(column.key)) for column in columns] for row in rows]
+    trials = [str(row.get("trial_id") or "") for row in rows]
+    return Table(title, columns, cells, rows, window=window, trials=trials)
 
 
 def of_csv(
@@ -123,6 +149,7 @@ def of_csv(
     rows: Rows,
     headings: Mapping[str, str] | None = None,
     texts: Mapping[str, Sequence[str]] | None = None,
+    window: str = "",
 ) -> Table | None:
     """The rows of tables/<name>.csv. None if there are none.
 
@@ -141,7 +168,10 @@ def of_csv(
         [texts[key][place] if key in texts else _rounded(key, row.get(key)) for key in keys]
         for place, row in enumerate(rows)
     ]
-    return Table(title, columns, cells, rows, name, every_column=headings is None)
+    trials = [str(row.get("trial_id") or "") for row in rows]
+    return Table(
+        title, columns, cells, rows, name, every_column=headings is None, window=window, trials=trials
+    )
 
 
 def _numeric(key: str, rows: Rows) -> bool:
@@ -179,14 +209,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: S
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    return (
+        "| " + " | ".join(" ".join(markdown_words(cell).replace("|", "\\|").split()) for cell in cells) + " |"
+    )
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
     """GitHub's tables, a heading before each that has a title."""
     parts = []
     for table in tables:
-        parts += [f"## {table.title}"] if table.title else []
+        parts += [f"## {markdown_words(table.title)}"] if table.title else []
         parts.append(markdown_table(table.header, table.cells))
     return "\n\n".join(parts) + "\n"
 
@@ -202,13 +234,26 @@ def as_csv(tables: Sequence[Table]) -> str:
     return text.getvalue()
 
 
+def write_csv(path: Path, rows: Rows) -> None:
+    """Rows of plain values, each cell safe to open in a spreadsheet; the first row names the columns."""
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: spreadsheet_cell(value) for key, value in row.items()} for row in rows)
+    write_bytes(path, text.getvalue().encode("utf-8", "replace"))
+
+
 def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
     """``{"rows": […], …}``: all tables' rows, and what is reported besides."""
     keys = _keys(tables)
     rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
-    text = json.dumps({**more, "rows": rows}, default=str)
-    # What is not finite has no word in JSON.
-    plain = json.loads(text, parse_constant=lambda _: None)
+    return json_text({**more, "rows": rows})
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """For people and programs; what is not finite has no word in JSON, and is null."""
+    plain = json.loads(json.dumps(data, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -232,7 +277,7 @@ def as_latex(tables: Sequence[Table]) -> str:
 
 
 def _latex_line(cells: Sequence[str]) -> str:
-    return " & ".join(latex(cell) for cell in cells) + r" \\"
+    return " & ".join(latex(" ".join(cell.split())) for cell in cells) + r" \\"
 
 
 def latex(text: str) -> str:

@@ -26,6 +26,7 @@ HEADER: Final = (
     "CPU s/GB",
     "data",
 )
+_RANKS: Final = {"descr": 6, "CPU s/GB": 5, "mem": 4, "tcp": 3, "line": 2, "p99": 1}
 LEGEND: Final = (
     "line, tcp, mem: per cent of the NICs' line rate, of plain TCP and of a copy in memory (same transfer, "
     "same run); descr: descriptors handed over; CPU s/GB: of both sides; data: whether all bytes are right"
@@ -64,7 +65,7 @@ def tabled(records: Sequence[TransferRecord]) -> Cases:
     every = [f"every row: {note}" for note in shared]
     last = len(HEADER) - 1
     columns = [
-        Column("", title, align="left" if place in (0, 1, last) else "right")
+        Column("", title, align="left" if place in (0, 1, last) else "right", rank=_RANKS.get(title, 0))
         for place, title in enumerate(HEADER)
     ]
     table = Table("", columns, cells, groups=groups, marks=marks, ruled=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import groupby
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ ENGINE_KEYS: Final[Mapping[str, str]] = {
     "kv_descriptors_per_request": "kv_descriptors_per_request",
     "prefix_hit_rate_prefill": "prefix_hit_rate_prefill",
     "prefix_hit_rate_decode": "prefix_hit_rate_decode",
+    "gpu_watts": "gpu_watts",
     "ttft_ms_mean_of_all": "ttft_ms_mean_of_all",
     **{f"ttft_{part}_ms": f"ttft_breakdown_ms.{part}" for part in PARTS},
     "client_workers": "client.workers",
@@ -92,17 +93,25 @@ def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
     None where that cannot be told: without two trials of one deployment, or without times.
     """
     offered_s = whole_s = 0.0
-    rows = sorted((trial for trial in trials if trial.started_at), key=lambda trial: trial.started_at)
+    timed = [(begun, trial) for trial in trials if (begun := moment(trial.started_at)) is not None]
+    timed.sort(key=lambda each: each[0])
     # A deployment's trials come one after the other; at the equal rate it is brought up once more.
-    for _, group in groupby(rows, lambda trial: (trial.cell.connector, trial.method == "equal_rate")):
-        mine = list(group)
-        begun, last = (
-            datetime.fromisoformat(t.started_at.replace("Z", "+00:00")) for t in (mine[0], mine[-1])
-        )
-        if len(mine) > 1:
-            offered_s += sum(trial.duration_s for trial in mine)
-            whole_s += (last - begun).total_seconds() + mine[-1].duration_s
+    for _, group in groupby(timed, lambda each: (each[1].cell.connector, each[1].method == "equal_rate")):
+        (begun, first), *more = group
+        if more:
+            last, ended = more[-1]
+            offered_s += first.duration_s + sum(trial.duration_s for _, trial in more)
+            whole_s += (last - begun).total_seconds() + ended.duration_s
     return min(1.0, offered_s / whole_s) if whole_s > 0 else None
+
+
+def moment(text: str) -> datetime | None:
+    """When something was, in UTC; None where a damaged file does not say."""
+    try:
+        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 def time_line(run: RunFolder) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
 from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.table import Table, of_method
+from kvbench.report.tables.table import WHOLE_RUN, Table, of_method
 from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")
@@ -18,14 +18,22 @@ _LATENCIES: Final = ("ttft", "tpot", "itl")
 # --- listed rates ----------------------------------------------------------------------------------
 
 _SERVE_HEADER: Final = (
-    "successful", "failed", "duration (s)", "input tokens", "output tokens", "req/s", "output tok/s",
-    "total tok/s", "TTFT mean / P50 / P99 (ms)", "TPOT mean / P50 / P99 (ms)", "ITL mean / P50 / P99 (ms)",
+    "successful", "failed", "cancelled", "duration (s)", "input tokens", "output tokens", "req/s",
+    "output tok/s", "total tok/s", "TTFT mean / P50 / P99 (ms)", "TPOT mean / P50 / P99 (ms)",
+    "ITL mean / P50 / P99 (ms)",
 )  # fmt: skip
 _FIXED_WORDS: Final = (
     "All answered requests over the whole duration, ramp and drain included, as `vllm bench serve` counts; "
-    "but TTFT counts from the scheduled send. *saturated*: the system did not keep up with the offered rate, "
-    "so its latencies depend on how long the load was offered."
+    "but TTFT counts from the scheduled send, and what kvbench cancelled as it stopped a trial is not "
+    "failed. *saturated*: the system did not keep up with the offered rate, so its latencies depend on how "
+    "long the load was offered."
 )
+
+
+_FIXED_BRIEF: Final = (
+    "connector", "input", "offered req/s", "req/s", "output tok/s", _SERVE_HEADER[9], _SERVE_HEADER[10],
+    "state",
+)  # fmt: skip
 
 
 def serve_values(trial: TrialRecord) -> dict[str, Any]:
@@ -33,7 +41,8 @@ def serve_values(trial: TrialRecord) -> dict[str, Any]:
     whole = trial.summary.get("whole_run") or {}
     values: dict[str, Any] = {
         "completed": whole.get("successful"),
-        "failed": whole.get("failed"),
+        "failed": _failed(trial),
+        "cancelled": trial.summary.get("cancelled"),
         "duration_s": whole.get("duration_s"),
         "total_input_tokens": whole.get("input_tokens"),
         "total_output_tokens": whole.get("output_tokens"),
@@ -48,9 +57,17 @@ def serve_values(trial: TrialRecord) -> dict[str, Any]:
     return values
 
 
+def _failed(trial: TrialRecord) -> int | None:
+    """Requests that failed. Older folders count with them what kvbench cancelled as it stopped the trial."""
+    whole = trial.summary.get("whole_run") or {}
+    failed, cancelled = whole.get("failed"), trial.summary.get("cancelled") or 0
+    return failed - cancelled if failed is not None and "cancelled" not in whole else failed
+
+
 def _serve_cells(trial: TrialRecord) -> list[str]:
     whole = trial.summary.get("whole_run") or {}
-    counts = [f"{whole.get(key, 0):,}" for key in ("successful", "failed")]
+    asked = [whole.get("successful"), _failed(trial), trial.summary.get("cancelled")]
+    counts = [f"{count or 0:,}" for count in asked]
     tokens = [f"{whole.get(key, 0):,}" for key in ("input_tokens", "output_tokens")]
     rates = [number(whole.get(f"{key}_throughput")) for key in ("request", "output", "total")]
     latencies = [
@@ -104,8 +121,36 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
                 for place in ordered
             ],
             [rows[place] for place in ordered],
-            (0, 1, 3, 9, 10, 12, 13, 15) if view == chosen[0] else (),
+            _FIXED_BRIEF if view == chosen[0] else (),
+            WHOLE_RUN,
         )
+
+
+_CLOSED_WORDS: Final = (
+    "A closed loop: so many requests were under way at any time, and each that ended let the next one in. No "
+    "rate was offered, and a slow server was asked less: `req/s` is what it completed, not what it holds. "
+    "All answered requests over the whole duration, as `vllm bench serve --max-concurrency` counts."
+)
+
+
+def closed_loop_table(run: RunFolder) -> Table:
+    trials = [trial for trial in run.other_trials if trial.method == "closed_loop"]
+    shown, rows = [], []
+    for trial in trials:
+        at_once = trial.engine.get("concurrency")
+        state = f"refused: {trial.reason}" if trial.verdict == "invalid" else trial.verdict
+        shown.append(
+            [
+                *(trial.cell.connector, f"{trial.cell.input_len}", f"{trial.cell.output_len}", f"{at_once}"),
+                *_serve_cells(trial),
+                state,
+            ]
+        )
+        values = {key: value for key, value in about(trial).items() if key != "request_rate"}
+        rows.append({**values, "max_concurrency": at_once, **serve_values(trial), "verdict": trial.verdict})
+    header = ["connector", "input", "output", "at once", *_SERVE_HEADER, "state"]
+    brief = ["at once" if name == "offered req/s" else name for name in _FIXED_BRIEF]
+    return of_method("closed_loop", "A closed loop", _CLOSED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
 def _fixed_row(trial: TrialRecord) -> dict[str, Any]:
@@ -169,13 +214,13 @@ def imported_table(run: RunFolder) -> Table:
             ]
         )
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
-    first = 4 + len(axes)
-    brief = (*range(first), first + 5, first + 6, *range(first + 8, first + 10))
-    return of_method("imported", "Results that were read in", _IMPORTED_WORDS, header, shown, rows, brief)
+    brief = (*header[: 4 + len(axes)], "req/s", "output tok/s", *_IMPORTED_HEADER[8:10])
+    title = "Results that were read in"
+    return of_method("imported", title, _IMPORTED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
 _IMPORTED_HEADER: Final = (
-    *_SERVE_HEADER[:8],
+    *(title for title in _SERVE_HEADER[:9] if title != "cancelled"),
     *(f"{latency} mean / P50 / P90 / P99 (ms)" for latency in ("TTFT", "TPOT", "ITL", "E2EL")),
 )
 
@@ -234,4 +279,5 @@ def trace_table(run: RunFolder) -> Table:
         f"average, time scaled by {trace.get('time_scale'):g}; the speed-up counts from there. Expected hits "
         "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
     )
-    return of_method("trace", "The trace", words, header, shown, rows, (0, 1, 2, 8, 11, 12, 14, 15, 17))
+    brief = (*header[:3], "req/s", _SERVE_HEADER[9], _SERVE_HEADER[10], *header[-4:-2], "verdict")
+    return of_method("trace", "The trace", words, header, shown, rows, brief, WHOLE_RUN)

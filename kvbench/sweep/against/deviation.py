@@ -15,18 +15,19 @@ from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.findings.ahead import level_text
 from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.findings.suspicions import not_kept_up
+from kvbench.core.foreign_text import markdown_words
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, write_bytes, write_csv
+from kvbench.files import said_clearly, write_bytes
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.numbers import number
-from kvbench.report.tables.table import markdown_table
+from kvbench.report.tables.table import markdown_table, of_texts, write_csv
+from kvbench.report.terminal import print_table
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 
@@ -126,14 +127,14 @@ def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float
 def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
     """The loads of a run that the scenario is about. Raises InputError if there is none."""
     labels = [each.label for each in scenario.connectors]
-    workload, ranks = scenario.workload, scenario.deployment.tensor_parallel_size
+    workload, sizes = scenario.workload, scenario.deployment.tensor_parallel_size
     rows = [
         row
         for row in load_rows(run, errors=False)
         if label_of(row, scenario)
         and row.cell.input_len in workload.input_len
         and row.cell.output_len == workload.output_len
-        and row.axes.get("tp") in (None, ranks)
+        and row.axes.get("tp") in (None, *sizes)
         and row.requests
         and row.request_rate
         and math.isfinite(row.request_rate)
@@ -141,7 +142,7 @@ def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
     if not rows:
         raise InputError(
             f"{run.path} has no load with the connectors ({', '.join(sorted(labels))}), lengths and "
-            f"tensor_parallel_size ({ranks}) of {scenario.name}",
+            f"tensor_parallel_size ({', '.join(map(str, sizes))}) of {scenario.name}",
             hint="give a run of `kvbench import`, or one of listed rates",
         )
     return rows
@@ -153,6 +154,8 @@ def label_of(row: LoadRow, scenario: Scenario) -> str:
     if row.cell.connector in labels:
         return row.cell.connector
     for each in scenario.connectors:
+        if each.tensor_parallel_size not in (None, row.axes.get("tp")):
+            continue
         protocol = each.options.protocol_asked
         nics = 0 if protocol is None else len(each.options.nics_asked)
         if (each.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
@@ -258,9 +261,12 @@ def write_account(path: Path, account: Account) -> None:
     parts = [
         f"# {account.scenario.name} against {account.run.path.name} ({account.word})",
         f"> **{account.word.title()}**: {account.how}",
-        account.scenario.description.strip(),
+        markdown_words(account.scenario.description.strip()),
         markdown_table(*lines_of(account.found, account.short)),
-        *("\n".join([f"{words}\n", *(f"- {line}" for line in lines)]) for words, lines in _outside(account)),
+        *(
+            "\n".join([f"{words}\n", *(f"- {markdown_words(line)}" for line in lines)])
+            for words, lines in _outside(account)
+        ),
     ]
     with said_clearly(path):
         (path / "tables").mkdir(exist_ok=True)
@@ -273,13 +279,13 @@ def show(account: Account, console: Console) -> None:
     scenario, found = account.scenario, account.found
     title = f"{account.word.upper()} · {scenario.name} against {account.run.path.name}: {account.word} / told"
     console.print(f"\n{title}", style="bold", markup=False)
-    shown = Table("row", "input", "offered", *_WORDS)
+    shown = []
     for row in dict.fromkeys(each.row.key for each in found):
         mine = {each.figure: each for each in found if each.row.key == row}
         one = next(iter(mine.values())).row
         cells = [_ratio(mine[figure]) if figure in mine else "–" for figure in FIGURES]
-        shown.add_row(_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells)
-    console.print(shown)
+        shown.append([_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells])
+    print_table(console, of_texts("", ["row", "input", "offered", *_WORDS], shown))
     for heading, lines in _outside(account):
         console.print(heading, style="bold", markup=False)
         for line in lines:

@@ -29,6 +29,7 @@ from kvbench.launchers.local import LocalLauncher, LocalProcess
 
 READY_DEADLINE_S: Final = 20.0
 LOG_DEADLINE_S: Final = 120.0
+LOG_BYTES: Final = 1 << 30
 """A million token times are 20 MB of JSON."""
 
 
@@ -43,7 +44,7 @@ class RunningExactServer:
     def log(self, query: str = "") -> dict[str, Any]:
         """What it did since its start (``processes/exact_server``). LaunchError if it does not answer."""
         try:
-            with web.client(timeout_s=LOG_DEADLINE_S) as client:
+            with web.client(timeout_s=LOG_DEADLINE_S, limit_bytes=LOG_BYTES) as client:
                 answer = client.get(f"{self.url}/log{query}").raise_for_status()
             log: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +20,11 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.gates.evidence_figures import HostFigures
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
+from kvbench.hosts.scratch import scratch
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import (
     Errors,
@@ -206,14 +206,9 @@ def command(
     if output is not None and not output.parent.is_dir():
         raise InputError(f"there is no folder {output.parent} to write {output.name} into")
     progress = Console(stderr=True, highlight=False) if as_json else console
-    folder = Path(tempfile.mkdtemp(prefix="kvbench-selftest-"))
-    done = False
-    try:
+    # After trouble the logs stay, with the error that names them.
+    with scratch("kvbench-selftest-", kept_after_trouble=True) as folder:
         found = measure(levels, seconds, folder, lambda text: progress.print(text, markup=False))
-        done = True
-    finally:
-        if done:  # after trouble the logs stay, with the error that names them
-            shutil.rmtree(folder, ignore_errors=True)
     text = json.dumps(found.to_json(), indent=2)
     if output is not None:
         output.write_text(text + "\n")
@@ -224,17 +219,23 @@ def command(
     return EXIT_OK if found.best is not None else EXIT_FAILED
 
 
-def _print(found: Selftest, console: Console) -> None:
-    from rich.table import Table
+_TITLES: Final = {
+    "streams\nopen": 0,
+    "requests\nfailed": 3,
+    "tokens/s": 2,
+    "TTFT error\np50 / p99 ms": 0,
+    "ITL error\np50 / p99 ms": 0,
+    "send lag\np99 ms": 1,
+    "tokens per\ncore-second": 4,
+    "server late\np99 ms": 5,
+    "": 0,
+}
+"""Of the table's columns, each with its rank where a terminal is narrow."""
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("streams", "requests", "tokens/s", "TTFT error", "ITL error", "send lag", "tokens per"):
-        table.add_column(name, justify="right")
-    table.add_column("server late", justify="right")
-    table.add_column("")
-    table.add_row("open", "failed", "", "p50 / p99 ms", "p50 / p99 ms", "p99 ms", "core-second", "p99 ms", "")
-    for level in found.levels:
-        table.add_row(
+
+def _print(found: Selftest, console: Console) -> None:
+    cells = [
+        [
             f"{level.streams} ({level.streams_open:.0f})",
             f"{level.requests}" + (f" -{level.failed}" if level.failed else ""),
             f"{level.chunks_per_s:,.0f}",
@@ -243,9 +244,13 @@ def _print(found: Selftest, console: Console) -> None:
             _ms(level.send_lag_p99_ms),
             "" if level.chunks_per_core_s is None else f"{level.chunks_per_core_s:,}",
             f"{_ms(level.server_late_first_p99_ms)} / {_ms(level.server_late_further_p99_ms)}",
-            "[green]ok[/green]" if level.trusted else "[yellow]off[/yellow]",
-        )
-    console.print(table)
+            "ok" if level.trusted else "off",
+        ]
+        for level in found.levels
+    ]
+    grid = Grid([FittedColumn(title, rank=rank) for title, rank in _TITLES.items()], cells)
+    fitted = grid.fitted(console.width if console.is_terminal else None)
+    console.print(fitted.text(), markup=False, soft_wrap=True)
     host = found.host
     load = " ".join(f"{value:.2f}" for value in host["load_average"] or ())
     stamps = "the kernel stamps what arrives" if host["kernel_stamps"] else "stamps are taken at the read"

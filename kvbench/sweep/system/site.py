@@ -6,11 +6,9 @@ single requests is learned here in the same way, but on a virtual clock that onl
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
@@ -18,6 +16,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.errors import ServerError
+from kvbench.hosts.scratch import scratch
 from kvbench.launchers.local import LocalLauncher
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
@@ -202,8 +201,8 @@ class SystemBench:
         if self._answers is not None:
             yield self._answers()
             return
-        with tempfile.TemporaryDirectory(prefix=scratch_prefix(self._store.path)) as specs:
-            launcher = LocalLauncher(self._store.run_tag, self._store.logs / name, Path(specs))
+        with scratch(scratch_prefix(self._store.path), self._store.path.name) as specs:
+            launcher = LocalLauncher(self._store.run_tag, self._store.logs / name, specs)
             simulator = self._scenario.deployment.engine_options.simulator
             with SimulatorProcess(simulator, launcher) as process:
                 yield CommandAnswers(process)

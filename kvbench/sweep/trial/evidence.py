@@ -27,6 +27,7 @@ _GAPS: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_
 """The gap between two tokens: today's name, and that of vLLM before 0.11."""
 _STARTED: Final = "process_start_time_seconds"
 _ROUTER_CPU: Final = "kvbench:router_cpu_seconds_total"
+_ROUTER_LAG: Final = "kvbench:router_loop_lag_seconds"
 RUNNING, WAITING = Sampler.GAUGES[:2]
 
 Reading = Mapping[str, Metrics | None]
@@ -157,7 +158,9 @@ def router_figures(before: Reading, after: Reading) -> RouterFigures:
     return RouterFigures(
         cpu_s=max((cpu_s for cpu_s in used if cpu_s is not None), default=None),
         processes=processes,
-        loop_lag_p99_s=quantile(start, end, "kvbench:router_loop_lag_seconds", 0.99),
+        loop_lag_p99_s=quantile(start, end, _ROUTER_LAG, 0.99),
+        lag_s=difference(start, end, f"{_ROUTER_LAG}_sum"),
+        wait_s=difference(start, end, "kvbench:router_run_queue_wait_seconds_total"),
     )
 
 
@@ -201,7 +204,6 @@ def engine_summary(
     routed = router_times(load.records, before.get("router"), after.get("router"))
     return {
         **columns,
-        "transport": transport_of(after),
         "prefix_hit_rate_prefill": whole.hit_rate if whole is not None else _hit_rate(figures, "prefill"),
         "prefix_hit_rate_decode": _hit_rate(figures, "decode"),
         "ttft_breakdown_ms": ttft_breakdown(

@@ -12,6 +12,7 @@ from kvbench.core.gates.evidence_figures import HostFigures, NicFigures
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.host_figures import host_figures
+from kvbench.hosts.procfs import listening
 from kvbench.hosts.telemetry import Sampler, read_host
 from kvbench.launchers.base import Launcher
 
@@ -35,8 +36,14 @@ class Observer:
         if self._far:
             launcher.ask_hosts("sample", self._wanted(trial_id, headers))
         else:
-            self._before = read_host()
-            self._sampler = Sampler(trial_id, deployment.pids(), self._urls, headers)
+            # A server of somebody else's may well run here: it is what is measured, and no disturbance.
+            self._system = list(deployment.pids().values())
+            if deployment.external:
+                self._system = listening([deployment.endpoints.base_url, *self._urls.values()])
+            self._before = read_host(also=self._system)
+            self._sampler = Sampler(
+                trial_id, deployment.pids(), self._urls, headers, deployment.endpoints.access
+            )
 
     def __enter__(self) -> Observer:
         if not self._far:
@@ -49,7 +56,7 @@ class Observer:
         if not self._far:
             self._sampler.__exit__()
             self.rows = [{**row, "host": ""} for row in self._sampler.rows]
-            self.host = host_figures(self._before, read_host())
+            self.host = host_figures(self._before, read_host(also=self._system))
         elif error is None:
             self._take(self._ended())
         else:  # which is what has to be reported, not what may come of it here
@@ -80,7 +87,8 @@ class Observer:
 def figures_of(figures: Mapping[str, Any]) -> HostFigures:
     """A host's figures as its agent reported them."""
     nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
-    return HostFigures(**{**figures, "gpu_slowdowns": tuple(figures["gpu_slowdowns"]), "nics": nics})
+    words = {name: tuple(figures.get(name, ())) for name in ("gpu_slowdowns", "takers")}
+    return HostFigures(**{**figures, **words, "nics": nics})
 
 
 def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
@@ -90,9 +98,14 @@ def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
         values = [value for each in hosts.values() if (value := getattr(each, name)) is not None]
         return max(values, default=None)
 
-    shares = ("load_average", "cpu_count", "steal_share", "other_cpu_share", "throttled_share")
+    shares = (
+        *("load_average", "cpu_count", "steal_share", "other_cpu_share", "throttled_share"),
+        *("busy_share", "pressure_share"),
+    )
     return replace(
         HostFigures(**{name: worst(name) for name in (*shares, "thermal_events")}),
         gpu_slowdowns=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.gpu_slowdowns),
+        takers=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.takers),
         nics={f"{host}/{name}": nic for host, each in hosts.items() for name, nic in each.nics.items()},
+        gpu_watts={f"{host}/{gpu}": w for host, each in hosts.items() for gpu, w in each.gpu_watts.items()},
     )

@@ -73,11 +73,23 @@ class Idleness:
         """A trial ended with so many requests under way, of a system that completed ``per_s`` a second."""
         self._left_s = requests / per_s if per_s else 0.0
 
-    def drain(self, load: LoadResult) -> None:
-        """Lets the system end what a load has left there, and keeps how much that was."""
+    def drain(self, load: LoadResult) -> Finding | None:
+        """Lets the system end what a load has left there, and keeps how much that was; a finding if it has
+        not by then: what its counters are read to say is not all.
+        """
         completed = sum(record.ok for record in load.records)
         self.left_behind(load.cancelled, completed / max(load.duration_s, 1e-3))
-        self.drained(DRAIN_DEADLINE_S)
+        if self.drained(DRAIN_DEADLINE_S):
+            return None
+        left = self._deployment.under_way() or 0.0
+        return Finding(
+            BACKLOG,
+            "warning",
+            f"{left:g} requests were still running or waiting there {DRAIN_DEADLINE_S:g} s after the load: "
+            "the engines' counters lack them",
+            "let nobody else use the system meanwhile; an engine whose gauge never falls reports a wrong one",
+            {"under_way": left},
+        )
 
     @property
     def deadline_s(self) -> float:

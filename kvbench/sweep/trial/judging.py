@@ -48,6 +48,7 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Ev
         summary=summarise(load.records, slo, trial.plan.rate, load.duration_s, window),
         slo=slo,
         client=ClientFigures.from_json(load.client),
+        worded=scenario.load.endpoint == "chat",
         dummy_weights=scenario.deployment.engine_options.answers_alike,
         reuse_expected=bool(trial.trace) and shares_prefixes(trial.trace),
         stopped_as=stopped_as(load, decision),

@@ -27,6 +27,15 @@ LoadMode = Literal["router", "direct"]
 
 
 @dataclass(frozen=True)
+class ClosedLoad:
+    """A closed loop: ``concurrency`` requests at once, until ``num_requests`` are sent or the time is up."""
+
+    concurrency: int
+    num_requests: int
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What a trial is to offer. ``latency_s``: of one request alone, 0 if unknown. ``searched``: it may end
     as soon as its verdict is sure, else all of it is offered. ``ceiling``: it asks what comes out at most.
@@ -45,6 +54,7 @@ class Wanted:
     """The search pools trials; this one is judged by its figures when its time is up, proven or not."""
     least_s: float = 0.0
     """For how long it goes on at least, as far as a trial may be prolonged."""
+    closed: ClosedLoad | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class TrialPlan:
     thorough: bool = False
     least_s: float = 0.0
     requests: tuple[TracedRequest, ...] = ()
+    closed: ClosedLoad | None = None
 
     @property
     def trial_id(self) -> str:
@@ -96,6 +107,7 @@ class TrialPlan:
             self.thorough,
             self.purpose == "confirm" or self.thorough,
             self.least_s,
+            self.closed,
         )
 
 
@@ -126,6 +138,8 @@ def rate_of(trace: Sequence[TracedRequest]) -> float:
 def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
     """The load of one trial: a function of the scenario, the CLI options and the trace."""
     cell, burstiness = wanted.cell, scenario.workload.burstiness
+    if wanted.closed is not None:
+        return Offered(np.zeros(wanted.closed.num_requests))
     if wanted.method == "burst":
         requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
         return Offered(np.array([each.offset_s for each in requests]), requests)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from kvbench.core.gates.evidence_figures import EngineFigures, HostFigures, RouterFigures
+from kvbench.core.gates.evidence_figures import EngineFigures, HostFigures, LoggedTransport, RouterFigures
 from kvbench.core.metrics.engine_use import sampled_use
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
@@ -32,7 +32,8 @@ LOG_WAIT_S: Final = 2.5
 @dataclass(frozen=True)
 class Readings:
     """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric has it.
-    ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
+    ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known. ``logged_transports``:
+    what the logs prove of the KV's way. ``gpus``: those of the deployment, where all are known.
     """
 
     before: Reading
@@ -41,6 +42,8 @@ class Readings:
     rows: Sequence[Mapping[str, Any]]
     host: HostFigures
     slots: int | None = None
+    logged_transports: Sequence[LoggedTransport] = ()
+    gpus: Sequence[str] = ()
 
     @cached_property
     def engines(self) -> dict[str, EngineFigures]:
@@ -49,8 +52,20 @@ class Readings:
 
     @property
     def transport(self) -> str:
-        """The transport that really ran, as far as the engines report it."""
-        return transport_of(self.after)
+        """The transport that really ran: what the engines report, else what their logs prove."""
+        logged = dict.fromkeys(name for each in self.logged_transports for name in each.transports)
+        return transport_of(self.after) or ",".join(logged)
+
+    @property
+    def gpu_watts(self) -> dict[str, float]:
+        """Mean power of each of the deployment's GPUs; empty unless it is known of all."""
+        watts = {gpu: round(self.host.gpu_watts[gpu], 3) for gpu in self.gpus if gpu in self.host.gpu_watts}
+        return watts if len(watts) == len(self.gpus) else {}
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power of all of them together; None unless it is known of all."""
+        return sum(self.gpu_watts.values()) if self.gpu_watts else None
 
     @property
     def kv_lost(self) -> float:
@@ -63,7 +78,17 @@ class Readings:
 
     def columns(self, load: LoadResult) -> dict[str, Any]:
         """The engine columns of the result table."""
-        return engine_summary(self.before, self.after, self.engines, load, self.logged)
+        columns = engine_summary(self.before, self.after, self.engines, load, self.logged)
+        ways = {"rdma": 0.0, "nvlink": 0.0, "ip": 0.0, "loopback": 0.0}
+        for nic in self.host.nics.values():
+            ways["loopback" if nic.loopback else nic.kind] += nic.most_bytes
+        return {
+            **columns,
+            "transport": self.transport,
+            "logged_transports": [asdict(each) for each in self.logged_transports],
+            "carried_bytes": {way: carried for way, carried in ways.items() if carried},
+            **({"gpu_watts": self.watts, "watts_by_gpu": self.gpu_watts} if self.gpu_watts else {}),
+        }
 
     def use(self) -> dict[str, dict[str, Any]]:
         """How much of each role's engines was in use, as JSON."""
@@ -88,7 +113,10 @@ class MetricsReader:
     def after(self, before: Reading, observer: Observer, slots: int | None) -> Readings:
         """The whole of a trial's readings, once it is drained."""
         pages = self._deployment.metrics()
-        return Readings(before, pages, self._logged_kv(pages), observer.rows, observer.host, slots)
+        logged = self._logged_kv(pages)
+        transports = self._deployment.transports()
+        gpus = self._deployment.gpus()
+        return Readings(before, pages, logged, observer.rows, observer.host, slots, transports, gpus)
 
     def _reads_logs(self, pages: Reading) -> bool:
         """Whether KV moves and no engine reports it in its metrics."""
@@ -132,6 +160,6 @@ def kv_bytes_per_request(
     if not shape.known or len(blocks) != 1:
         return None, 0.0
     block_tokens = blocks.pop()
-    per_block = float(shape.block_bytes(block_tokens, deployed.tensor_parallel_size) * shape.regions())
+    per_block = float(shape.block_bytes(block_tokens, deployed.wire_ranks) * shape.regions())
     partial = not deployed.engine_options.kv_bytes_certain and input_len % block_tokens > 0
     return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0

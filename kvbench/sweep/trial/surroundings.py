@@ -15,11 +15,11 @@ INSIDE_ONE_HOST: Final = 2.0
 
 
 def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOptions) -> dict[str, Any]:
-    """Fields of an ``Evidence`` that do not change from trial to trial."""
+    """Fields of an ``Evidence`` that do not change from trial to trial. ``scenario``: the connector's own."""
     deployed = scenario.deployment
     hardware = hardware_here(scenario)
     peak = None if hardware is None else hardware.peak_flops
-    instances = deployed.prefill if connector.disaggregated else deployed.aggregated_engines
+    instances = deployed.prefill.instances if connector.disaggregated else deployed.aggregated_engines
     if peak is not None:
         peak /= deployed.engine_options.time_factor
     asked = options.nics_asked
@@ -27,6 +27,7 @@ def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOpt
     return {
         "nics_asked": asked,
         "engines_here": here,
+        "hosts_watched": deployed.engine_options.starts_processes,
         "kv_line_rate": line_rate(scenario, connector.transport_asked(options), asked, here),
         "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
         "prefill_flops": None if peak is None else peak * instances,
@@ -40,11 +41,11 @@ def hardware_here(scenario: Scenario) -> Hardware | None:
     if deployed.hardware:
         return hardware_of(deployed.hardware)
     if timing := deployed.engine_options.timing_profile:
-        return profile_hardware(timing, deployed.tensor_parallel_size)
+        return profile_hardware(timing, deployed.ranks_of("prefill-0").tensor)
     if not deployed.engine_options.starts_processes or deployed.several_hosts:
         return None
     found = set(nvml.names())
-    return Hardware(found.pop(), deployed.tensor_parallel_size) if len(found) == 1 else None
+    return Hardware(found.pop(), deployed.ranks_of("prefill-0").gpus) if len(found) == 1 else None
 
 
 def slots_of(scenario: Scenario) -> int | None:

@@ -10,10 +10,11 @@ from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import RouterFigures
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
+from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
-from kvbench.hosts.api_key import bearer
+from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.planning.trace_files import write_requests
 from kvbench.results.store import RunStore
@@ -28,7 +29,7 @@ from kvbench.sweep.trial.judging import (
     stored,
     void,
 )
-from kvbench.sweep.trial.load_plan import LoadMode, PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan, rate_of
 from kvbench.sweep.trial.load_progress import LoadResult, Progress
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
 from kvbench.sweep.trial.readings import MetricsReader, Readings, kv_bytes_per_request
@@ -91,17 +92,20 @@ class TrialRunner:
             self._deployment.reset_caches()
         before = self._reader.before()
         begun = begun_record(scenario, plan, self._store)
-        api_key_env = self._deployment.endpoints.api_key_env
-        with Observer(self._launcher, self._deployment, plan.trial_id, bearer(api_key_env)) as observer:
+        headers = access_headers(self._deployment.endpoints.access)
+        with Observer(self._launcher, self._deployment, plan.trial_id, headers) as observer:
             trial, load = self._offer(plan)
-        self._idle.drain(load)
+        undrained = self._idle.drain(load)
         readings = self._reader.after(before, observer, slots_of(scenario))
         evidence = self._evidence(trial, load, readings)
+        if undrained is not None:
+            evidence = replace(evidence, logged=[*evidence.logged, undrained])
         self._may_expire = max(0.0, evidence.kv_may_expire - readings.kv_lost)
         columns = {
             **readings.columns(load),
             "load_mode": mode,
             **expected_reuse(trial.offered, load),
+            **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
             "use": readings.use(),
         }
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
@@ -118,22 +122,34 @@ class TrialRunner:
 
         spec = self._load_spec(plan, offered.n)
         requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
+        if plan.closed is not None:
+            spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
         if offered.flood is not None and offered.requests is None:
             spec["offsets_s"] = offered.offsets_s.tolist()
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)
             spec["requests_path"] = str(requests_path)
         timeout_s = self._scenario.request_timeout_s
-        deadline_s = max(offered.length_s, offered.n / plan.rate) * 2 + timeout_s + DEADLINE_SLACK_S
-        workers, name = self._workers(plan.rate, offered.n), f"loadgen-{plan.trial_id}"
+        deadline_s = self._longest_s(plan, offered) + timeout_s + DEADLINE_SLACK_S
+        workers, name = self._workers(plan, offered.n), f"loadgen-{plan.trial_id}"
         generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
         try:
             return trial, generator.run(progressed, self._deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
 
-    def _workers(self, rate: float, n: int) -> int:
-        wanted = self._scenario.load.workers
+    def _longest_s(self, plan: TrialPlan, offered: Offered) -> float:
+        """How long its requests take to be sent, at the very longest."""
+        if plan.closed is None:
+            return 2 * max(offered.length_s, offered.n / plan.rate)
+        rounds = -(-offered.n // plan.closed.concurrency)
+        return plan.closed.duration_s or rounds * self._scenario.request_timeout_s
+
+    def _workers(self, plan: TrialPlan, n: int) -> int:
+        wanted, rate = self._scenario.load.workers, plan.rate
+        if plan.closed is not None:
+            n = plan.closed.concurrency
+            rate = n / max(plan.latency_s, 1e-3)
         if wanted == "auto":
             hosts = self._scenario.deployment.roles.of("loadgen")
             cores = [self._launcher.far(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
@@ -152,7 +168,8 @@ class TrialRunner:
         return {
             "base_url": endpoints.base_url,
             **({"direct": endpoints.direct} if direct else {}),
-            "path": "/v1/completions",
+            "path": COMPLETIONS,
+            **self._chat_spec(),
             "model": scenario.model.served_model_name,
             "request_rate": plan.rate,
             "num_requests": n,
@@ -165,15 +182,31 @@ class TrialRunner:
             "stop_grace_s": stop_grace_s(scenario),
             "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
+            "api_key_env": endpoints.access.api_key_env,
             # Only our own router knows that header.
-            "api_key_env": endpoints.api_key_env,
-            "headers": {TIMING_REQUEST_HEADER: "1"} if endpoints.router_metrics_url and not direct else {},
+            "headers": {TIMING_REQUEST_HEADER: "1"}
+            if endpoints.router_metrics_url and not direct
+            else dict(endpoints.access.headers),
+            "ca_file": endpoints.access.ca_file,
+            "insecure": endpoints.access.insecure,
+        }
+
+    def _chat_spec(self) -> dict[str, Any]:
+        """What the load generator has to know of chats, where they are asked for."""
+        if self._scenario.load.endpoint != "chat":
+            return {}
+        length = self._deployment.chat_length()
+        return {
+            "path": CHATS,
+            "chat_overhead_tokens": length.overhead_tokens,
+            "chat_tokens_per_word": length.tokens_per_word,
         }
 
     def _evidence(self, trial: PlannedTrial, load: LoadResult, readings: Readings) -> Evidence:
         """What the gates look at."""
-        scenario, connector = self._scenario, self._deployment.connector
-        options = scenario.connector_options(self._deployment.plan.label)
+        label, connector = self._deployment.plan.label, self._deployment.connector
+        scenario = self._scenario.at(label)
+        options = scenario.connector_options(label)
         engine, cell = scenario.deployment.engine_options, trial.plan.cell
         moves = connector.disaggregated and engine.starts_processes
         kv_bytes, slack = None, 0.0
@@ -197,6 +230,7 @@ class TrialRunner:
             kv_may_expire=may_expire,
             transport_asked=connector.transport_asked(options) if moves else "",
             transport_ran=readings.transport if moves else "",
+            logged_transports=readings.logged_transports if moves else (),
             **surroundings(scenario, connector, options),
             logged=[each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()],
         )

@@ -1,7 +1,8 @@
 """The wire of the plain TCP backend: requests, a stream that asks, a server that answers.
 
-Wire format, little-endian. A connection opens with the 16-byte id of the peer that the caller
-wants; the server answers with its own. Then one request after another: ``op`` (u8: 0 read,
+Wire format, little-endian. A connection opens with the server's 16-byte key, which the caller knows from
+``describe``; the server repeats it. To whoever does not know it the server says 16 zeros and nothing of its
+key or its memory, and hangs up. Then one request after another: ``op`` (u8: 0 read,
 1 write), count of spans (u32), the spans (u64 offset, u64 bytes each, in the server's buffer). A
 write carries its payload next. The server answers a status byte (0 good, 1 refused) and, for a
 read, the payload.
@@ -10,6 +11,7 @@ read, the payload.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import queue
 import select
@@ -22,7 +24,8 @@ from kvbench.errors import TransferError
 from kvbench.transfer.base import Op
 from kvbench.transfer.parts.blocks import BlockSpan
 
-ID_BYTES = 16
+KEY_BYTES = 16
+HELLO_S = 5.0
 HEADER = struct.Struct("<BI")
 MAX_SPANS = 1 << 20
 # Linux refuses more buffers in one sendmsg or recvmsg call (IOV_MAX, limits.h).
@@ -210,8 +213,8 @@ class TcpStream:
 class TcpServer:
     """The target's side: a thread accepts at each address, one serves each connection."""
 
-    def __init__(self, addresses: Sequence[str], own_id: bytes, memory: memoryview) -> None:
-        self._own_id = own_id
+    def __init__(self, addresses: Sequence[str], key: bytes, memory: memoryview) -> None:
+        self._key = key
         self._memory = memory
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -249,9 +252,13 @@ class TcpServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wanted = receive_exactly(sock, ID_BYTES)
-            sock.sendall(self._own_id)
-            while wanted == self._own_id:
+            sock.settimeout(HELLO_S)
+            if not hmac.compare_digest(receive_exactly(sock, KEY_BYTES), self._key):
+                sock.sendall(bytes(KEY_BYTES))
+                return
+            sock.sendall(self._key)
+            sock.settimeout(None)
+            while True:
                 self._answer(sock)
         except OSError:
             pass  # the caller went away, which ends this connection and nothing else
@@ -263,8 +270,8 @@ class TcpServer:
     def _answer(self, sock: socket.socket) -> None:
         """One request. A span outside the memory ends the connection, since its payload follows."""
         op, count = HEADER.unpack(receive_exactly(sock, HEADER.size))
-        if count > MAX_SPANS:
-            raise ConnectionError("too many spans")
+        if count > MAX_SPANS or op >= len(OPS):
+            raise ConnectionError("too many spans, or no such operation")
         numbers = struct.unpack(f"<{2 * count}Q", receive_exactly(sock, 16 * count))
         wanted = list(zip(numbers[::2], numbers[1::2], strict=True))
         if any(offset + size > len(self._memory) for offset, size in wanted):

@@ -29,7 +29,7 @@ def lacking() -> dict[str, dict[str, Any]]:
     found = {}
     for name in names:
         problem, needs = problems[name], transfer.get(name).needs
-        fix = f" (mend: {problem.fix})" if problem is not None and problem.fix else ""
+        fix = f" (fix: {problem.fix})" if problem is not None and problem.fix else ""
         found[name] = {
             "problem": "" if problem is None else problem.reason + fix,
             "lacking": {p: absent.get(need, need) for p, need in needs.items() if not here.get(need, False)},

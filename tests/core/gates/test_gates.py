@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import (
+    EMULATED,
     ClientFigures,
     EngineFigures,
     HostFigures,
+    LoggedTransport,
     NicFigures,
     RouterFigures,
 )
@@ -29,6 +33,7 @@ from kvbench.core.slo import Limit
 
 SLO = Slo(ttft_ms=200, tpot_ms=20, attainment=0.95)
 N, INPUT, KV_BYTES = 100, 1000, 4096.0
+SAID = Path(__file__).parents[2] / "recorded" / "gates" / "said.txt"
 
 
 def request(
@@ -108,7 +113,7 @@ def test_an_honest_trial_trips_no_gate() -> None:
     assert reason.startswith("90 of 90 requests (100.0%) within the SLO, 95.0% asked")
     verdict, reason, findings = judge(evidence(BAD))
     assert (verdict, findings) == ("missed", [])
-    assert "18 × ttft" in reason
+    assert "18 missed TTFT" in reason
 
 
 def test_unknown_figures_trip_no_gate() -> None:
@@ -123,6 +128,34 @@ def shed(i: int) -> RequestRecord:
 
 IDLE_RDMA = NicFigures("rdma", 1e3, 1e3, 5e10)
 BUSY_RDMA = NicFigures("rdma", 5e6, 5e6, 5e10)
+PULLED = LoggedTransport(
+    "decode-0",
+    ("tcp/eth1",),
+    "read",
+    "intra-node",
+    "cuda",
+    "cuda",
+    EMULATED,
+    "| 0..inf | software emulation |",
+)
+"""What a log proves in the case of vLLM issue 52607."""
+
+
+TCP_BUSY = NicFigures("ip", 5e6, 5e6, None, True)
+
+
+def logged(*proven: LoggedTransport, asked: str = "", nics: Mapping[str, NicFigures] = {}) -> Evidence:
+    """A trial whose engines' logs prove the KV's way."""
+    return evidence(
+        GOOD,
+        transport_asked=asked,
+        transport_ran="",
+        logged_transports=proven,
+        disaggregated=True,
+        host=HostFigures(nics=nics),
+        engines=engines(decode={"kv_bytes": 5e9, "kv_seconds": 10.0}),
+        kv_bytes_per_request=None,
+    )
 
 
 def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
@@ -217,6 +250,14 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("wrong_transport", "invalid", over({"lo": NicFigures("ip", 5e6, 5e6, None, True)}, "rdma")),
     ("wrong_transport", "invalid", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 5e6, 0)}, "rc,cuda")),
     ("wrong_transport", "warning", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 0, 0)}, "rdma")),
+    ("wrong_transport", "invalid", logged(PULLED)),
+    ("wrong_transport", "invalid", logged(PULLED, asked="cuda_ipc,cuda_copy,tcp")),
+    ("wrong_transport", "invalid", logged(PULLED, asked="rc")),
+    ("wrong_transport", "warning", logged(replace(PULLED, between="inter-node"))),
+    ("wrong_transport", "invalid", logged(replace(PULLED, between="inter-node"), nics={"mlx5_0": IDLE_RDMA})),
+    ("wrong_transport", "warning", logged(replace(PULLED, local="host", remote="host"))),
+    ("wrong_transport", "invalid", logged(replace(PULLED, transports=("srd/rdmap85s0:1",)))),
+    ("wrong_transport", "warning", over({"lo": TCP_BUSY, "GPU 0 NVLink": NicFigures("nvlink", 0, 0)}, "")),
     ("wrong_nics", "invalid", over({"mlx5_0": BUSY_RDMA, "mlx5_1": IDLE_RDMA}, "rdma", "mlx5_0", "mlx5_1")),
     ("wrong_nics", "invalid", over({"mlx5_0": IDLE_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
     ("wrong_nics", "warning", over({"mlx5_0": IDLE_RDMA, "mlx5_1": IDLE_RDMA}, "", "mlx5_0", "mlx5_1")),
@@ -289,6 +330,28 @@ def test_each_lie_is_caught(gate: str, level: str, lie: Evidence) -> None:
         assert finding.advice
         json.dumps(asdict(finding), allow_nan=False)
     assert reason
+
+
+def test_what_is_said_of_each_lie() -> None:
+    """Word for word, with the figures. Where it is meant to change: KVBENCH_RECORD=1 writes it anew."""
+    told = []
+    for gate, _, lie in LIES:
+        finding = next(each for each in judge(lie)[2] if each.gate == gate)
+        told.append(f"{gate} ({finding.level})\n  {finding.message}\n  {finding.advice}")
+        told += [f"    {name}: {value}" for name, value in sorted(rounded(finding.evidence).items())]
+    text = "\n".join(told) + "\n"
+    if os.environ.get("KVBENCH_RECORD"):
+        SAID.write_text(text, encoding="utf-8")
+    assert text.splitlines() == SAID.read_text(encoding="utf-8").splitlines()
+
+
+def rounded(value: Any) -> Any:
+    """With floats to nine digits: the last ones are the machine's."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def test_a_late_client_refuses_a_miss_that_it_may_have_caused() -> None:
@@ -390,6 +453,149 @@ def test_rdma_that_its_counters_confirm_is_no_lie() -> None:
     assert fired(over({"mlx5_0": BUSY_RDMA, "lo": NicFigures("ip", 9e6, 9e6, None, True)}, "rdma")) == {}
     two = {"mlx5_0": BUSY_RDMA, "mlx5_1": replace(BUSY_RDMA, sent_bytes=2e6)}
     assert fired(over(two, "rdma", "mlx5_0", "mlx5_1")) == {}
+
+
+@pytest.mark.parametrize(("share", "gates"), [(0.4, {"wrong_transport": "invalid"}), (0.6, {})])
+def test_rdma_that_carried_less_than_half_of_the_kv_did_not_carry_it(
+    share: float, gates: dict[str, str]
+) -> None:
+    nics = {"mlx5_0": NicFigures("rdma", share * 5e6, 0), "ens1": NicFigures("ip", 5e6, 0)}
+    assert fired(over(nics, "rdma")) == gates
+
+
+@pytest.mark.parametrize(
+    ("nvlink", "tcp", "gates"),
+    [(0.4, 0.6, {"wrong_transport": "warning"}), (0.6, 0.6, {}), (0.4, 0.4, {})],
+)
+def test_kv_that_nobody_named_a_way_for_went_where_half_of_it_was_counted(
+    nvlink: float, tcp: float, gates: dict[str, str]
+) -> None:
+    nics = {
+        "GPU 0 NVLink": NicFigures("nvlink", nvlink * 5e6, 0),
+        "lo": NicFigures("ip", tcp * 5e6, 0, None, True),
+    }
+    assert fired(over(nics, "")) == gates
+
+
+@pytest.mark.parametrize(("failures", "one_batch"), [(0, True), (9, True), (10, False)])
+def test_a_trial_of_which_a_tenth_failed_was_not_one_batch(failures: int, one_batch: bool) -> None:
+    burst = [request(i, rate=1000.0) for i in range(N)]
+    for i in range(failures):
+        burst[i * 10] = replace(failed(i), scheduled_s=i / 100, sent_s=i / 100)
+    assert ("one_batch" in fired(evidence(burst))) == one_batch
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "steady"),
+    [
+        ((5, 9, 13, 17), False),
+        ((5, 13, 9, 17), True),
+        ((9, 5, 13, 17), True),
+        ((5, 9, 17, 16), True),
+        ((5, 13, 14, 15), False),
+        ((11, 12, 13, 14), True),
+    ],
+)
+def test_only_what_climbs_from_quarter_to_quarter_is_not_steady(
+    tpot_ms: tuple[float, ...], steady: bool
+) -> None:
+    records = [request(i) for i in range(10)]  # of the warm-up
+    records += [request(10 + i, gap_s=tpot_ms[i * 4 // 90] / 1e3) for i in range(90)]
+    assert ("not_steady" not in fired(evidence(records))) == steady
+
+
+def test_a_ttft_that_climbs_is_seen_where_no_limit_is_on_tpot() -> None:
+    records = [request(i, ttft_s=0.01 + 0.02 * i, rate=100.0, gap_s=0.5) for i in range(400)]
+    climbing = evidence(records, Slo(ttft_ms=9000), engines={}, kv_bytes_per_request=None)
+    findings = {finding.gate: finding for finding in judge(climbing)[2]}
+    assert findings["not_steady"].evidence["metric"] == "ttft_ms"
+
+
+@pytest.mark.parametrize(("shed_requests", "refused"), [(1, False), (2, True)])
+def test_a_trial_is_refused_once_more_than_half_a_percent_were_turned_away(
+    shed_requests: int, refused: bool
+) -> None:
+    records = [shed(i) if i < shed_requests else request(i) for i in range(200)]
+    found = evidence(records, engines={}, kv_bytes_per_request=None)
+    assert fired(found)["shedding"] == ("invalid" if refused else "warning")
+
+
+def test_tokens_that_are_not_listed_as_computed_were_not() -> None:
+    assert EngineFigures(prompt_tokens_by_source={"external_kv_transfer": 9}).computed_tokens == 0
+    assert EngineFigures(prompt_tokens_by_source={"local_compute": 7}).computed_tokens == 7
+    assert EngineFigures(prompt_tokens=9, prefix_hits=2).computed_tokens == 7
+    assert EngineFigures(prompt_tokens=9).computed_tokens is None
+    assert EngineFigures(prefix_hits=1, prefix_queries=4).hit_rate == 0.25
+    assert EngineFigures(prefix_hits=1, prefix_queries=0).hit_rate is None
+
+
+@pytest.mark.parametrize(("requests", "judged", "enough"), [(23, 19, False), (24, 20, True)])
+def test_an_attainment_of_95_percent_takes_20_requests(requests: int, judged: int, enough: bool) -> None:
+    found = evidence([request(i) for i in range(requests)], engines={}, kv_bytes_per_request=None)
+    assert found.summary.judged == judged
+    assert ("too_few_requests" not in fired(found)) == enough
+
+
+@pytest.mark.parametrize(("requests", "judged", "told"), [(44, 39, False), (45, 40, True)])
+def test_a_drift_takes_40_requests_to_be_seen(requests: int, judged: int, told: bool) -> None:
+    climbing = [request(i, gap_s=0.005 + 3e-4 * i) for i in range(requests)]
+    found = evidence(climbing, engines={}, kv_bytes_per_request=None)
+    assert found.summary.judged == judged
+    assert ("not_steady" in fired(found)) == told
+
+
+@pytest.mark.parametrize(("requests", "told"), [(19, False), (20, True)])
+def test_one_batch_takes_20_requests_to_be_told(requests: int, told: bool) -> None:
+    burst = evidence([request(i, rate=1000.0) for i in range(requests)])
+    assert ("one_batch" in fired(burst)) == told
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(3, False), (4, True)])
+def test_an_answer_of_few_tokens_may_come_at_once(tokens: int, told: bool) -> None:
+    short = [replace(request(i, gap_s=0.0), output_len=tokens, itl_s=[0.0] * (tokens - 1)) for i in range(N)]
+    assert ("answer_at_once" in fired(evidence(short, engines={}, kv_bytes_per_request=None))) == told
+
+
+def test_answers_faster_than_any_model_are_said_with_their_time() -> None:
+    quick = [
+        replace(
+            request(i, ttft_s=2e-4, gap_s=2e-5), output_len=50, requested_output_len=50, itl_s=[2e-5] * 49
+        )
+        for i in range(N)
+    ]
+    for each in quick:
+        each.last_token_s = (each.sent_s or 0.0) + 0.0012
+    found = evidence(quick, engines={}, kv_bytes_per_request=None)
+    (finding,) = [each for each in judge(found)[2] if each.gate == "impossible_answers"]
+    assert finding.message == (
+        "no model answers so fast: 100 of 100 answers took less than 0.1 ms a token, "
+        "as 50 tokens within 1.20 ms"
+    )
+
+
+@pytest.mark.parametrize(("events", "level"), [(5, "note"), (4, "note"), (3, "warning")])
+def test_two_tokens_an_event_are_a_warning_where_tpot_is_judged(events: int, level: str) -> None:
+    records = [replace(r, output_len=8, requested_output_len=8, itl_s=[0.02] * (events - 1)) for r in GOOD]
+    if events == 4:  # just two, less one token of a single answer
+        records[0] = replace(records[0], output_len=7, requested_output_len=7)
+    found = evidence(records, engines={}, kv_bytes_per_request=None)
+    assert fired(found)["tokens_per_event"] == level
+    without = evidence(records, Slo(ttft_ms=200), engines={}, kv_bytes_per_request=None)
+    assert fired(without)["tokens_per_event"] == "note"
+
+
+def test_the_share_of_an_emulated_engine_s_lag_is_of_its_busy_time() -> None:
+    assert EngineFigures(step_lag_s=0.5, busy_s=2.0).lag_share == 0.25
+    assert EngineFigures(step_lag_s=0.5).lag_share is None
+    assert EngineFigures(step_lag_s=0.5, busy_s=0.0).lag_share is None
+    assert EngineFigures(busy_s=2.0).lag_share is None
+
+
+def test_counts_may_be_off_by_their_tolerance_both_ways() -> None:
+    for counted, wrong in ((0.991, False), (0.989, True), (1.009, False), (1.011, True)):
+        found = fired(evidence(GOOD, engines=engines({"prompt_tokens": counted * N * INPUT})))
+        gate = "prefill_skipped" if counted < 1 else "prefill_repeated"
+        assert (gate in found) == wrong
 
 
 def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
@@ -627,3 +833,126 @@ def test_judge_is_total(good: int, bad: int, errors: int, with_engines: bool) ->
     assert reason
     assert (verdict == "invalid") == any(finding.level == "invalid" for finding in findings)
     assert len(findings) <= len(GATES)
+
+
+def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
+    finding = next(each for each in judge(logged(PULLED))[2] if each.gate == "wrong_transport")
+    assert finding.message == (
+        "decode-0's KV moves over tcp/eth1 by software emulation (read from cuda into cuda memory, intra-"
+        "node), 0.5 GB/s by the engine's own times: its transfer library found no better way, and TCP is not "
+        "what was asked for"
+    )
+    assert "nixl_push" in finding.advice
+    assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on" in finding.advice
+    assert "ucx_tls: tcp,cuda" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("proven", "asked"),
+    [
+        (PULLED, "tcp"),
+        (PULLED, "tcp,cuda"),
+        (replace(PULLED, transports=("cuda_ipc/cuda",), how="zero-copy"), ""),
+        (replace(PULLED, transports=("cma/memory",), how="zero-copy", local="host", remote="host"), ""),
+        (LoggedTransport("prefill-0", ("tcp",)), ""),
+        (replace(PULLED, transports=("rc_mlx5/mlx5_0:1",), how="zero-copy"), "rc,cuda"),
+    ],
+)
+def test_a_way_that_was_meant_is_no_wrong_transport(proven: LoggedTransport, asked: str) -> None:
+    assert "wrong_transport" not in fired(logged(proven, asked=asked))
+
+
+def test_kv_over_nvlink_is_not_taken_for_tcp() -> None:
+    carried = {"lo": TCP_BUSY, "GPU 0 NVLink": NicFigures("nvlink", 5e6, 0)}
+    assert "wrong_transport" not in fired(over(carried, ""))
+
+
+# --- others on the machine: recorded telemetry decides
+
+REAL = {
+    role: replace(figures, step_lag_s=None, steps=None, step_lag_p99_s=None, busy_s=None)
+    for role, figures in engines().items()
+}
+"""Engines that tell no delay of their own, as real ones do."""
+TAKEN = HostFigures(9.0, 2, 0.0, 0.53, busy_share=1.0, pressure_share=0.9, takers=("cc1plus 41%", "ld 9%"))
+"""A machine of which others had half, as when real engines' trials were missed down to a seventeenth."""
+
+
+def disturbed(records: list[RequestRecord], host: HostFigures = TAKEN, **changes: Any) -> Evidence:
+    return evidence(records, host=host, **{"engines": REAL, "hosts_watched": True, **changes})
+
+
+def test_a_miss_on_a_machine_that_others_filled_is_no_miss() -> None:
+    verdict, reason, findings = judge(disturbed(BAD))
+    assert (verdict, fired(disturbed(BAD))) == ("invalid", {"machine_disturbed": "invalid"})
+    assert reason == (
+        "the machine was disturbed: 53.0% of the CPU time was used by other processes (cc1plus 41%, ld 9%); "
+        "with all cores in use a miss is not the system's"
+    )
+    assert findings[0].advice.startswith("stop other work")
+
+
+@pytest.mark.parametrize(
+    ("records", "changes"),
+    [
+        (GOOD, {}),  # it held all the same
+        (BAD, {"hosts_watched": False}),  # somebody else's server: which processes are its own?
+        (BAD, {"engines": engines()}),  # emulated engines tell their own delay, and were in time
+        (BAD, {"host": replace(TAKEN, other_cpu_share=0.05, busy_share=1.0)}),  # the engines' own work
+        (BAD, {"host": replace(TAKEN, busy_share=0.6)}),  # a large machine with cores to spare
+        (BAD, {"host": replace(TAKEN, pressure_share=0.02)}),  # nobody waited
+        (BAD, {"host": replace(TAKEN, busy_share=None, pressure_share=None)}),  # not known
+    ],
+)
+def test_a_disturbance_that_took_nothing_refuses_nothing(
+    records: list[RequestRecord], changes: dict[str, Any]
+) -> None:
+    found = disturbed(records, **changes)
+    assert judge(found)[0] == ("met" if records is GOOD else "missed")
+    assert fired(found).get("machine_disturbed") in ("warning", None)
+
+
+def test_a_stolen_machine_refuses_a_miss_too() -> None:
+    stolen = replace(TAKEN, other_cpu_share=0.04, steal_share=0.3)
+    assert fired(disturbed(BAD, stolen)) == {"machine_disturbed": "invalid"}
+
+
+LATE_CLIENT = ClientFigures(send_lag_p99_ms=150.0, cpu_share=0.03, run_queue_wait_share=0.4)
+STARVED = RouterFigures(cpu_s=0.08, seconds=4.2, loop_lag_p99_s=0.2, lag_s=2.0, wait_s=1.9)
+"""2 % of a core, late by 200 ms, and nearly all of that in the run queue."""
+
+
+@pytest.mark.parametrize("client", [LATE_CLIENT, ClientFigures(0.1, 1.0, 0.5, 0.1)])
+def test_a_router_that_got_no_core_is_not_the_limit(client: ClientFigures) -> None:
+    found = disturbed(BAD, router=STARVED, client=client)
+    verdict, reason, _ = judge(found)
+    assert verdict == "invalid"
+    assert fired(found) == {"host_starved": "invalid", "machine_disturbed": "invalid"}
+    assert reason.startswith(
+        "the host was starved of CPU: the router used 2% of a core, waited for one for 45%"
+    )
+    assert "cc1plus 41%" in reason
+
+
+def test_engines_that_fill_their_machine_are_named() -> None:
+    mine = replace(TAKEN, other_cpu_share=0.01, takers=())
+    _, reason, _ = judge(disturbed(BAD, mine, router=STARVED, client=LATE_CLIENT))
+    assert reason.endswith("no others were seen, so the engines filled the machine")
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        replace(STARVED, wait_s=0.2),  # stopped, or blocked: it was not even ready
+        replace(STARVED, wait_s=None),  # a router that does not tell
+        replace(STARVED, cpu_s=4.1),  # it had all of a core
+    ],
+)
+def test_a_router_that_is_late_by_itself_is_the_limit(router: RouterFigures) -> None:
+    found = fired(disturbed(BAD, replace(TAKEN, other_cpu_share=0.0, takers=()), router=router))
+    assert found == {"router_limited": "invalid"}
+
+
+def test_a_little_starvation_is_a_warning_if_the_trial_holds() -> None:
+    slight = replace(STARVED, loop_lag_p99_s=0.008)
+    assert fired(disturbed(GOOD, HostFigures(0.5, 2, 0.0), router=slight)) == {"host_starved": "warning"}

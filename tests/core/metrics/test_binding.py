@@ -18,7 +18,7 @@ from kvbench.core.metrics.limit import (
     limiting_trial,
     note_limit,
 )
-from kvbench.core.metrics.metrics import Slo, summarise
+from kvbench.core.metrics.metrics import Slo, Window, summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.core.simulation.data import Link, Outcome, Overheads, SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
@@ -275,3 +275,127 @@ def test_every_limit_has_words() -> None:
     assert set(LIMIT_WORDS) == set(LIMIT_SHORT)
     assert all(len(word) <= 8 for word in LIMIT_SHORT.values())  # the terminal's table has 100 columns
     assert Binding.from_json({"limit": "something newer", "evidence": "?"}).limit == "undetermined"
+
+
+# -- in words -----------------------------------------------------------------------------------------
+
+AT_P = {"prefill_sent_s": 0.0, "prefill_answered_s": 0.48, "decode_sent_s": 0.48, "decode_first_byte_s": 0.5}
+AFTER_P = {
+    "prefill_sent_s": 0.0,
+    "prefill_answered_s": 0.02,
+    "decode_sent_s": 0.02,
+    "decode_first_byte_s": 0.5,
+}
+FREE = Use(slots=8, slots_full_share=0.0, kv_full_share=0.2)
+BLOCKED = Use(busy_share=0.5, kv_full_share=0.4)
+FETCHED = (
+    "waiting for P, which was busy only 50% of the time: its KV pool was full of prompts that decode had not "
+    "fetched"
+)
+
+
+@pytest.mark.parametrize(
+    ("times", "use", "kv_ms", "limit", "words"),
+    [
+        (AT_P, {"prefill": Use(busy_share=0.95)}, None, "prefill", "93% … waiting for prefill (P busy 95%)"),
+        (AT_P, {}, None, "prefill", "93% … waiting for prefill"),
+        (
+            AT_P,
+            {"prefill": BLOCKED, "decode": FREE},
+            None,
+            "transfer",
+            f"93% … {FETCHED}",
+        ),
+        (
+            AT_P,
+            {"prefill": BLOCKED, "decode": replace(FREE, slots_full_share=0.25)},
+            None,
+            "decode_slots",
+            f"93% … {FETCHED}",
+        ),
+        (
+            AT_P,
+            {"prefill": replace(BLOCKED, kv_full_share=0.24)},
+            None,
+            "prefill",
+            "93% … waiting for prefill (P busy 50%)",
+        ),
+        (
+            AFTER_P,
+            {"decode": replace(FREE, slots_full_share=0.9)},
+            None,
+            "decode_slots",
+            "93% … waiting for a place on decode: all 8 slots were taken 90% of the time",
+        ),
+        (
+            AFTER_P,
+            {"decode": Use(slots_full_share=0.9, kv_full_share=0.9)},
+            None,
+            "decode_slots",
+            "93% … waiting for a place on decode: all slots were taken 90% of the time",
+        ),
+        (
+            AFTER_P,
+            {"decode": replace(FREE, kv_full_share=0.95)},
+            None,
+            "decode_slots",
+            "93% … waiting for a place on decode: its KV pool was too full 95% of the time",
+        ),
+        (
+            AFTER_P,
+            {"decode": FREE},
+            None,
+            "transfer",
+            "93% … between prefill and decode, and decode had free places",
+        ),
+        (
+            AFTER_P,
+            {"decode": FREE},
+            3.0,
+            "undetermined",
+            "92% … waiting on decode, although it had free places",
+        ),
+        (AFTER_P, {"decode": FREE}, 400.0, "transfer", "80% … the KV transfer (400 ms on average)"),
+    ],
+)
+def test_what_late_requests_waited_for_is_said(
+    times: dict[str, float], use: dict[str, Use], kv_ms: float | None, limit: str, words: str
+) -> None:
+    records = late(**times)
+    quick = {"prefill_answered_s": 0.01, "decode_sent_s": 0.01, "decode_first_byte_s": 0.02}
+    for name, value in quick.items():  # somebody did not wait: what a request alone takes
+        setattr(records[0], name, value)
+    told = binding_of(records, SLO, replace(window_facts(use, kv_ms), window=Window(0.0, 10.0)))
+    said = words.replace("…", "of the TTFT of late requests was")
+    assert (told.limit, told.evidence) == (limit, f"at 10 req/s, {said}")
+    assert sum(told.shares.values()) == pytest.approx(1.0)
+
+
+def test_slow_steps_are_said_with_what_ran_in_them() -> None:
+    def slow(gaps: list[float]) -> list[RequestRecord]:
+        return [
+            RequestRecord(
+                f"r{i}", i / 10, 512, 11, i / 10, i / 10 + 0.1, i / 10 + 0.1 + sum(gaps), 11, gaps, 200
+            )
+            for i in range(100)
+        ]
+
+    facts = replace(window_facts({"decode": Use(running_mean=7.6)}), window=Window(0.0, 10.0))
+    told = binding_of(slow([0.02] * 10), SLO, facts)
+    assert told.limit == "tpot"
+    assert told.evidence == (
+        "at 10 req/s, 100 requests took longer than 15 ms per token: their tokens came 20 ms apart (median) "
+        "with 8 sequences running on average"
+    )
+    mixed = [0.01] * 8 + [0.1, 0.1]  # 200 of 280 ms in two steps
+    told = binding_of(slow(mixed), SLO, replace(facts, use={"aggregated": Use()}))
+    assert told.evidence == (
+        "at 10 req/s, 100 requests took longer than 15 ms per token: their tokens came 10 ms apart (median), "
+        "and 71% of their decode time was in steps that also computed prompts"
+    )
+    assert told.shares["long_gaps"] == pytest.approx(200 / 280)
+    told = binding_of(slow(mixed), SLO, facts)
+    assert told.evidence.endswith("71% of their decode time was in steps far longer than others")
+    few = [0.0148] * 9 + [0.03]  # a fifth, and no more, makes them worth a word
+    assert "far longer" in binding_of(slow([0.0138] * 8 + [0.03, 0.03]), SLO, facts).evidence
+    assert "far longer" not in binding_of(slow(few), SLO, facts).evidence

@@ -73,6 +73,8 @@ def test_latency_counts_from_the_scheduled_send() -> None:
         (cancelled(1.0, first_token_s=1.5), None, False),
         (cancelled(1.0, first_token_s=1.1), 1.2, None),
         (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
+        (cancelled(1.0, first_token_s=1.1), 1.299, None),  # 10 gaps in 0.199 s or more
+        (cancelled(1.0, first_token_s=1.1), 1.301, False),
         (cancelled(2.0), 1.0, None),  # not yet due
     ],
 )
@@ -98,6 +100,16 @@ def test_the_window_drops_the_warmup_by_count_or_by_latency() -> None:
     assert slow.start_s == pytest.approx(2.1)
     slower = metrics.steady_window([request(t, ttft_s=50.0) for t in arrivals])
     assert slower.start_s == pytest.approx(3.0)
+
+
+def test_the_window_does_not_depend_on_when_the_clock_began() -> None:
+    for ttft_s in (0.1, 2.0, 50.0):
+        at_once, later = (
+            metrics.steady_window([request(began + i / 10, ttft_s=ttft_s) for i in range(100)])
+            for began in (0.0, 40.0)
+        )
+        assert later.start_s - 40.0 == pytest.approx(at_once.start_s)
+        assert later.end_s - 40.0 == pytest.approx(at_once.end_s)
 
 
 def test_small_trials_keep_every_request() -> None:
@@ -151,6 +163,19 @@ def test_the_drain_distorts_no_rate() -> None:
     assert summary.peak_in_flight == 100
 
 
+def test_tokens_count_for_the_window_that_they_came_in() -> None:
+    window = Window(1.0, 2.0)
+    whole = request(1.1, tokens=11, tpot_s=0.05)  # all of its 11 tokens inside
+    one = request(1.2, tokens=1)
+    half = request(1.4, ttft_s=0.1, tokens=11, tpot_s=0.1)  # 1.5 s to 2.5 s: the first and half of the others
+    later = request(1.95, tokens=3)
+    for records, output in (([whole], 11), ([one], 1), ([half], 6), ([later], 0), ([whole, one, half], 18)):
+        found = summarise(records, Slo(), 5.0, 3.0, window=window)
+        assert found.output_tok_per_s == pytest.approx(output)
+    at_once = request(1.3, tokens=4, tpot_s=0.0)
+    assert summarise([at_once], Slo(), 5.0, 3.0, window=window).output_tok_per_s == pytest.approx(4)
+
+
 def test_clustered_misses_widen_the_interval() -> None:
     spread = [request(i / 10, ttft_s=0.3 if i % 20 == 10 else 0.1) for i in range(200)]
     cluster = [request(i / 10, ttft_s=0.3 if 100 <= i < 110 else 0.1) for i in range(200)]
@@ -166,6 +191,20 @@ def test_percentiles_are_numpys_linear_ones() -> None:
     found = astuple(Distribution.of([None, *range(1, 101)]))
     assert found == pytest.approx((100, 50.5, 50.5, 90.1, 99.01, 100.0))
     assert Distribution.of([0.001], 1e3) == Distribution(1, 1.0, None, None, None, 1.0)
+
+
+@pytest.mark.parametrize(("percentile", "least"), [("p50", 2), ("p90", 10), ("p99", 50)])
+def test_a_percentile_needs_values_beyond_it(percentile: str, least: int) -> None:
+    assert getattr(Distribution.of([1.0] * (least - 1)), percentile) is None
+    assert getattr(Distribution.of([1.0] * least), percentile) == 1.0
+
+
+def test_who_has_left_was_answered_well_within_the_window() -> None:
+    window = Window(0.0, 1.0)
+    inside, later = request(0.1), request(0.95)  # 0.2 s each
+    spoilt = [replace(inside, error="wrong_length"), replace(inside, error="http_error")]
+    assert summarise([inside, later, *spoilt], SLO, 5.0, 1.2, window=window).left == 1
+    assert summarise([inside] * 3, SLO, 5.0, 1.2, window=window).left == 3
 
 
 def test_waiting_counts_what_never_got_a_token() -> None:

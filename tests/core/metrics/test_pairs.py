@@ -52,6 +52,23 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert inside >= 0.8 * times
 
 
+def test_the_figures_are_those_of_all_pairs_together() -> None:
+    random = np.random.default_rng(1)
+    trials = [(random.normal(20, 3, 50), random.normal(10, 2, 50)) for _ in range(2)]
+    with_, without = (np.concatenate([trial[side] for trial in trials]) for side in (0, 1))
+    found = by_name(added(trials))
+    for name, figure in {"p50": 50, "p90": 90, "p99": 99}.items():
+        a, b = np.percentile(with_, figure), np.percentile(without, figure)
+        assert found[name].with_ == pytest.approx(a)
+        assert found[name].without == pytest.approx(b)
+        assert found[name].added == pytest.approx(a - b)
+    assert found["mean"].added == pytest.approx(with_.mean() - without.mean())
+    assert found["request"].added == pytest.approx(np.median(with_ - without))
+    for each in found.values():
+        assert each.lower < each.added < each.upper
+        assert each.seen
+
+
 def test_no_difference_is_not_told_from_zero() -> None:
     random = np.random.default_rng(9)
     shared = random.lognormal(3, 1, 300)
@@ -66,6 +83,14 @@ def test_nothing_is_said_of_a_few() -> None:
     assert added([(np.array([]), np.array([]))]) == []
     with pytest.raises(ValueError, match="twin"):
         added([(few, few[1:])])
+
+
+def test_a_block_is_as_long_as_neighbours_resemble_each_other() -> None:
+    assert block_length(np.array([0.0, 1.0] * 500)) == 10  # of nothing that lasts: the cube root of 1000
+    assert block_length(np.array([0.0, 1.0] * 4)) == 1
+    lasting = np.repeat(np.random.default_rng(2).normal(0, 1, 50), 20)  # about 20 alike
+    assert 30 <= block_length(lasting) <= 60
+    assert block_length(np.repeat([0.0, 1.0], 500)) == 200
 
 
 @given(st.integers(1, 3000), st.integers(0, 100))

@@ -175,6 +175,19 @@ def test_each_criterion_over_a_trial() -> None:
     assert mean.lower < mean.value < mean.upper
 
 
+def test_what_comes_in_clusters_widens_the_interval_of_every_form() -> None:
+    # Ten of 200 are slow either way, one here and there or all in a row.
+    spread = [request(2.0 if i % 20 == 10 else 0.1, at_s=i / 10) for i in range(200)]
+    cluster = [request(2.0 if 100 <= i < 110 else 0.1, at_s=i / 10) for i in range(200)]
+    slo = Slo(1000, None, 0.9, (Limit.parse("ttft p90 <= 1000"), Limit.parse("ttft mean <= 500")))
+    alone, together = (judge_criteria(records, slo, None) for records in (spread, cluster))
+    assert [each.kind for each in alone] == ["share", "share", "mean"]
+    for one, other in zip(alone, together, strict=True):
+        assert one.value == pytest.approx(other.value)
+        assert None not in (one.lower, one.upper, other.lower, other.upper)
+        assert other.upper - other.lower > 1.3 * (one.upper - one.lower)  # type: ignore[operator]
+
+
 def test_a_cancelled_request_counts_where_it_can_no_longer_keep_a_limit() -> None:
     waiting = RequestRecord("w", 1.0, 10, 11, 1.0, error="cancelled")
     slo = Slo(limits=(Limit.parse("ttft p50 <= 500"), Limit.parse("ttft mean <= 500")))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
+import sample_run
 from commands import EASY, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +23,14 @@ import kvbench as notebook
 from kvbench import engines
 from kvbench.core.findings.ahead import pairs
 from kvbench.core.findings.load_row import LoadRow
+from kvbench.core.findings.possible_rates import AHEAD
 from kvbench.core.metrics.ttft_of_request import parts_of
-from kvbench.core.plan.engine_count import Size, first_unequal, size_in, unequal, unit_of
+from kvbench.core.plan.engine_count import Size, first_unequal, price_per_gpu_hour, size_in, unequal, unit_of
 from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.engines.vllm import VllmOptions
 from kvbench.errors import ScenarioError
-from kvbench.launchers.agents.fleet import device_env
+from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
 from kvbench.report.compare import CompareOptions, as_text, compare_runs
@@ -38,7 +43,7 @@ from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import RunFolder, load_run
-from kvbench.sweep import resume
+from kvbench.sweep.verify import stored_scenario
 
 ROOT = Path(__file__).parents[3]
 VLLM = {"engine": "vllm", "tensor_parallel_size": 4}
@@ -59,7 +64,8 @@ def planned(deployment: dict[str, Any], processes: dict[str, Any] | None = None)
 
 def row(name: str, lower: float | None, upper: float | None, size: Size, outcome: str = "found") -> Row:
     rate = None if outcome == "none" else lower
-    answer = Answer(outcome, rate, None if outcome == "none" else lower, upper)  # type: ignore[arg-type]
+    ends = None if outcome == "none" else lower, upper
+    answer = Answer(outcome, rate, *ends, level=0.9)  # type: ignore[arg-type]
     return Row("run", Cell(name, 1024, 16), answer, dict.fromkeys(VALUE_COLUMNS), name=name, size=size)
 
 
@@ -69,7 +75,13 @@ def row(name: str, lower: float | None, upper: float | None, size: Size, outcome
 @pytest.mark.parametrize(
     ("deployment", "environment", "sizes"),
     [
-        ({"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"}, GPUS, (Size(2), Size(1))),
+        (
+            {"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"},
+            {},
+            (Size(2, 16), Size(1, 8)),
+        ),
+        ({"engine": "emulated", "tensor_parallel_size": 4}, {"gpus": []}, (Size(2, 8), Size(1, 4))),
+        ({"engine": "emulated"}, GPUS, (Size(2, 2), Size(1, 1))),
         (VLLM, GPUS, (Size(2, 8), Size(1, 4))),
         (VLLM, {"gpus": []}, (Size(2), Size(1))),
         (VLLM, {"gpus": [], "hosts": {"a": GPUS}}, (Size(2, 8), Size(1, 4))),
@@ -81,6 +93,9 @@ def row(name: str, lower: float | None, upper: float | None, size: Size, outcome
             (Size(2, 12), Size(1, 4)),
         ),
         ({"engine": "external"}, GPUS, (Size(), Size())),
+        ({"engine": "external", "engine_options": {"gpus": 8}}, {}, (Size(None, 8), Size(None, 8))),
+        ({"engine": "external", "engine_options": {"gpus": "eight"}}, {}, (Size(), Size())),
+        ({"engine": "system", "engine_options": {"gpus": 4}}, GPUS, (Size(None, 4), Size(None, 4))),
         ({**VLLM, "tensor_parallel_size": "many"}, GPUS, (Size(2), Size(1))),
     ],
 )
@@ -122,7 +137,7 @@ def test_sizes_differ_in_gpus_where_both_are_known_and_else_in_engines(one: Size
     if unit is not None:
         assert one.count(unit) != other.count(unit)
     if unit_of([one, other]) == "GPU":
-        assert all(size.gpus for size in (one, other) if size.engines is not None)
+        assert all(size.gpus for size in (one, other) if size != Size())
 
 
 # --- who is ahead --------------------------------------------------------------------------------
@@ -136,7 +151,7 @@ def test_twice_the_engines_are_not_ahead() -> None:
     assert told.ratio == pytest.approx(1 / 0.86, rel=0.005)
     assert told.text() == (
         "cannot be compared directly: 2 engines (nixl) against 1 engine (aggregated); per engine: "
-        "aggregated 1.16× nixl [1.09, 1.29]"
+        "aggregated 1.16× nixl [1.12, 1.26]"
     )
     assert ahead(rows) == [f"1,024 in: {told.text()}"]
 
@@ -147,7 +162,7 @@ def test_gpus_are_what_is_compared_where_they_are_known() -> None:
         "cannot be compared directly: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5"
     )
     (fair,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 8)), row("b", 10.0, 11.0, Size(1, 8))])
-    assert fair.text() == "a 2.00× b [1.82, 2.10]"
+    assert fair.text() == "a 2.00× b [1.85, 2.06]"
 
 
 def test_nothing_is_invented_for_what_nobody_counted() -> None:
@@ -157,7 +172,11 @@ def test_nothing_is_invented_for_what_nobody_counted() -> None:
         told.text() == "cannot be compared directly: 2 engines (b) against an unknown number of engines (url)"
     )
     (both,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("other", 10.0, 11.0, Size())])
-    assert both.text() == "url 2.00× other [1.82, 2.10]"
+    assert both.text() == "url 2.00× other [1.85, 2.06]"
+    (same,) = rate_pairs([row("url", 20.0, 21.0, Size(None, 8)), row("b", 10.0, 11.0, Size(2, 8))])
+    assert same.text() == "url 2.00× b [1.85, 2.06]"
+    (more,) = rate_pairs([row("url", 20.0, 21.0, Size(None, 8)), row("b", 16.0, 16.5, Size(2, 4))])
+    assert more.text().endswith("8 GPUs (url) against 4 GPUs (b); per GPU: b 1.60× url [1.54, 1.63]")
 
 
 def test_a_rate_against_none_is_told_per_engine_too() -> None:
@@ -167,7 +186,14 @@ def test_a_rate_against_none_is_told_per_engine_too() -> None:
     assert open_.ratio is None
 
 
-intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0], t[0] * t[1]))
+def log_normal_odds(one: Sequence[float], other: Sequence[float]) -> float:
+    """P(one > other) by formula, of two log-normals whose 5 and 95 % quantiles are given."""
+    middle = math.log(one[0] * one[1] / other[0] / other[1]) / 2
+    spread = math.hypot(math.log(one[1] / one[0]), math.log(other[1] / other[0])) / 2 / 1.6448536
+    return NormalDist().cdf(middle / max(spread, 1e-9))
+
+
+intervals = st.tuples(st.floats(0.1, 100), st.floats(1.001, 2)).map(lambda t: (t[0], t[0] * t[1]))
 
 
 @given(intervals, intervals, st.integers(1, 9), st.integers(1, 9))
@@ -177,11 +203,13 @@ def test_a_pair_is_compared_by_rates_only_at_equal_numbers(
     (told,) = rate_pairs([row("a", *one, Size(n)), row("b", *other, Size(m))])
     assert (told.per is None) == (n == m)
     per = {"a": [end / n for end in one], "b": [end / m for end in other]}
-    apart = per["a"][0] > per["b"][1] or per["b"][0] > per["a"][1]
-    assert (told.ratio is not None) == apart
+    sure = log_normal_odds(per[told.ahead], per[told.behind])
+    ratio = per[told.ahead][0] / per[told.behind][0]
+    if abs(sure - AHEAD) > 0.01:  # the rates that stand for a posterior are 41
+        assert (told.ratio is not None) == (sure > AHEAD and ratio > 1)
     if told.ratio is not None:
-        assert per[told.ahead][0] > per[told.behind][1]
-        assert told.ratio == pytest.approx(per[told.ahead][0] / per[told.behind][0])
+        assert told.ratio == pytest.approx(ratio)
+        assert told.sure == pytest.approx(sure, abs=0.01)
     assert ("per engine" in told.text()) == (n != m)
 
 
@@ -209,9 +237,10 @@ def test_latencies_at_one_rate_are_not_compared_across_unequal_numbers() -> None
 
 @pytest.fixture
 def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run of P and D against one engine."""
-    plan = planned({"engine": "emulated"})
+    """A run of P and D against one engine, none of them on a GPU."""
+    plan = planned({"engine": "vllm"})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
+    monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
     return load_run(make_run(tmp_path, ("aggregated", "nixl"), (512,)))
 
 
@@ -229,9 +258,77 @@ def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     assert "per engine (req/s)" in (uneven.path / "report.html").read_text("utf-8")
     assert "kvbench_max_request_rate_per_engine_per_second{" in prometheus(uneven)
     assert "per_gpu" not in prometheus(uneven)
+    assert "cost" not in (uneven.path / "report.md").read_text("utf-8")
     table = as_text(compare_runs([uneven]), CompareOptions(format="csv"))
     (told,) = (line for line in csv.DictReader(io.StringIO(table)) if line["connector"] == "nixl")
     assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
+
+
+def test_gpus_of_an_emulated_engine_have_goodput_tokens_and_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned({"engine": "emulated", "tensor_parallel_size": 4, "price_per_gpu_hour": 1.8})
+    monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
+    monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
+    run = load_run(make_run(tmp_path, ("aggregated", "nixl"), (512,)))
+    pair = next(each for each in summary_table(run) if each.cell.connector == "nixl")
+    rate, tokens = pair.answer.max_request_rate, pair.values["output_tok_per_s"]
+    assert rate is not None
+    assert tokens is not None
+    assert (pair.size, pair.price) == (Size(2, 8), 1.8)
+    write_report(run.path)
+    with (run.path / "tables/summary.csv").open(encoding="utf-8") as file:
+        line = next(each for each in csv.DictReader(file) if each["connector"] == "nixl")
+    # 8 GPUs at 1.8 an hour are 0.004 a second.
+    for column, value in {
+        "max_request_rate_per_gpu": rate / 8,
+        "request_goodput_per_gpu": (pair.values["request_goodput"] or 0) / 8,
+        "output_tok_per_s_per_gpu": tokens / 8,
+        "cost_per_1k_requests": 0.004 / rate * 1e3,
+        "cost_per_1m_output_tokens": 0.004 / tokens * 1e6,
+    }.items():
+        assert float(line[column]) == pytest.approx(value), column
+    text = (run.path / "report.md").read_text("utf-8")
+    for heading in ("per GPU", "goodput per GPU", "output tok/s per GPU", "cost per 1M output tokens"):
+        assert f"| {heading} |" in text, heading
+    page = (run.path / "report.html").read_text("utf-8")
+    assert "cost per 1k requests" in page
+    assert "output tok/s per GPU" in page
+    assert "kvbench_cost_per_1k_requests{" in prometheus(run)
+    assert {"cost_per_1k_requests", "interval_level"} <= set(notebook.load(run.path).summary.columns)
+
+
+def test_power_that_is_known_is_told_by_gpu_and_by_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned({"engine": "emulated", "tensor_parallel_size": 4})
+    monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
+    monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
+    without = load_run(make_run(tmp_path / "without", ("aggregated", "nixl"), (512,)))
+    made = sample_run.make_trial
+    monkeypatch.setattr(
+        sample_run,
+        "make_trial",
+        lambda *given: (trial := made(*given), trial.engine.update(gpu_watts=4800.0))[0],
+    )
+    run = load_run(make_run(tmp_path / "with", ("aggregated", "nixl"), (512,)))
+    row = next(each.flat() for each in summary_table(run) if each.cell.connector == "nixl")
+    assert row["watts_per_gpu"] == 600.0
+    assert row["joules_per_output_token"] == pytest.approx(4800 / row["output_tok_per_s"])
+    for each, there in ((run, True), (without, False)):
+        write_report(each.path)
+        assert ("| W per GPU | J per output token |" in (each.path / "report.md").read_text("utf-8")) == there
+        assert ("J per output token" in (each.path / "report.html").read_text("utf-8")) == there
+        assert ("kvbench_joules_per_output_token{" in prometheus(each)) == there
+
+
+def test_a_price_that_is_none_gives_no_costs() -> None:
+    with pytest.raises(ScenarioError, match="price_per_gpu_hour"):
+        load_scenario("quickstart", ["deployment.price_per_gpu_hour=0"])
+    for price in (None, "cheap", -1):
+        assert price_per_gpu_hour({"scenario": {"deployment": {"price_per_gpu_hour": price}}}) is None
+    scenario, _ = load_scenario("quickstart", ["deployment.price_per_gpu_hour=2"])
+    assert price_per_gpu_hour(plan_of(scenario).to_json()) == 2.0
 
 
 def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
@@ -272,7 +369,7 @@ def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
     names = [each.name for each in whole.instances]
     assert names == ["aggregated-0", "aggregated-1", "aggregated-2"]
     assert [deployment.host_name(name) for name in names] == ["a", "b", "b"]
-    given = [each["CUDA_VISIBLE_DEVICES"] for each in device_env(deployment, names).values()]
+    given = [each["CUDA_VISIBLE_DEVICES"] for each in far_device_env(scenario, whole).values()]
     assert given == ["0", "0", "1"]
     own, _ = load_scenario(
         "quickstart",
@@ -302,7 +399,7 @@ def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
     assert "aggregated" not in run.plan["scenario"]["deployment"]
     run.manifest["asked"] = {}
     run.plan["scenario"]["deployment"]["engine_options"]["version"] = "0.32.0"
-    scenario = resume._as_it_was(run)
+    scenario = stored_scenario._as_it_was(run)
     assert scenario["deployment"]["aggregated"] == 1
     assert "aggregated" not in run.plan["scenario"]["deployment"]
 
@@ -339,15 +436,15 @@ def test_two_engines_share_the_load_behind_the_router(tmp_path: Path) -> None:
     (checked,) = (each.equal_outputs for each in run.cells if each.cell.connector == "tcp")
     assert checked is not None
     assert checked["equal"] == checked["checked"] > 0
-    assert {each.size for each in summary_table(run)} == {Size(2)}
+    assert {each.size for each in summary_table(run)} == {Size(2, 2)}
 
 
 def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:
     known = scenario_schema(registry())["$defs"]["Deployment"]["properties"]["aggregated"]
     assert "prefill and decode instances together" in known["description"]
-    with pytest.raises(ScenarioError, match=r"deployment\.aggregated must be at least 1, not 0"):
+    with pytest.raises(ScenarioError, match=r"deployment\.aggregated\.instances must be at least 1, not 0"):
         load_scenario("quickstart", ["deployment.aggregated=0"])
-    with pytest.raises(ScenarioError, match=r"deployment\.aggregated must be a whole number"):
+    with pytest.raises(ScenarioError, match=r"deployment\.aggregated: must be a whole number"):
         load_scenario("quickstart", ["deployment.aggregated=two"])
     with pytest.raises(ScenarioError, match="did you mean `aggregated`"):
         load_scenario("quickstart", ["deployment.agregated=2"])

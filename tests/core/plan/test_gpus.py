@@ -10,18 +10,23 @@ import hgx
 import pytest
 from commands import kvbench
 
+from kvbench.core.findings.tcp_beside_rdma import forced_tcp
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.errors import InputError
 from kvbench.hosts.devices import rdma
 from kvbench.planning.doctor.scenario import transport_checks
-from kvbench.planning.gpu_dealing import VISIBLE, require_gpus
+from kvbench.planning.gpu_dealing import VISIBLE, far_device_env, require_gpus
 from kvbench.planning.kubernetes import manifests_of
 from kvbench.planning.kubernetes_pods import K8sOptions
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
 from kvbench.planning.scenario_files import load_scenario, registry
+from kvbench.processes.agent.answers import ANSWERS
+from kvbench.report.findings.notes import notes
+from kvbench.results.run import load_run
+from kvbench.results.store import RunInfo, RunStore
 
 VLLM: dict[str, Any] = {"model": "m", "version": "0.33.0"}
 SGLANG: dict[str, Any] = {"model": "m"}
@@ -35,14 +40,16 @@ def write_smi(folder: Path, count: int) -> None:
         for card in hgx.CARDS[:count]
     ]
     path = folder / "nvidia-smi"
-    path.write_text("#!/bin/sh\ncat <<'EOF'\n" + "\n".join(rows) + "\nEOF\n")
+    (folder / "topology").write_text(hgx.topology())
+    topology = f'[ "$1" = topo ] && exec cat "{folder / "topology"}"'
+    path.write_text(f"#!/bin/sh\n{topology}\ncat <<'EOF'\n" + "\n".join(rows) + "\nEOF\n")
     path.chmod(0o755)
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine as the recorded node of eight; the folder of its nvidia-smi."""
-    write_smi(tmp_path, 8)
+    hgx.write_smi(tmp_path, 8)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv(VISIBLE, raising=False)
     return tmp_path
@@ -106,7 +113,7 @@ def test_every_aggregated_server_of_the_plan_has_its_own(node: Path) -> None:
 def test_what_the_environment_shows_is_dealt_out(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7, GPU-5d1,3,2")
     assert list(seen(scenario(prefill=2, decode=2)).values()) == ["7", "GPU-5d1", "3", "2"]
-    with pytest.raises(InputError, match=f"× TP 2; {VISIBLE} names 4"):
+    with pytest.raises(InputError, match=f"prefill 2 × 2, .*and {VISIBLE} names 4"):
         require_gpus(plan_of(scenario(prefill=2, decode=2, tensor_parallel_size=2)))
     monkeypatch.setenv(VISIBLE, "")
     assert set(seen(scenario(prefill=4, decode=4)).values()) == {None}
@@ -129,10 +136,10 @@ def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -
 @pytest.mark.parametrize(
     ("deployment", "said"),
     [
-        ({"prefill": 4, "decode": 4}, "nixl needs 8 GPUs: 4 prefill + 4 decode × TP 1; this host has 4"),
+        ({"prefill": 4, "decode": 4}, "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has 4"),
         (
             {"prefill": 1, "decode": 2, "tensor_parallel_size": 2},
-            "needs 6 GPUs: 1 prefill + 2 decode × TP 2; ",
+            "needs 6 GPUs (prefill 1 × 2, decode 2 × 2), and ",
         ),
     ],
 )
@@ -140,7 +147,7 @@ def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -
 def test_too_few_are_refused_with_the_count(
     node: Path, engine: str, deployment: dict[str, Any], said: str
 ) -> None:
-    write_smi(node, 4)
+    hgx.write_smi(node, 4)
     with pytest.raises(InputError) as told:
         require_gpus(plan_of(scenario(engine, **deployment)))
     assert said in told.value.message
@@ -163,8 +170,9 @@ def test_too_few_are_refused_with_the_count(
 def test_an_instance_takes_all_its_ranks(engine: str, arguments: dict[str, Any], count: int) -> None:
     from kvbench import engines
 
-    options = scenario(engine, {"engine_args": arguments}).deployment.engine_options
-    assert engines.get(engine).gpus(options, "prefill", 0, 2) == GpuNeed(count)
+    deployed = scenario(engine, {"engine_args": arguments}, tensor_parallel_size=2).deployment
+    ranks = deployed.ranks_of("prefill-0")
+    assert engines.get(engine).gpus(deployed.engine_options, "prefill", 0, ranks) == GpuNeed(count)
 
 
 def test_on_cpus_and_for_emulated_engines_nothing_is_dealt(node: Path) -> None:
@@ -186,7 +194,7 @@ def test_a_plan_without_gpus_reads_as_it_did(node: Path) -> None:
 
 def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Printed, as by `kvbench launch --print`: on one host in turn; one alone there is told none."""
-    write_smi(node, 1)
+    hgx.write_smi(node, 1)
     assert list(seen(scenario(prefill=2, decode=2)).values()) == ["0", "1", "2", "3"]
     (node / "nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(node))
@@ -195,15 +203,129 @@ def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: py
     assert list(seen(apart).values()) == [None, "0", "1"]
 
 
-def test_tcp_beside_active_rdma_is_told(tmp_path: Path) -> None:
+# --- hosts far away
+
+
+def far(hosts: dict[str, dict[str, Any]], roles: dict[str, Any], **deployment: Any) -> Scenario:
+    named = {
+        name: {"address": f"10.0.0.{number}", **host} for number, (name, host) in enumerate(hosts.items())
+    }
+    return scenario(deployment.pop("engine", "vllm"), hosts=named, roles=roles, launcher="ssh", **deployment)
+
+
+def far_seen(asked: Scenario, answers: dict[str, dict[str, Any]] | None = None) -> dict[str, str]:
+    given = far_device_env(asked, planned(asked), answers)
+    return {process: env[VISIBLE] for process, env in given.items()}
+
+
+EIGHT = {"used_bytes": {str(number): 0 for number in range(8)}, "visible": None}
+"""What an agent on a host of eight GPUs answers to ``gpus``, as it comes over the wire."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_on_hosts_far_away_each_gets_its_own_too(engine: str) -> None:
+    asked = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"}, engine=engine, prefill=4, decode=4)
+    found = far_seen(asked, {"a": EIGHT, "b": EIGHT})
+    assert list(found.values()) == ["0", "1", "2", "3"] * 2
+    one = far({"a": {}}, {"prefill": "a", "decode": "a"}, engine=engine, tensor_parallel_size=4)
+    assert far_seen(one, {"a": EIGHT}) == {"prefill-0": "0,1,2,3", "decode-0": "4,5,6,7"}
+    two = {**EIGHT, "used_bytes": {"0": 0, "1": 0}}
+    with pytest.raises(InputError, match=r"prefill 1 × 4, decode 1 × 4\), and host a has 2"):
+        far_seen(one, {"a": two})
+
+
+def test_what_a_scheduler_shows_is_what_is_dealt_out() -> None:
+    """Slurm's and Ray's choice stands in the agent's CUDA_VISIBLE_DEVICES; Ray's empty one hides all."""
+    asked = far({"a": {}}, {"prefill": "a", "decode": "a"}, prefill=2, decode=2)
+    assert list(far_seen(asked, {"a": {**EIGHT, "visible": "7,5,3,1"}}).values()) == ["7", "5", "3", "1"]
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES of host a names 2"):
+        far_seen(asked, {"a": {**EIGHT, "visible": "4,5"}})
+    assert far_seen(asked, {"a": {**EIGHT, "visible": ""}}) == {}
+
+
+def test_named_devices_of_a_host_count_before_what_its_agent_reports() -> None:
+    asked = far({"a": {"devices": [6, 7]}}, {"prefill": "a", "decode": "a"})
+    assert far_seen(asked, {"a": EIGHT}) == far_seen(asked) == {"prefill-0": "6", "decode-0": "7"}
+    more = far({"a": {"devices": [6, 7]}}, {"prefill": "a", "decode": "a"}, prefill=2)
+    with pytest.raises(InputError, match=r"nixl needs 3 GPUs .* and the devices of host a are 2"):
+        require_gpus(plan_of(more))
+    emulated = far({"a": {"devices": [0, 1, 2, 3]}}, {"prefill": "a", "decode": "a"}, engine="emulated",
+                   tensor_parallel_size=2)  # fmt: skip
+    assert far_seen(emulated) == {"prefill-0": "0,1", "decode-0": "2,3"}
+
+
+def test_far_away_too_what_the_scenario_names_stays() -> None:
+    named = {"engine_options": {**VLLM, "prefill_devices": ["1"]}}
+    asked = far({"a": {}}, {"prefill": "a", "decode": "a"}, decode=2, **named)
+    assert far_seen(asked, {"a": EIGHT}) == {"decode-0": "0", "decode-1": "2"}
+
+
+def test_where_nothing_is_known_of_a_host_nothing_is_made_up_for_one_alone() -> None:
+    asked = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"})
+    assert far_seen(asked) == far_seen(asked, {"a": {"error": "gone"}, "b": {"used_bytes": {}}}) == {}
+
+
+def test_an_agent_reports_what_its_environment_shows(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node / "nvidia-smi").write_text("#!/bin/sh\nprintf '0, 12\\n1, 0\\n'\n")
+    assert ANSWERS["gpus"](node, {}) == {"used_bytes": {0: 12 * 2**20, 1: 0}, "visible": None}
+    monkeypatch.setenv(VISIBLE, "1")
+    assert ANSWERS["gpus"](node, {})["visible"] == "1"
+
+
+def test_tcp_beside_active_rdma_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = rdma(hgx.machine(tmp_path))
-    ask = "[{name: mooncake, protocol: tcp}, {name: nixl, ucx_tls: tcp}, {name: nixl, label: free}]"
-    found = list(transport_checks(scenario(listed=ask), listed))
-    assert [check.name for check in found] == ["transport of mooncake", "transport of nixl"]
+    ask = (
+        "[{name: mooncake, protocol: tcp}, {name: nixl, ucx_tls: 'tcp,cuda_copy'}, {name: nixl, label: free}]"
+    )
+    asked = scenario(listed=ask)
+    found = list(transport_checks(asked, plan_of(asked), listed))
+    assert [check.detail.split()[0] for check in found] == ["mooncake", "nixl"]
     assert all(check.status == "warn" and "mlx5_0" in check.detail for check in found)
+    assert "UCX_TLS=tcp,cuda_copy" in found[1].detail
     assert "mlx5_4" not in found[0].detail  # a storage port without a link
-    assert list(transport_checks(scenario(listed=ask), [])) == []
-    assert list(transport_checks(scenario("emulated", {}, "[mooncake]"), listed)) == []
+    assert list(transport_checks(asked, plan_of(asked), [])) == []
+    emulated = scenario("emulated", {}, "[mooncake]")
+    assert list(transport_checks(emulated, plan_of(emulated), listed)) == []
+    monkeypatch.setenv("UCX_TLS", "tcp")  # some images set it, and vLLM inherits it
+    plain = scenario()
+    (inherited,) = transport_checks(plan=plan_of(plain), scenario=plain, listed=listed)
+    assert "UCX_TLS=tcp)" in inherited.detail
+
+
+@pytest.mark.parametrize(
+    ("env", "argv", "told"),
+    [
+        ({"UCX_TLS": "tcp,cuda_copy,cuda_ipc"}, [], True),
+        ({"UCX_TLS": "rc,tcp"}, [], False),
+        ({"UCX_TLS": "all"}, [], False),
+        ({"UCX_TLS": "^ib"}, [], True),
+        ({"UCX_TLS": "^cma"}, [], False),
+        ({"UCX_TLS": "cuda_ipc,sm"}, [], False),
+        ({"MC_FORCE_TCP": "0"}, [], True),
+        ({"MC_FORCE_HCA": "1"}, [], False),
+        ({"NCCL_IB_DISABLE": "1"}, [], True),
+        ({}, ["--disaggregation-transfer-backend", "mooncake_tcp"], True),
+        ({}, [], False),
+    ],
+)
+def test_what_forces_tcp(env: dict[str, str], argv: list[str], told: bool) -> None:
+    assert bool(forced_tcp(argv, env)) == told
+
+
+def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
+    """From the run folder alone: the commands of plan.json, and each host's devices of environment.json."""
+    asked = scenario(listed="[{name: nixl, ucx_tls: tcp}, aggregated]")
+    plan = plan_of(asked)
+    processes = {
+        each.label: {spec.name: spec.to_json() for spec in process_specs(asked, each)}
+        for each in plan.deployments
+    }
+    far = {"a": {"rdma": rdma(hgx.machine(tmp_path / "node"))}, "b": {"rdma": []}}
+    made = {**plan.to_json(), "processes": processes}
+    with RunStore.create(tmp_path / "runs", "x", b"version: 1", made, {"hosts": far}, RunInfo()) as store:
+        (note,) = [each for each in notes(load_run(store.path), []) if "over TCP" in each.text]
+    assert note.text.startswith("nixl is told to move its KV over TCP (UCX_TLS=tcp), beside active RDMA")
+    assert "mlx5_0 of a" in note.text
 
 
 def test_the_cpu_lab_asks_for_what_cpus_have() -> None:
@@ -221,17 +343,33 @@ def test_pods_are_given_theirs_by_kubernetes(node: Path) -> None:
     assert VISIBLE not in text
 
 
+def test_plan_and_doctor_say_where_each_gpu_sits(node: Path, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    chosen = {"engine": "vllm", "prefill": 1, "decode": 4, "base_port": 0, "engine_options": VLLM}
+    path.write_text(
+        f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: [nixl]\n"
+        "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
+    )
+    text = " ".join(kvbench("plan", str(path)).out.split())
+    assert "note: GPU 0: NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)" in text
+    assert "note: GPU 4: NUMA node 1; nearest RDMA mlx5_5 (PXB)" in text
+    assert "note: GPU 5" not in text  # nobody gets it
+    assert "gpu 7 NUMA node 1; nearest RDMA mlx5_8" in " ".join(kvbench("doctor").out.split())
+
+
 def test_plan_launch_sweep_and_doctor_say_the_same(node: Path, tmp_path: Path) -> None:
-    write_smi(node, 4)
+    hgx.write_smi(node, 4)
     path = tmp_path / "four.yaml"
     chosen = {"engine": "vllm", "prefill": 4, "decode": 4, "base_port": 0, "engine_options": VLLM}
     path.write_text(
         f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: [nixl]\n"
         "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
     )
-    said = "nixl needs 8 GPUs: 4 prefill + 4 decode × TP 1; this host has"
+    said = "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has"
     for words in (["plan"], ["launch"], ["sweep", "--output", str(tmp_path / "out")], ["doctor"]):
         done = kvbench(words[0], str(path), *words[1:])
-        assert done.status != 0
-        assert said in " ".join(done.text.split()), words
+        assert (done.status != 0) == (words != ["plan"])  # which starts nothing, and says what would not
+        # The doctor's table breaks its lines.
+        wanted = "nixl needs 8 GPUs" if words == ["doctor"] else said
+        assert wanted in " ".join(done.text.split()), words
     assert not (tmp_path / "out").exists()

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.physics.model_shapes import MODELS
-from kvbench.core.plan.estimates import expected_trials, kv_footprint, trial_requests
+from kvbench.core.plan.estimates import LAUNCH_S, expected_trials, kv_footprint, trial_requests
 from kvbench.core.plan.plan import LAST_PORT, Plan, make_plan, trial_seed
+from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.scenario import Registry, Scenario, Search, parse_scenario
 from kvbench.errors import InputError
@@ -28,7 +29,7 @@ class Info:
     service_ports: int = 0
     ports_each: int = 1
 
-    def side_ports(self, role: str, tensor_parallel_size: int) -> int:
+    def side_ports(self, role: str, ranks: Ranks) -> int:
         return self.ports_each if role in self.side_port_roles else 0
 
 
@@ -211,6 +212,26 @@ def test_more_work_takes_longer() -> None:
     assert {part.name for part in base.time} == parts
     assert {part.name for part in plan("search.equal_rate=false").time} == parts - {"one equal rate"}
     assert {part.name for part in plan("search.compare_burst=true").time} == {*parts, "burst"}
+
+
+def test_each_part_of_the_time_is_what_it_says() -> None:
+    # Six cells in three deployments; a request that keeps its limits lasts 250 ms and three gaps of 20 ms.
+    made = plan("search.trial_s=30", "search.max_trials=10", "search.precision=0.1", "search.start_rate=5")
+    cells, e2el_s, fewest = 6, 0.31, expected_trials(Search(precision=0.1))
+    trial_s = 150 / 5
+    assert {part.name: (part.lower_s, part.upper_s) for part in made.time} == {
+        "launch": pytest.approx((3 * LAUNCH_S[0], 3 * LAUNCH_S[1])),
+        "correctness checks": pytest.approx((cells * 0.1, cells * (1.0 + e2el_s))),
+        "one equal rate": pytest.approx(
+            (2 * LAUNCH_S[0], 2 * LAUNCH_S[1] + cells * (trial_s + e2el_s)),
+        ),
+        "trials": pytest.approx((cells * fewest * trial_s, cells * 10 * (trial_s + e2el_s))),
+    }
+
+
+@pytest.mark.parametrize(("precision", "bisections"), [(0.05, 4), (0.2, 2), (0.5, 1), (1.0, 0)])
+def test_a_search_brackets_and_halves_until_it_is_sharp(precision: float, bisections: int) -> None:
+    assert expected_trials(Search(precision=precision, max_trials=50)) == 2 + bisections
 
 
 def test_listed_rates_cost_what_they_offer() -> None:

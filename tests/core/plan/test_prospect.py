@@ -133,6 +133,17 @@ def test_the_first_trial_with_some_in_time_tells_where_the_answer_is() -> None:
     assert seen == KnownCell(40, pytest.approx(0.12), pytest.approx(0.17), pytest.approx(4.0))
 
 
+@pytest.mark.parametrize(("effective_n", "clump"), [(25.0, 4.0), (400.0, 1.0), (0.5, 100.0), (None, 1.0)])
+def test_a_clump_is_at_least_a_request_and_at_most_all_of_them(
+    effective_n: float | None, clump: float
+) -> None:
+    one = trial(40, "expand", 0.4, 120)
+    one.summary["effective_n"] = effective_n
+    seen = seen_of([one])
+    assert seen is not None
+    assert seen.clump == pytest.approx(clump)
+
+
 def test_a_mean_is_in_sight_up_to_three_times_its_limit() -> None:
     far, near = trial(90, "start", 0.0, 900), trial(40, "expand", 0.4, 120)
     for each, value in ((far, 400.0), (near, 250.0)):
@@ -165,7 +176,7 @@ def test_the_plan_says_it_in_a_line() -> None:
     text = prospect_text(found)
     assert text.startswith("at 1, 10, 100 req/s there is time for ±")
     assert "% if services are even, ±" in text
-    assert "8 trials of 600, 60, 20 s" in text
+    assert "12 trials of 600, 60, 20 s" in text
     assert [each.rate for each in prospects(asked_for("{ttft_ms: 400}", "search.start_rate=7"))] == [7]
     assert prospects(asked_for("{}", "search.method=fixed", "search.rates=[1]")) == ()
     assert prospect_text(()) == ""
@@ -177,10 +188,10 @@ def test_what_would_help_is_said_where_the_time_will_not_do() -> None:
     found = prospect_of(scenario, slo, known)
     assert found is not None
     text = shortfall_text(scenario.search, slo, found, known)
-    assert text.startswith("near 0.5 req/s 8 trials of 1.2e+03 s allow ±")
+    assert text.startswith("near 0.5 req/s 12 trials of 1.2e+03 s allow ±")
     assert "at best, and ±5 % is asked for" in text
     for help_ in ("a looser limit: 2.04 of 102 ms are left", "not in the tail", "more time: few requests"):
         assert help_ in text
     wanted = replace(found, even=0.04, moderate=0.045)
     assert "allow ±4.5 % unless services are even" in shortfall_text(scenario.search, slo, wanted, known)
-    assert f"search.max_trials={SPENT + 18}" in shortfall_text(scenario.search, slo, wanted, known)
+    assert f"search.max_trials={SPENT + 27}" in shortfall_text(scenario.search, slo, wanted, known)

@@ -145,6 +145,18 @@ def test_a_contradiction_is_tried_once_more() -> None:
         assert (answer.lower, answer.upper, answer.status) == (lower, upper, "undecided")
 
 
+@pytest.mark.parametrize("told", [("missed",), ("met", "missed")])
+def test_a_miss_below_a_met_rate_is_tried_once_more_at_most(told: tuple[VerdictKind, ...]) -> None:
+    search = RateSearch(LIMITS)
+    for verdict in told:
+        search.tell(6, verdict)
+    search.tell(12, "met")
+    run(search, lambda _: "missed")
+    again = Counter(told.rate for told in search.history if told.purpose == "recheck")
+    assert again[6] == (len(told) == 1)
+    assert set(again.values()) <= {1}
+
+
 def test_refused_trials_are_repeated_and_never_counted_as_missed() -> None:
     search = RateSearch(LIMITS)
     answer = run(search, lambda rate: "invalid" if rate > 20 else "met")

@@ -377,3 +377,63 @@ def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: i
     answer = run(RateSearch(LIMITS, ceiling=ceiling), trial)
     assert answer.max_request_rate is not None
     assert answer.max_request_rate == pytest.approx(root, rel=0.15)
+
+
+def test_trials_that_are_all_kept_lead_further_up() -> None:
+    """A capacity that was taken for too low: a search that stays where all is well never finds out."""
+    wrong = TrialOutcome(10, "missed", "start", TrialFigures(grows=True, capacity=7.0, capacity_error=0.1))
+    calm = TrialFigures(
+        1.0, n=400, effective_n=300, target=0.95, score=1.0, score_error=0.1, ttft_limit_s=1.0
+    )
+    search = RateSearch(SearchLimits(start_rate=10, min_rate=0.5, max_rate=512, max_trials=16), None)
+    assert search.ask() is not None
+    search.tell(10, "missed", wrong.measured)
+    asked = []
+    for _ in range(6):
+        probe = search.ask()
+        assert probe is not None
+        asked.append(probe.rate)
+        search.tell(probe.rate, "met", calm)
+    assert asked[-1] > 1.1 * asked[1]
+    assert max(asked) < 11
+
+
+def test_a_lowest_rate_that_stays_open_says_so() -> None:
+    limits = SearchLimits(start_rate=8, min_rate=7.9, max_rate=512, max_trials=16)
+    search = RateSearch(limits, None)
+    late = TrialFigures(0.93, n=400, effective_n=60, target=0.95, score=-0.05, score_error=0.1)
+    while search.ask() is not None:
+        search.tell(search.ask().rate, "undecided", late)  # type: ignore[union-attr]
+    answer = search.answer()
+    assert answer.status == "undecided"
+    assert answer.reason == "still open at 7.9, the lowest rate allowed: lower min_rate"
+
+
+def test_a_fast_system_has_trials_of_seconds() -> None:
+    search = RateSearch(SearchLimits(start_rate=400, min_rate=1, max_rate=5000), None)
+    known = TrialFigures(
+        0.95, n=900, effective_n=300, target=0.95, score=0.0, score_error=0.1, ttft_limit_s=0.05, ttft_s=0.05,
+        ttft_fast_s=0.01, latency_s=0.02,
+    )  # fmt: skip
+    search.tell(400, "missed", replace(known, attainment=0.7, score=-0.3))
+    search.tell(300, "met", replace(known, attainment=1.0, score=1.0))
+    probe = search.ask()
+    assert probe is not None
+    assert probe.thorough
+    assert probe.least_s == 10.0
+
+
+def test_a_trial_of_which_nothing_came_back_leads_down() -> None:
+    """It has no figures and no verdict: all that was sent was still under way when its time was up."""
+    search = RateSearch(SearchLimits(start_rate=10, min_rate=0.5, max_rate=512), None)
+    calm = TrialFigures(1.0, n=400, effective_n=300, target=0.9, score=0.8, score_error=0.1, duration_s=60)
+    search.tell(10, "met", calm)
+    first = search.ask()
+    assert first is not None
+    assert first.rate > 10
+    search.tell(first.rate, "undecided", TrialFigures(duration_s=200))
+    for _ in range(3):
+        probe = search.ask()
+        assert probe is not None
+        assert 10 <= probe.rate < first.rate
+        search.tell(probe.rate, "undecided", TrialFigures(duration_s=200))

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from sample_transfers import MOVERS
 
 from kvbench.core.transfers import cases as matrices
-from kvbench.core.transfers.cases import DEFAULT_SIZES, Axes, BackendCapabilities, build, memory_needed
+from kvbench.core.transfers.cases import (
+    DEFAULT_SIZES,
+    Axes,
+    BackendCapabilities,
+    build,
+    estimate_s,
+    memory_needed,
+)
 from kvbench.core.units import duration_text, parse_counts, parse_size, parse_sizes, size_text
 from kvbench.errors import InputError
 
@@ -109,6 +116,19 @@ def test_a_protocol_that_is_lacking_is_told_and_yardsticks_stay() -> None:
     assert not left.absent
 
 
+def test_a_protocol_that_nothing_here_has_is_refused_by_name() -> None:
+    """Yardsticks alone would be a table that answers another question."""
+    none = tuple(
+        replace(each, lacking={"rdma": "no RDMA device"}) if "rdma" in each.protocols else each
+        for each in MOVERS
+    )
+    with pytest.raises(InputError, match="nothing here moves bytes over rdma") as told:
+        build(Axes(protocols=("rdma",)), none)
+    assert "over rdma: no RDMA device" in told.value.message
+    assert build(Axes(protocols=("rdma", "tcp")), none).cases
+    assert build(Axes(protocols=("tcp",)), none).cases
+
+
 def test_sizes_beyond_memory_are_left_out_with_the_reason() -> None:
     found = build(Axes(backends=("tcp",), sizes=((4096, 1), (1 << 30, 8))), MOVERS, memory_bytes=4 << 30)
     assert {case.block_bytes for case in found.cases} == {4096}
@@ -180,6 +200,19 @@ def test_every_combination_is_there_once(
     assert set(told) == wanted
     assert len({case.key for case in found.cases}) == len(told)
     assert found.estimate_s(1.0) >= len(told)
+
+
+def test_the_estimate_is_the_sum_of_its_parts() -> None:
+    cases = build(Axes(backends=("tcp",), nics=(1,)), MOVERS).cases
+    fills = sum(memory_needed(case) for case in cases) / 0.5e9
+    largest = max(memory_needed(case) for case in cases) / 0.5e9
+    parts = 0.8 + largest + fills + len(cases) * 0.35  # a worker's start, buffers, what each case takes
+    assert estimate_s(cases, 2.0) == pytest.approx(parts + len(cases) * 2.0 * 1.2)
+    assert estimate_s([], 2.0) == 0.0
+    # 20 calls at the line rate, but no more than 5 s of them.
+    windows = sum(max(2.0, min(5.0, 20 * case.nbytes / 0.05e9)) for case in cases) * 1.2
+    assert estimate_s(cases, 2.0, nic_gb_per_s=0.05) == pytest.approx(parts + windows)
+    assert windows > len(cases) * 2.4
 
 
 def test_a_slow_nic_makes_the_estimate_longer() -> None:

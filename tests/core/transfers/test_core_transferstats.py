@@ -37,6 +37,12 @@ def test_a_percentile_needs_a_call_beyond_it(share: float, needed: int) -> None:
     assert getattr(call_times([1.0] * needed), name) == 1.0
 
 
+def test_a_row_that_was_not_measured_moved_nothing() -> None:
+    row = TransferRecord(CASE, "skipped", "no such device")
+    assert (row.calls, row.nbytes, row.logical_bytes, row.descriptors, row.warmup_calls) == (0, 0, 0, 0, 0)
+    assert (row.window_s, row.gb_per_s, row.call_s) == (0.0, None, [])
+
+
 def test_no_calls_have_no_figures() -> None:
     assert call_times([]).mean is None
 

@@ -237,6 +237,47 @@ def test_each_weakness_is_told() -> None:
     assert kinds(row(verified=None, transport="none"), moves_bytes=False) == []
 
 
+def test_a_row_is_weak_from_its_limits_on() -> None:
+    # Of two cores for a second, the others may have 15 % and the hypervisor 2 %.
+    assert kinds(row(), load_before=2.0) == kinds(row(), others_cpu_s=0.3) == kinds(row(), steal_s=0.04) == []
+    assert kinds(row(), others_cpu_s=0.301) == ["machine_busy"]
+    assert kinds(row(), steal_s=0.041) == ["cpu_stolen"]
+    assert kinds(row(), load_before=9.0, cores=0) == []
+    # 500 MiB passed each of two NICs: 5 % of it may be a burst.
+    assert kinds(row(), burst_bytes=25 << 20) == ["near_burst"], "no 20 transfers: one is half of a burst"
+    large = row(calls=400, call_s=5e-3, nbytes=64 << 20)
+    assert kinds(large, burst_bytes=15 << 20) == []
+    assert kinds(large, burst_bytes=16 << 20) == ["near_burst"], (
+        "two NICs take 32 MiB at once, two of them 64"
+    )
+    # An initiator that asks without rest for nine tenths of its time.
+    waits = row(call_s=5e-3, initiator_cpu_s=4.5)
+    assert kinds(waits) == ["busy_waiting"]
+    assert kinds(row(call_s=5e-3, initiator_cpu_s=4.4)) == []
+    assert kinds(row(call_s=2e-3, initiator_cpu_s=1.9)) == [], "calls of 2 ms are asked for by us"
+    four = replace(waits.case, initiators=4)
+    assert kinds(row(call_s=5e-3, initiator_cpu_s=17.9, case=four)) == []
+    assert kinds(row(call_s=5e-3, initiator_cpu_s=18.1, case=four)) == ["busy_waiting"]
+    assert kinds(row(call_s=5e-3, initiator_cpu_s=4.9, case=replace(waits.case, backend="shm"))) == []
+    assert kinds(row(calls=20, call_s=0.1)) == []
+
+
+@pytest.mark.parametrize(
+    ("carried", "kind"),
+    [
+        ((500, 500), ""),
+        ((945, 49), "idle_nics"),  # no tenth of its half
+        ((945, 51), ""),
+        ((450, 450), ""),
+        ((450, 449), "bytes_elsewhere"),
+    ],
+)
+def test_nics_share_what_was_moved(carried: tuple[int, int], kind: str) -> None:
+    seen = {"target": {"eth0": carried[0] << 20, "eth1": carried[1] << 20}}
+    found = kinds(row(), carried=seen, asked={"target": ["eth0", "eth1"]})
+    assert found == ([kind] if kind else [])
+
+
 def test_nics_that_did_not_carry_are_named() -> None:
     asked = {"initiator": ["eth0", "eth1"]}
     idle = {"initiator": {"eth0": 1000 << 20, "eth1": 1000, "lo": 0}}

@@ -120,7 +120,7 @@ def test_gpus_are_counted(model: Path) -> None:
     card = {"memory_bytes": 141 * GIB}
     found = {check.name: check for check in memory_checks(wanted, plan_of(wanted), [card] * 4)}
     assert found["gpus"].status == "missing"
-    assert "needs 8 GPUs: 2 aggregated × TP 4; this host has 4" in found["gpus"].detail
+    assert "needs 8 GPUs (aggregated 2 × 4), and this host has 4" in found["gpus"].detail
     assert "prefill_devices" in found["gpus"].fix
     found = {check.name: check for check in memory_checks(wanted, plan_of(wanted), [card] * 8)}
     assert found["gpus"].status == "ok"

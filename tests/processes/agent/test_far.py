@@ -19,6 +19,7 @@ import httpx
 import pytest
 from commands import tagged, wait_until
 
+from kvbench.core.access import ServerAccess
 from kvbench.core.plan.process_modules import AGENT_MODULE
 from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
@@ -158,7 +159,7 @@ def test_files_ports_web_and_clock(site: Site, tmp_path: Path) -> None:
     wait_until(lambda: far.listens("127.0.0.1", one))
     with pytest.raises(PortInUseError, match=r"far-away: .*planned for a test, is in use"):
         far.require_free("127.0.0.1", [("a test", one)])
-    with httpx.Client(transport=FarWeb({"127.0.0.1": site.agent})) as client:
+    with httpx.Client(transport=FarWeb({"127.0.0.1": site.agent}, ServerAccess())) as client:
         assert client.get(f"http://127.0.0.1:{one}/").status_code == 200
         assert client.post(f"http://127.0.0.1:{one}/", content=b"x").status_code == 501
         with pytest.raises(httpx.ConnectError):
@@ -214,10 +215,10 @@ def test_a_frozen_process_is_seen_over_there(site: Site) -> None:
         return found[-1] is not None
 
     wait_until(seen, GONE_S)
-    process, what, mend = found[-1]
+    process, what, fix = found[-1]
     assert process is processes[1]
     assert f"on the host far-away: engine {process.pid} is frozen" in what
-    assert mend == f"on far-away: find out who stops it; `kill -CONT {process.pid}` lets it go on"
+    assert fix == f"on far-away: find out who stops it; `kill -CONT {process.pid}` lets it go on"
     liveness.close()
     site.launcher.stop(processes)
     assert [each.poll() for each in processes] == [-signal.SIGTERM] * 2

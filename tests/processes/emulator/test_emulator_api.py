@@ -108,6 +108,12 @@ def test_eos_ends_a_request_unless_it_must_go_on(engine: EngineProcess) -> None:
         ({"prompt": prompt_of(4000), "max_tokens": 200}, 400, "maximum context length is 4096"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "a", "model": "other"}, 404, "does not exist"),
+        ({"prompt": "a", "n": 2}, 400, "has no n,"),
+        ({"prompt": "a", "logprobs": 0}, 400, "has no logprobs"),
+        ({"prompt": "a", "echo": True}, 400, "has no echo"),
+        ({"prompt": "a", "stop": ["."]}, 400, "has no stop,"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "has no tools"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "has no response_format"),
         (
             {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}},
             400,
@@ -130,6 +136,23 @@ def test_broken_json_is_refused(engine: EngineProcess) -> None:
     assert "not JSON" in reply.json()["error"]["message"]
 
 
+def test_fields_that_ask_for_nothing_are_taken(engine: EngineProcess) -> None:
+    """What clients send as their defaults; sampling changes nothing: there is nothing to sample from."""
+    none = {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "stop": [], "tools": None}
+    none |= {"response_format": {"type": "text"}, "logit_bias": {}, "top_p": 0.9, "seed": 7, "top_k": 3}
+    assert engine.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **none}).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": False}
+    assert engine.post("/v1/chat/completions", {**chat, "top_logprobs": 0}).status_code == 200
+    assert engine.post("/v1/chat/completions", {**chat, "logprobs": True}).status_code == 400
+
+
+def test_every_metric_of_the_engine_names_it_as_vllm_does(engine: EngineProcess) -> None:
+    page = httpx.get(engine.url + "/metrics").text
+    rows = [line for line in page.splitlines() if line.startswith(("vllm:", "kvbench:"))]
+    assert len(rows) > 100
+    assert [line for line in rows if 'model_name="tiny"' not in line or 'engine="0"' not in line] == []
+
+
 def test_prefix_cache_counts_hits_and_can_be_reset(engine: EngineProcess) -> None:
     prompt = prompt_of(100, seed=7)
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
@@ -145,7 +168,7 @@ def test_prefix_cache_counts_hits_and_can_be_reset(engine: EngineProcess) -> Non
     assert gained() == (100, 96)  # six full blocks of 16
     assert gained(cache_salt="mine") == (100, 0)
     assert gained(cache_salt="mine") == (100, 96)
-    assert engine.post("/reset_prefix_cache", {}).status_code == 200
+    assert engine.post("/reset_prefix_cache", {}).json() == {"success": True}
     assert gained() == (100, 0)
     # The salt is part of every hash, so it changes what the emulated model says; a hit does not.
     assert tokens[0] == tokens[1] == tokens[4]

@@ -166,7 +166,7 @@ def body(**fields: object) -> bytes:
         ({"prompt": "a", "max_tokens": "9"}, "max_tokens must be an integer"),
         ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "must not exceed max_tokens"),
         ({"prompt": "a", "stream": "yes"}, "stream must be true or false"),
-        ({"prompt": "a", "n": 2}, "n must be 1"),
+        ({"prompt": "a", "n": 2}, "has no n"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options needs stream"),
         ({"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
         ({"prompt": "a", "cache_salt": 3}, "cache_salt must be a string"),
@@ -240,3 +240,20 @@ def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
         parse_spec(json.dumps({**SPEC, "ports": 1, "num_blocks": 0}))
     assert "ports" in str(caught.value)
     assert "num_blocks" in str(caught.value)
+
+
+@pytest.mark.parametrize("regions", [2, 5])
+def test_the_digest_of_intact_kv_is_that_of_any_layout(regions: int) -> None:
+    """Heads that are stored more than once change no answer; each bit of a vector still counts."""
+    hashes = np.arange(1, 9, dtype=np.uint64)
+    digests = []
+    for words in (2, 4, 16):
+        pool = KvPool(Layout(regions, 4, 4 * 8 * words), 4)
+        pool.write([0, 1], 0, hashes)
+        digests.append(pool.digest([0, 1], 0, 8).tolist())
+        for bit in (0, 63):
+            pool.words[regions - 1, 0, 0, words - 1] ^= np.uint64(1 << bit)
+            assert pool.digest([0, 1], 0, 1).tolist() != digests[-1][:1]
+            pool.words[regions - 1, 0, 0, words - 1] ^= np.uint64(1 << bit)
+        pool.close()
+    assert digests[0] == digests[1] == digests[2]

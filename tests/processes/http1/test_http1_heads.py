@@ -8,7 +8,7 @@ import httptools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import damaged, fuzz
+from mutations import damaged, fuzz, stored
 
 from kvbench.processes.http1.heads import HEADS, usual_request, usual_response
 
@@ -102,13 +102,15 @@ def check_answer(data: bytes) -> bool:
     return True
 
 
-@given(damaged(REQUESTS))
+@given(data=damaged(REQUESTS))
+@stored("request", "data")
 @fuzz(600)
 def test_a_request_is_read_as_httptools_reads_it_or_left_to_it(data: bytes) -> None:
     check_request(data)
 
 
-@given(damaged(ANSWERS))
+@given(data=damaged(ANSWERS))
+@stored("answer", "data")
 @fuzz(600)
 def test_an_answer_s_head_is_read_as_httptools_reads_it_or_left_to_it(data: bytes) -> None:
     check_answer(data)

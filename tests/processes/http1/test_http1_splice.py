@@ -256,6 +256,59 @@ def test_a_callback_that_fails_is_told_and_stops_nobody(monkeypatch: pytest.Monk
     assert failures == [LookupError]
 
 
+COLLECTING = """
+import gc, os, socket, sys, threading, time
+from kvbench.processes.http1._splice import Splicer
+splicer, flows = Splicer(), []
+for _ in range(8):
+    (writer, source), (target, reader) = socket.socketpair(), socket.socketpair()
+    splicer.add(source.fileno(), target.fileno(), 0, lambda *told: None)
+    flows.append((writer, source, target, reader))
+end, over = time.monotonic() + 3, threading.Event()
+def flow(writer, reader):
+    chunk = b"1000\\r\\n" + bytes(4096) + b"\\r\\n"
+    while not over.is_set():
+        writer.sendall(chunk)
+        reader.recv(65536)
+def collect():
+    while not over.is_set():
+        gc.collect()
+threads = [threading.Thread(target=flow, args=(each[0], each[3])) for each in flows]
+threads.append(threading.Thread(target=collect))
+for thread in threads:
+    thread.daemon = True
+    thread.start()
+spare = [socket.socketpair() for _ in range(4)]
+while time.monotonic() < end:
+    for one, other in spare:
+        splicer.add(one.fileno(), other.fileno(), 0, lambda *told: None)
+    for one, _ in spare:
+        splicer.remove(one.fileno())
+over.set()
+print("well")
+os._exit(0)
+"""
+
+
+def test_garbage_may_be_collected_by_another_thread_meanwhile() -> None:
+    """It once waited for the GIL with its lock held, and the collector for the lock with the GIL."""
+    words = [sys.executable, "-c", COLLECTING]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=40, check=True).stdout == "well\n"
+
+
+@pytest.mark.parametrize("fd", [2**31 - 1, 1 << 28, (1 << 24) + 1])
+def test_absurd_descriptors_take_no_memory(fd: int) -> None:
+    splicer = SPLICE.Splicer()
+    try:
+        for source, target in ((fd, 1), (1 << 20, 1)):
+            with pytest.raises((ValueError, OSError)):
+                splicer.add(source, target, 0, print)
+        with pytest.raises(ValueError, match=f"descriptors {fd}"):
+            splicer.add(fd, 1, 0, print)
+    finally:
+        splicer.close()
+
+
 def test_mistakes_are_refused() -> None:
     with way() as x:
         fd = x.source.fileno()

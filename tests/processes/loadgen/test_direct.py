@@ -225,7 +225,11 @@ def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
     done = kvbench("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
     assert done.status == 0, done.text
-    assert json.loads(done.out)["scenario"]["load"] == {"workers": 3, "mode": "direct"}
+    assert json.loads(done.out)["scenario"]["load"] == {
+        "workers": 3,
+        "mode": "direct",
+        "endpoint": "completions",
+    }
 
 
 @pytest.mark.parametrize("own", ["router", "direct"])

@@ -93,7 +93,40 @@ def event(text: str, **changes: Any) -> bytes:
     return b"data: " + json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
+def chat(delta: dict[str, Any], **changes: Any) -> bytes:
+    """An event of a chat, as vLLM writes it."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    fields = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice], **changes}
+    return b"data: " + json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def called(**function: str) -> bytes:
+    return chat({"tool_calls": [{"index": 0, "function": function}]})
+
+
+CHATS = st.one_of(
+    st.sampled_from([" a", " token", ""]).map(lambda text: chat({"content": text})),
+    st.sampled_from([" a", " b", ""]).map(lambda text: chat({"reasoning": text})),
+    # As vLLM 0.13 does: the same text under two names, and the second one null beside content.
+    st.sampled_from([" a", " b"]).map(lambda text: chat({"reasoning": text, "reasoning_content": text})),
+    st.sampled_from([" a", " b"]).map(lambda text: chat({"content": text, "reasoning_content": None})),
+    st.sampled_from(["{", "12", ""]).map(lambda text: called(arguments=text)),
+    st.sampled_from(
+        [
+            chat({"role": "assistant", "content": ""}),
+            called(name="f", arguments=""),
+            called(name="f", arguments="f"),
+            chat({"content": " a"}, metadata={"content": " a"}),
+            chat({"reasoning": " a"}, metadata={"content": " a"}),
+            chat({"reasoning": " a"}, metadata={"content": " b"}),
+            chat({"content": " a", "reasoning": " a"}),
+            chat({"content": " a", "tool_calls": None}),
+            chat({"content": None, "tool_calls": [None, {"function": None}]}),
+        ]
+    ),
+)
 EVENTS = st.one_of(
+    CHATS,
     st.sampled_from([" a", " token", "", "x" * 300]).map(event),
     st.text(max_size=6).map(event),
     st.sampled_from(
@@ -337,3 +370,36 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
         assert list(memoryview(lags).cast("i")) == [50_000_000, 0, 0, 0, 0] * times
         assert list(memoryview(doubts).cast("i")) == [200_000_000, 1_000_000, 0, 0, 600_000_000] * times
         assert useless == 4 * times
+
+
+def test_a_chat_counts_reasoning_once_and_a_tools_call_as_text() -> None:
+    events = [
+        chat({"role": "assistant", "content": ""}),
+        chat({"reasoning": "ab", "reasoning_content": "ab"}),
+        chat({"content": "cd", "reasoning_content": None}),
+        called(name="f", arguments=""),
+        called(arguments="{}"),
+        chat({"content": ""}),
+        b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13}}\n\n',
+        DONE,
+    ]
+    stream = StreamReader()
+    for stamp, each in enumerate(events):
+        stream.feed(each, stamp)
+    stream.finish()
+    assert list(stream.token_stamps) == [1, 2, 3, 4]
+    assert (stream.text_bytes, stream.text_crc) == (7, crc32(b"abcdf{}"))
+    assert (stream.completion_tokens, stream.prompt_tokens, stream.empty_events) == (4, 9, 2)
+    assert stream.done
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning", "reasoning_content"])
+def test_a_chats_usual_chunks_are_known_by_their_delta(name: str) -> None:
+    known = Known(StreamReader())
+    reads: list[bytes | int] = [chunk(chat({name: text})) for text in (" a", " b", " cd")]
+    first = reads[0]
+    assert isinstance(first, bytes)
+    assert known.tokens_in(first) == 1
+    counts: list[int] = []
+    assert ServerAnswer.usual(reads, 1, known, counts) == 2
+    assert counts == [1, 1]

@@ -127,7 +127,6 @@ def test_nobody_left_to_say_go_ends_it(tmp_path: Path) -> None:
         ({"request_rate": -1}, "request_rate must be above 0"),
         ({"output_len": 0}, "output_len"),
         ({"slo": {"ttft": 1}}, "slo.ttft"),
-        ({"path": "/v1/chat/completions"}, "takes no token ids"),
         ({"base_url": "nowhere"}, "no http"),
         ({"headers": {"a": "b\nc"}}, "line break"),
         ({"worker": 2, "workers": 2}, "worker must be 0 to 1"),
@@ -257,6 +256,15 @@ def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
     assert [record.input_len for record in records] == [600, 8, 700]
     assert [record.requested_output_len for record in records] == [3, 2, 3]
     assert [record.error for record in records] == ["", "wrong_length", ""]
+
+
+def test_requests_may_be_due_at_the_same_time(tmp_path: Path) -> None:
+    rows = [{**TRACE[0], "offset_s": offset_s} for offset_s in (0.0, 0.0, 0.5, 0.5)]
+    traced = LoadSpec(**vars(spec_for("http://x", requests_path=trace(tmp_path, rows))))
+    assert [each.offset_s for each in planned_requests(traced)] == [0.0, 0.0, 0.5, 0.5]
+    planned = LoadSpec(**vars(spec_for("http://x", num_requests=4, offsets_s=[0.0, 0.0, 0.5, 0.5])))
+    planned.check()
+    assert [each.offset_s for each in planned_requests(planned)] == [0.0, 0.0, 0.5, 0.5]
 
 
 def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:

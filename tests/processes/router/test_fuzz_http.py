@@ -18,7 +18,7 @@ import uvloop
 from hostile import DONE, HEAD, HOST, LAST, TOKEN, USAGE, against, chunk, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import damaged, fuzz
+from mutations import damaged, fuzz, stored
 
 from kvbench.core.records import RequestError
 from kvbench.processes import http1
@@ -131,6 +131,7 @@ def echo() -> Iterator[tuple[int, list[str]]]:
 
 
 @given(data=damaged(REQUESTS), cuts=CUTS)
+@stored("request", "data", cuts=[])
 @fuzz(150)
 def test_any_request_is_answered_or_refused(
     echo: tuple[int, list[str]], data: bytes, cuts: list[int]
@@ -191,6 +192,7 @@ def ask(body: bytes) -> bytes:
 
 
 @given(answer=damaged(ANSWERS))
+@stored("answer", "answer")
 @fuzz(120)
 def test_any_answer_of_a_server_passes_the_router_or_is_an_error(
     router: tuple[int, Backends, RouterMetrics, list[str]], answer: bytes
@@ -227,6 +229,7 @@ KNOWN = set(RequestError.__args__)  # type: ignore[attr-defined]
 
 
 @given(answer=damaged(ANSWERS))
+@stored("answer", "answer")
 @fuzz(8)
 def test_any_answer_becomes_a_record_of_the_load_generator(answer: bytes) -> None:
     records = against([answer, "close"], num_requests=2, timeout_s=2.0)
@@ -236,6 +239,7 @@ def test_any_answer_becomes_a_record_of_the_load_generator(answer: bytes) -> Non
 
 
 @given(data=damaged(ANSWERS), sizes=st.lists(st.integers(1, 400), max_size=20))
+@stored("answer", "data", sizes=[])
 @fuzz(200)
 def test_reads_of_any_answer_are_taken(data: bytes, sizes: list[int]) -> None:
     import numpy as np
@@ -329,7 +333,7 @@ def test_the_load_generator_gives_up_endless_heads_and_events() -> None:
     for _ in range(MAX_EVENT_BYTES // size + 1):
         assert not answer.malformed
         answer.take([b"%x\r\n" % size + b"x" * size + b"\r\n"], np.zeros(1, np.int64))
-    assert "an event of more than 8 MiB" in answer.malformed
+    assert "an event of more than 1 MiB" in answer.malformed
     answer.release()
 
 

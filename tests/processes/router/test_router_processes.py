@@ -26,8 +26,10 @@ from kvbench.errors import PortInUseError
 from kvbench.hosts.telemetry import parse_metrics
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, fetch, serve
 from kvbench.processes.router.backend_request import Timing
+from kvbench.processes.router.dispatch import Dispatch
 from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.processes import listening_sockets
+from kvbench.processes.router.spec import RouterSpec
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -109,6 +111,18 @@ def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) 
             await each.close()
 
     on_loop(main)
+
+
+def test_each_process_begins_with_another_server() -> None:
+    urls = [f"http://{HOST}:{port}" for port in (1, 2, 3)]
+    servers = [{"url": url} for url in urls]
+    spec = RouterSpec(connector="aggregated", port=0, decode=servers, processes=4)
+    turns, metrics = [], RouterMetrics(4)
+    for process in range(4):
+        metrics.write_as(process)
+        dispatch = Dispatch(spec, metrics, None)
+        turns.append([urls.index(next(dispatch.next_decode).url) for _ in range(4)])
+    assert turns == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 0]]
 
 
 def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:

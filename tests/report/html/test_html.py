@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import sample_transfers
 from page import Page
@@ -22,6 +23,7 @@ from kvbench.report.html.page import numeric_columns, rows_of
 from kvbench.report.html.svg import colours, page_svg
 from kvbench.report.plots.style import PALETTES
 from kvbench.report.report import write_report
+from kvbench.report.tables.numbers import number
 from kvbench.report.tables.table import of_csv
 from kvbench.results.run import load_run
 
@@ -84,7 +86,8 @@ def test_the_quickstarts_page_is_sound_and_not_too_large(measured: Path, page: P
     assert "emulated" in page.title
     assert len(page.pictures) == 7
     text = (measured / "report.html").read_text()
-    assert text.index("Who is ahead") < text.index('id="result"') < text.index("<svg")
+    assert text.index("aggregated is ahead with") < text.index("<svg") < text.index('id="result"')
+    assert text.index('id="result"') < text.index("Who is ahead")
     assert "kvbench sweep quickstart --output results" in text
     assert str(load_run(measured).environment["cpu"]["model"]) in text
 
@@ -105,7 +108,7 @@ def test_the_tables_equal_the_csvs(measured: Path, page: Page, name: str) -> Non
 
 
 def test_what_people_read_is_the_rounded_value(page: Page) -> None:
-    (table,) = [table for table in page.tables if table.csv == "summary.csv" and len(table.keys) < 20]
+    (table,) = [table for table in page.tables if table.csv == "summary.csv" and len(table.keys) < 25]
     rate, share = table.keys.index("max_request_rate"), table.keys.index("ttft_ms_p50")
     for row in table.rows:
         assert float(row[rate][0].split("?")[0].split(" ")[0]) == pytest.approx(float(row[rate][1]), rel=0.01)
@@ -187,6 +190,15 @@ def test_the_page_is_the_same_with_pictures_drawn_or_read(tmp_path: Path) -> Non
     assert (path / "report.html").read_bytes() == read
 
 
+def test_every_mark_of_a_trial_says_its_value(page: Page, measured: Path) -> None:
+    run = load_run(measured)
+    for trial in run.trials:
+        if trial.verdict in ("met", "missed") and trial.purpose != "ceiling":
+            start = f"{trial.cell.connector}, {number(trial.request_rate)} req/s: TTFT P90 "
+            assert [text for text in page.values if text.startswith(start)], start
+    assert len(page.values) > 100
+
+
 # --- pictures in the page --------------------------------------------------------------------------
 
 
@@ -247,30 +259,37 @@ def test_missing_values_sort_as_missing() -> None:
 # --- in a browser ----------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(
+in_a_browser = pytest.mark.skipif(
     not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
     reason="needs Chromium: `make test-html` runs it (the pictures lie in KVBENCH_SHOTS, if set)",
 )
+
+
+def browsed(profile: Path, *arguments: str) -> str:
+    """What headless Chromium prints."""
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+    argv = [str(CHROMIUM), *flags, f"--user-data-dir={profile}", *arguments]
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def after(page: Path, folder: Path, script: str, *arguments: str) -> str:
+    """The page's DOM after a script; what the page itself may run is untouched, but for its policy."""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    copy = folder / "copy.html"
+    copy.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    return browsed(folder / "profile", *arguments, "--dump-dom", copy.as_uri())
+
+
+@in_a_browser
 @pytest.mark.parametrize(("look", "width"), [("light", 1200), ("dark", 1200), ("narrow", 500)])
 def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, width: int) -> None:
-    import matplotlib.image
-
     shot = Path(os.environ.get("KVBENCH_SHOTS") or tmp_path) / f"report-{look}.png"
-    subprocess.run(
-        [
-            str(CHROMIUM),
-            *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},2400",
-            f"--blink-settings=preferredColorScheme={0 if look == 'dark' else 1}",
-            f"--screenshot={shot}",
-            (measured / "report.html").as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=60,
+    browsed(
+        tmp_path / "profile",
+        f"--window-size={width},2400",
+        f"--blink-settings=preferredColorScheme={0 if look == 'dark' else 1}",
+        f"--screenshot={shot}",
+        (measured / "report.html").as_uri(),
     )
     pixels = matplotlib.image.imread(shot)[..., :3]
     assert pixels.shape[:2] == (2400, width)
@@ -278,32 +297,76 @@ def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, 
     assert (pixels.mean() < 0.3) == (look == "dark")
 
 
-@pytest.mark.skipif(
-    not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,
-    reason="needs Chromium: `make test-html` runs it",
-)
+@in_a_browser
+def test_it_can_be_printed(measured: Path, tmp_path: Path) -> None:
+    paper = Path(os.environ.get("KVBENCH_SHOTS") or tmp_path) / "report.pdf"
+    browsed(tmp_path / "profile", f"--print-to-pdf={paper}", (measured / "report.html").as_uri())
+    data = paper.read_bytes()
+    assert data.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 30
+
+
+@in_a_browser
 def test_a_click_sorts_a_table_and_a_second_one_turns_it_round(measured: Path, tmp_path: Path) -> None:
-    text = (measured / "report.html").read_text()
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
     for clicks, down in ((1, False), (2, True)):
         click = "document.querySelector('th[data-key=ttft_ms_p99] button').click();" * clicks
-        copy = tmp_path / f"{clicks}.html"
-        copy.write_text(text.replace("</body>", f"<script>{click}</script></body>"))
-        done = subprocess.run(
-            [
-                str(CHROMIUM),
-                *("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-                f"--user-data-dir={tmp_path / 'profile'}",
-                copy.as_uri(),
-            ],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        table = next(each for each in Page.of(done.stdout).tables if "ttft_ms_p99" in each.keys)
+        found = Page.of(after(measured / "report.html", tmp_path, click))
+        table = next(each for each in found.tables if "ttft_ms_p99" in each.keys)
         values = [row[table.keys.index("ttft_ms_p99")][1] for row in table.rows]
         known = [float(value) for value in values if value]
         assert len(known) > 3
         assert known == sorted(known, reverse=down)
         assert all(value == "" for value in values[len(known) :])  # missing values stay at the end
+
+
+@in_a_browser
+def test_a_mark_says_its_value_under_the_pointer(measured: Path, tmp_path: Path) -> None:
+    """Of the first picture each mark in turn, a few pixels beside it, as a hand would."""
+    script = """
+        var said = [];
+        document.querySelectorAll("#answer ~ figure use[data-value]").forEach(function (mark) {
+          mark.scrollIntoView({ block: "center" });
+          var at = mark.getBoundingClientRect();
+          var where = { bubbles: true, clientX: at.left + at.width / 2 + 3, clientY: at.top + at.height / 2 };
+          mark.closest("svg").dispatchEvent(new PointerEvent("pointermove", where));
+          var box = document.getElementById("value");
+          said.push(box.hidden ? "hidden" : box.textContent);
+        });
+        document.body.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+        said.push(document.getElementById("value").hidden ? "gone" : "still there");
+        document.title = said.join(" | ");
+    """
+    title = Page.of(after(measured / "report.html", tmp_path, script)).title
+    *said, last = title.split(" | ")
+    assert last == "gone"
+    with open(measured / "tables" / "summary.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(said) == len(rows)
+    for row in rows:
+        rate = number(float(row["max_request_rate"]))
+        where = f"{row['connector']}, {int(row['input_len']):,} tokens in: {rate} ["
+        assert [text for text in said if text.startswith(where) and text.endswith("] req/s")], where
+
+
+@in_a_browser
+def test_a_connector_can_be_hidden_and_shown_again(measured: Path, tmp_path: Path) -> None:
+    script = """
+        function seen() {
+          var all = Array.prototype.slice.call(document.querySelectorAll("[data-series]"));
+          var shown = all.filter(function (each) { return getComputedStyle(each).display !== "none"; });
+          var count = {};
+          shown.forEach(function (each) {
+            var key = each.getAttribute("data-series") + " " + each.tagName.toLowerCase();
+            count[key] = (count[key] || 0) + 1;
+          });
+          return count;
+        }
+        var told = [seen()], box = document.querySelector(".filter input[value=nixl]");
+        box.click(); told.push(seen());
+        box.click(); told.push(seen());
+        document.title = JSON.stringify(told);
+    """
+    whole, less, again = json.loads(Page.of(after(measured / "report.html", tmp_path, script)).title)
+    assert {"nixl g", "nixl tr", "mooncake g", "mooncake tr"} <= set(whole)
+    assert less == {key: count for key, count in whole.items() if not key.startswith("nixl ")}
+    assert again == whole

@@ -230,10 +230,10 @@ def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
 # --- comparisons -----------------------------------------------------------------------------------
 
 
-def test_connectors_of_one_run_are_ordered_where_intervals_are_apart(run: kvbench.Run) -> None:
+def test_connectors_of_one_run_are_ordered_where_posteriors_tell(run: kvbench.Run) -> None:
     compared = kvbench.compare(run)
     told = compared.rows[compared.rows.told]
-    assert len(told) > 3
+    assert len(told) >= 1
     assert (told.ratio > 1).all()
     assert (told.low <= told.ratio).all()
     assert compared.rows.text.str.contains("cannot be told apart").sum() == compared.rows.ratio.isna().sum()
@@ -246,7 +246,7 @@ def test_runs_that_differ_are_put_together_only_by_force(run: kvbench.Run, tmp_p
     with pytest.raises(InputError, match="not comparable"):
         kvbench.compare(run, other)
     compared = kvbench.compare(run, other, force=True)
-    assert any(line.startswith("hardware") for line in compared.differing)
+    assert any(line.startswith("SLO") for line in compared.differing)
     assert "NOT COMPARABLE" in compared._repr_markdown_()
     assert set(compared.summary.run) == {"A", "B"}
     assert len(compared.summary) == len(run.summary) + len(kvbench.load(other).summary)
@@ -371,3 +371,27 @@ def test_what_is_offered_is_said_in_three_places_alike() -> None:
     assert {line.split()[-1] for line in stub.splitlines() if " as " in line} == offered
     assert offered <= set(dir(kvbench))
     assert all(getattr(kvbench, name) is getattr(api, name) for name in offered)
+
+
+def test_pictures_take_the_place_of_given_axes_and_say_what_they_are(run: kvbench.Run) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5))
+    one, other = figure.subplots(1, 2)
+    label = one.set_ylabel("mine")
+    place = other.get_position().bounds
+    assert run.plot.max_request_rate(ax=one) is figure
+    assert run.plot.latency("light", ax=other) is figure
+    assert one.lines
+    assert label.get_text() == "max request rate (req/s)"
+    panels = [axes for axes in figure.axes if axes not in (one, other)]
+    assert len(panels) == 2 * len({cell.input_len for cell in (c.cell for c in run.folder.cells)})
+    assert all(axes.lines for axes in panels)
+    for axes in panels:  # all within the place that they were given
+        x, y, width, height = axes.get_position().bounds
+        assert place[0] - 1e-6 <= x <= x + width <= place[0] + place[2] + 1e-6
+        assert place[1] - 1e-6 <= y <= y + height <= place[1] + place[3] + 1e-6
+    loose = Figure().add_axes((0, 0, 1, 1))
+    with pytest.raises(InputError, match="no subplot that can be divided"):
+        run.plot.latency(ax=loose)
+    assert "TTFT and TPOT of every trial" in str(run.plot.latency.__doc__)

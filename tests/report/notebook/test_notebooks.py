@@ -20,8 +20,8 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
     return cells
 
 
-def test_the_five_notebooks_are_there() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
+def test_the_six_notebooks_are_there() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -42,10 +42,29 @@ def test_a_notebook_runs_to_its_end(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_notebook_that_fails_is_named_with_its_cell(tmp_path: Path) -> None:
+EMPTY_FRAME = "import pandas as pd\npd.DataFrame({'a': []})"
+EMPTY_AXES = """
+import io
+from matplotlib.figure import Figure
+figure = Figure()
+figure.add_subplot(title="the roof alone").axhline(3.0)
+figure.savefig(io.BytesIO(), format="png")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        (EMPTY_FRAME, "a table has no rows"),
+        (EMPTY_AXES, "a picture has axes without a mark"),
+    ],
+    ids=["fails", "empty frame", "empty axes"],
+)
+def test_a_notebook_that_fails_or_shows_nothing_is_named(tmp_path: Path, source: str, said: str) -> None:
     path = tmp_path / "broken.ipynb"
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None, "outputs": []}
-    notebook = {"cells": [{**cell, "source": "1 / 0"}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    notebook = {"cells": [{**cell, "source": source}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     path.write_text(json.dumps(notebook))
     done = subprocess.run(
         [sys.executable, "-m", "tools.notebooks", str(path)],
@@ -56,7 +75,7 @@ def test_a_notebook_that_fails_is_named_with_its_cell(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "broken.ipynb" in done.stderr
-    assert "ZeroDivisionError" in done.stderr
+    assert said in done.stderr
     assert json.loads(path.read_text()) == notebook
 
 

@@ -86,7 +86,7 @@ def test_everything_derived_is_rebuilt_byte_for_byte(plain: RunFolder) -> None:
         "report.md",
         "tables/transfers.csv",
         "tables/transfer_model.json",
-        "figures/bandwidth.png",
+        "figures/bandwidth.svg",
     } <= set(names)
     for name in names:
         (plain.path / name).unlink()

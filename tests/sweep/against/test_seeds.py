@@ -222,3 +222,14 @@ def test_the_reference_run_on_the_emulated_engine_agrees_with_virtual_time() -> 
     (trial,) = load_run(folder).other_trials
     scale = load_run(folder).manifest["against"]["time_scale"]
     assert trial.summary["whole_run"]["duration_s"] / scale == pytest.approx(measured["duration_s"])
+
+
+def test_one_scenario_may_stand_for_all_sizes_of_a_page() -> None:
+    run = load_run(PAGE)
+    scenario, _ = load_scenario("seed-a10-tp1", ["deployment.tensor_parallel_size=[1, 2, 4]"])
+    rows = rows_of(run, scenario)
+    assert {row.axes["tp"] for row in rows} == {1, 2, 4}
+    for row in rows:
+        label = label_of(row, scenario)
+        assert label.endswith(f"-tp{row.axes['tp']}")
+        assert scenario.deployed(label).ranks_of("prefill-0").tensor == row.axes["tp"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +24,7 @@ from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
 from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.trial import TrialRunner
 
 pytestmark = pytest.mark.timeout(90)
@@ -118,3 +121,91 @@ def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
     assert (record.verdict, [each.gate for each in record.findings]) == ("invalid", [BACKLOG])
     assert "not idle again" in record.reason
     assert [trial.verdict for trial in load_run(path).trials] == ["invalid"]
+
+
+@contextmanager
+def told(page: str) -> Iterator[str]:
+    """A server that offers a model, and reports that page of metrics."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page.encode() if self.path == "/metrics" else b'{"data": [{"id": "tiny"}]}'
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("values", "known"),
+    [
+        (("NaN", "NaN"), None),
+        (("NaN", "2"), 2.0),
+        (("+Inf", "0"), 0.0),
+        (("1e999", "-Inf"), None),
+        (("1.2.3", "e", "+", "3"), 3.0),
+        (("0", "0.0"), 0.0),
+        (("1e1",), 10.0),
+    ],
+)
+def test_a_gauge_that_is_no_number_says_nothing(
+    tmp_path: Path, values: tuple[str, ...], known: float | None
+) -> None:
+    page = "".join(f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n, value in enumerate(values))
+    with told(page) as url:
+        scenario, _ = resolve(CliOptions(base_url=url, input_len="16", output_len=1, ttft_ms=300))
+        (planned,) = plan_of(scenario).deployments
+        launcher = LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")
+        deployment = RunningDeployment(scenario, planned, launcher)
+        try:
+            assert deployment.under_way() == known
+        finally:
+            deployment.stop()
+
+
+class NeverIdle:
+    """A deployment whose gauge never falls."""
+
+    def under_way(self) -> float | None:
+        return 3.0
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
+        return ""
+
+    def check_alive(self) -> None:
+        """Always."""
+
+
+class Hurried:
+    """A clock that waits for nothing."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def test_what_was_not_drained_in_time_is_said() -> None:
+    scenario, _ = resolve(CliOptions("quickstart"))
+    idle = Idleness(scenario, NeverIdle(), clock=Hurried())
+    found = idle.drain(LoadResult([], "", 1.0))
+    assert found is not None
+    assert (found.gate, found.level) == ("backlog", "warning")
+    assert "3 requests were still running or waiting there 30 s after the load" in found.message

@@ -1,8 +1,9 @@
 """Two systems that hardly differ: is the right one said to be ahead, if one is?
 
 Both are searched with the same options, and compared as ``kvbench compare`` does it. A pair that cannot be
-told apart ("?") takes no part; of equal twins whichever order is told is wrong. Which of two is truly ahead
-needs no truth of the second: a system all of whose times are longer holds a lower rate.
+told apart ("?"), or of which a search did not converge, is in no order; of equal twins whichever order is
+told is wrong. Which of two is truly ahead needs no truth of the second: a system all of whose times are
+longer holds a lower rate.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ MOST: Final = 0.1
 OTHER_LOAD: Final = 1_000_003
 """Between the run seeds of two twins whose arrivals differ."""
 UNTOLD: Final = "?"
+NO_ANSWER: Final = "no answer"
+NO_END: Final = "a search did not converge"
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,13 @@ def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_
 
 
 def who_is_ahead(runs: Sequence[RunFolder]) -> str:
-    """What the product says of two runs: A, B, "?", or "no answer" if one has none."""
+    """What the product says of two runs: A, B, "?", or why it compares nothing: ``NO_ANSWER``, ``NO_END``."""
     # Of runs whose load differs in its seed alone it is said so, and they are compared if one asks for it.
     pairs = compared_runs(runs, force=True).searched
     if len(pairs) != 1:
-        return "no answer"
+        return NO_ANSWER
+    if pairs[0].unconverged:
+        return NO_END
     if pairs[0].ratio is None:
         return UNTOLD
     return pairs[0].ahead.rpartition("@")[2]

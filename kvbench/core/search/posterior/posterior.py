@@ -26,53 +26,69 @@ trial says is never believed beyond all doubt.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from kvbench.core.search.posterior.likelihoods import STEEPNESS, Likelihoods
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
 
 FloatArray = npt.NDArray[np.float64]
+_Move = Callable[[FloatArray, int], FloatArray]
+"""What a state becomes until the trial of that number, or until the end of the last one."""
 
 GRID: Final = 160
 PASSES: Final = 3
 """Each on a grid about what the one before found."""
-LEVEL: Final = 0.9
-"""Of the interval."""
 EFFECTS: Final = ((0.004, 0.62), (0.012, 0.2), (0.03, 0.06), (0.07, 0.04), (0.15, 0.08))
 """(standard deviation of the logarithm of a trial's own speed, prior weight). The weights here and of QUEUE
 are those that make what develop's trials showed most likely (expectation maximisation), rounded."""
-WANDERS: Final = ((0.0, 1.0, 0.74), (0.02, 1.0, 0.04), (0.2, 0.08, 0.22))
+STEADY: Final = 0.66
+"""Prior weight of a rate that is always the same."""
+WANDERS: Final = ((0.02, 1.0, 0.04), (0.2, 0.08, 0.2))
 """(size, how often, prior weight) of a step of the rate's logarithm between two trials."""
+TRENDS: Final = ((-0.02, 0.02), (-0.007, 0.05), (0.01, 0.03))
+"""(change of the rate's logarithm in a minute, prior weight)."""
 QUEUE: Final = 0.85
 """Prior weight of a queue, where TTFT is limited."""
 BIAS: Final = 0.1
 """Relative, of the misses of all trials together. With 0.05, 89 % of develop's intervals held the truth, with
 0.12 91 %; those of perf_search stayed as wide."""
-EVEN: Final = 0.02
-"""Up to this size of a trial's own speed they are much alike."""
-QUANTILES: Final = (0.001, 0.05, 0.5, 0.95, 0.999)
+PARTS: Final = 41
+"""As many rates stand for a posterior where it is kept."""
+LEVEL: Final = 0.9
+"""Of the interval."""
+ENDS: Final = (0.001, 0.999)
+"""Between these quantiles lies nearly all of it: the next grid."""
 
 
 @dataclass(frozen=True)
 class RateEstimate:
-    """Median and 5 and 95 % quantiles of the rate looked for; its density on a grid of rates (sum 1).
+    """The density of the rate looked for (sum 1) on a grid of rates; median, 5 and 95 % quantiles of it.
 
-    ``wanders``: the probability that it was not the same all the time; ``plain``: that it is a queue's, with
-    trials that differ by no more than ``EVEN``.
+    ``wanders``: the probability that it was not the same all the time.
     """
 
-    median: float
-    lower: float
-    upper: float
     rates: FloatArray
     density: FloatArray
     wanders: float = 0.0
-    plain: float = 0.0
+
+    @cached_property
+    def median(self) -> float:
+        return self.quantile(0.5)
+
+    @cached_property
+    def lower(self) -> float:
+        return self.quantile((1 - LEVEL) / 2)
+
+    @cached_property
+    def upper(self) -> float:
+        return self.quantile((1 + LEVEL) / 2)
 
     @property
     def width(self) -> float:
@@ -81,107 +97,182 @@ class RateEstimate:
 
     def within(self, rate: float, precision: float) -> float:
         """The probability that the rate looked for is no further from this one than so, relatively."""
-        near = (self.rates >= rate / (1 + precision)) & (self.rates <= rate * (1 + precision))
-        return float(self.density[near].sum())
+        ends = math.log(rate) - math.log1p(precision), math.log(rate) + math.log1p(precision)
+        below, above = np.interp(ends, np.log(self.rates), self._shares, left=0.0, right=1.0)
+        return float(above - below)
+
+    def quantile(self, share: float) -> float:
+        """The rate below which such a share of the density lies."""
+        return float(np.interp(share, self._shares, self.rates))
+
+    def equal_parts(self, count: int = PARTS) -> tuple[float, ...]:
+        """The density in so many rates, each in the middle of an equal part of it: compact enough to keep."""
+        return tuple(float(f"{self.quantile((part + 0.5) / count):.6g}") for part in range(count))
+
+    @cached_property
+    def _shares(self) -> FloatArray:
+        """Of the density, below each rate."""
+        return np.asarray(np.cumsum(self.density) - self.density / 2, np.float64)
 
 
-def fit(points: Sequence[RatePoint], low: float, high: float, waiting: Waiting | None = None) -> RateEstimate:
+def fit(
+    points: Sequence[RatePoint], low: float, high: float, waitings: Sequence[Waiting] = ()
+) -> RateEstimate:
     """The posterior within [low, high], taken for log-uniform before anything is known.
 
-    Raises ValueError without points.
+    ``waitings``: what a limit on TTFT may leave for waiting. Raises ValueError without points.
     """
     if not points:
         raise ValueError("a fit needs at least one trial")
     rates = [point.rate for point in points] + [p.capacity for p in points if p.capacity is not None]
     low, high = max(low, min(rates) / 100), min(high, max(rates) * 100)
     estimate = None
-    for _ in range(PASSES):
+    for number in range(PASSES):
         grid = np.asarray(np.geomspace(low, high, GRID), np.float64)
-        estimate, ends = _summed(points, grid, waiting or Waiting())
-        span = float(ends[1] / ends[0]) ** 0.1
-        low, high = max(low, ends[0] / span), min(high, ends[1] * span)
-        if high <= low * (1 + 1e-6):
-            break
+        estimate = _summed(points, grid, waitings or [Waiting()], number)
+        least, most = (estimate.quantile(share) for share in ENDS)
+        span = (most / least) ** 0.1
+        low, high = max(low, least / span), min(high, most * span)
     assert estimate is not None
     return estimate
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One kind of system and size of its effects: its log weight, and its density by rate (sum 1)."""
+class _Kind:
+    """One kind of system: how probable before anything is known, by rate and column (sum 1)."""
 
     log: float
-    density: FloatArray
+    prior: FloatArray
+    queue: bool
+    likelihoods: Likelihoods
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One size of the effects: its log weight, its state by rate and column (sum 1)."""
+
+    log: float
+    state: FloatArray
     wanders: bool
-    plain: bool
 
 
 def _summed(
-    points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting
-) -> tuple[RateEstimate, tuple[float, float]]:
-    """The posterior on one grid, and between which rates nearly all of it lies."""
-    parts = list(_parts(points, rates, waiting))
-    weights = np.array([part.log for part in parts])
-    weights = np.exp(weights - weights.max())
-    weights /= weights.sum()
-    density = np.asarray(weights @ np.array([part.density for part in parts]), np.float64)
-    least, lower, median, upper, most = np.interp(QUANTILES, np.cumsum(density), rates).tolist()
-    wanders = float(weights @ np.array([part.wanders for part in parts]))
-    plain = float(weights @ np.array([part.plain for part in parts]))
-    return RateEstimate(median, lower, upper, rates, density, wanders, plain), (least, most)
-
-
-def _parts(points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> Iterator[_Part]:
-    """Of each kind and size. Trials come in order, as a filter takes them: the last state is the answer."""
+    points: Sequence[RatePoint], rates: FloatArray, waitings: Sequence[Waiting], number: int
+) -> RateEstimate:
+    """The posterior on one grid: the first ones only say where to look."""
     step = math.log(rates[1] / rates[0])
-    likelihoods = Likelihoods(points, rates, waiting)
-    line = np.exp(likelihoods.line())
+    logs, densities, wanders = [], [], []
+    for kind in _kinds(points, rates, waitings, rough=number < PASSES - 1):
+        parts = list(_parts(kind, rates, TRENDS if number else ()))
+        states = np.array([part.state.T for part in parts]).swapaxes(0, 1)
+        found = _smeared(states, kind.likelihoods.steepness(kind.queue, float(rates[GRID // 2])), step)
+        found = found if kind.queue else found * np.exp(kind.likelihoods.line())
+        totals = np.maximum(found.sum(axis=1), 1e-300)
+        densities.append(found / totals[:, None])
+        logs.append(np.array([part.log for part in parts]) + np.log(totals))
+        wanders.append([part.wanders for part in parts])
+    log = np.concatenate(logs)
+    weights = np.exp(log - log.max())
+    weights /= weights.sum()
+    density = np.asarray(weights @ np.concatenate(densities), np.float64)
+    return RateEstimate(rates, density, float(weights @ np.concatenate(wanders)))
+
+
+def _kinds(
+    points: Sequence[RatePoint], rates: FloatArray, waitings: Sequence[Waiting], *, rough: bool
+) -> Iterator[_Kind]:
+    share = QUEUE if waitings[0].slack_s else 0.0
+    for waiting in waitings:
+        likelihoods = Likelihoods(points, rates, waiting, rough=rough)
+        if share:
+            yield _Kind(math.log(share / len(waitings)), likelihoods.queues(), True, likelihoods)
     even = np.full((len(rates), len(STEEPNESS)), 1 / len(STEEPNESS))
-    kinds = [(likelihoods.queues(), QUEUE, True), (even, 1 - QUEUE, False)]
-    kinds = kinds if waiting.slack_s else [(even, 1.0, False)]
-    still = np.eye(len(rates))
-    wandering = [
-        ((1 - often) * still + often * _blur(len(rates), step, size), weight, size > 0)
+    yield _Kind(math.log(1 - share), even, False, likelihoods)
+
+
+def _parts(kind: _Kind, rates: FloatArray, trends: Sequence[tuple[float, float]]) -> Iterator[_Part]:
+    """Of each size. Trials come in order, as a filter takes them: the last state is the answer."""
+    step, likelihoods = math.log(rates[1] / rates[0]), kind.likelihoods
+    lengths_s = likelihoods.lengths_s
+    moves: list[tuple[_Move, float, bool]] = [(_stays, STEADY, False)]
+    moves += [
+        (_wandering(likelihoods.count, _blur(len(rates), step, size), often), weight, True)
         for size, often, weight in WANDERS
     ]
-    smears = {queue: _smears(likelihoods.steepness(queue, rates[GRID // 2]), step) for _, _, queue in kinds}
+    moves += [(_drifting(lengths_s, trend / 60 / step), weight, True) for trend, weight in trends]
     for size, weight in EFFECTS:
         effect = _blur(len(rates), step, size)
-        for prior, share, queue in kinds:
-            tables = [likelihoods.of(index, queue, size, effect) for index in range(len(points))]
-            for jump, likely, wanders in wandering:
-                log = math.log(weight * share * likely)
-                gained, state = _filtered(tables, prior, jump if wanders else None)
-                density = np.asarray(
-                    sum(smear @ column for smear, column in zip(smears[queue], state.T, strict=True))
-                )
-                density = density if queue else density * line
-                total = max(float(density.sum()), 1e-300)
-                yield _Part(log + gained + math.log(total), density / total, wanders, queue and size <= EVEN)
+        tables = [likelihoods.of(index, kind.queue, size, effect) for index in range(likelihoods.count)]
+        for move, likely, wanders in moves:
+            gained, state = _filtered(tables, kind.prior, move)
+            yield _Part(kind.log + math.log(weight * likely) + gained, state, wanders)
 
 
-def _filtered(
-    tables: Sequence[FloatArray], prior: FloatArray, jump: FloatArray | None
-) -> tuple[float, FloatArray]:
-    """(log evidence, state after the last trial) of tables of likelihoods by rate and column."""
+def _stays(state: FloatArray, _: int) -> FloatArray:
+    return state
+
+
+def _wandering(count: int, blur: FloatArray | None, often: float) -> _Move:
+    """``often``: how often it steps between two trials."""
+
+    def move(state: FloatArray, index: int) -> FloatArray:
+        if blur is None or not 0 < index < count:
+            return state
+        return (1 - often) * state + often * (blur @ state)
+
+    return move
+
+
+def _drifting(lengths_s: Sequence[float], cells: float) -> _Move:
+    """``cells``: of the grid a second, from the middle of a trial to that of the next, and to the end."""
+    ends = [0.0, *(length / 2 for length in lengths_s)]
+    starts = [0.0, *(length / 2 for length in lengths_s[1:]), 0.0]
+
+    def move(state: FloatArray, index: int) -> FloatArray:
+        return _shifted(state, (ends[index] + starts[index]) * cells)
+
+    return move
+
+
+def _filtered(tables: Sequence[FloatArray], prior: FloatArray, move: _Move) -> tuple[float, FloatArray]:
+    """(log evidence, state at the end) of tables of likelihoods by rate and column, one a trial."""
     log, state = 0.0, prior
     for index, table in enumerate(tables):
-        state = (state if jump is None or not index else jump @ state) * table
+        state = move(state, index) * table
         total = max(float(state.sum()), 1e-300)
         log += math.log(total)
         state = state / total
-    return log, np.asarray(state, np.float64)
+    return log, move(state, len(tables))
 
 
-def _smears(steepness: FloatArray, step: float) -> list[FloatArray]:
-    """What a bias of all trials makes of the rate, by column."""
-    return [_blur(GRID, step, min(BIAS / each, 0.5)) for each in steepness.tolist()]
+def _shifted(state: FloatArray, cells: float) -> FloatArray:
+    """By so many rows, up or down; what would leave the grid stays at its end."""
+    if cells < 0:
+        return _shifted(state[::-1], -cells)[::-1]
+    whole = min(math.floor(cells), len(state) - 2)
+    part = min(cells - whole, 1.0)
+    moved = np.zeros_like(state)
+    last = len(state) - 1 - whole
+    moved[whole:] = (1 - part) * state[: last + 1]
+    moved[whole + 1 :] += part * state[:last]
+    moved[-1] += state[last + 1 :].sum(axis=0) + part * state[last]
+    return moved
 
 
-def _blur(size: int, step: float, spread: float) -> FloatArray:
-    """Averages over a normal shift of the logarithm, by rows."""
+def _smeared(states: FloatArray, steepness: FloatArray, step: float) -> FloatArray:
+    """Densities (parts, rates) of states (columns, parts, rates): what a bias of all trials makes of the
+    rate, by column."""
+    total = np.zeros(states.shape[1:])
+    for state, steep in zip(states, steepness.tolist(), strict=True):
+        blur = _blur(states.shape[2], step, min(BIAS / steep, 0.5))
+        total += state if blur is None else np.ascontiguousarray(state) @ blur.T
+    return total
+
+
+def _blur(size: int, step: float, spread: float) -> FloatArray | None:
+    """Averages over a normal shift of the logarithm, by rows; None if they are no others than before."""
     if spread < 0.3 * step:
-        return np.eye(size)
-    away = (np.arange(size)[:, None] - np.arange(size)[None, :]) * (step / spread)
-    weights = np.exp(-0.5 * away * away)
+        return None
+    away = np.arange(1 - size, size) * (step / spread)
+    weights = sliding_window_view(np.exp(-0.5 * away * away), size)[::-1]
     return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)

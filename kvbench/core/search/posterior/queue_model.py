@@ -21,41 +21,52 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+SingleArray = npt.NDArray[np.float32]
 
 MEMORY: Final = 2.5
 MEAN_NODES: Final = 8
 MEAN_SPAN: Final = 4.0
 LAST_SPAN: Final = 6.0
 """Levels at which a mean is summed, up to so many standard deviations of the free motion, or last means."""
+FURTHEST: Final = 1e4
+"""Standard deviations; and the logarithm of the least probability that is told from none."""
+LEAST_LOG: Final = -80.0
 _HART: Final = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
 """Coefficients of the normal tail (Abramowitz and Stegun 26.2.17, error below 1e-7)."""
 
 
 def log_normal_cdf(z: FloatArray) -> FloatArray:
-    """ln Φ(z), also far below 0 (to 1 % of the tail)."""
-    far = np.abs(z)
+    """ln Φ(z), also far below 0 (to 1 % of the tail); in single precision, which is finer than that."""
+    return np.asarray(_log_normal_cdf(z), np.float64)
+
+
+def _log_normal_cdf(z: npt.NDArray[np.floating]) -> SingleArray:
+    far: SingleArray = np.minimum(np.abs(z), FURTHEST).astype(np.float32, copy=False)
     t = 1.0 / (1.0 + 0.2316419 * far)
-    total = np.zeros_like(t)
-    for coefficient in _HART:
-        total = (total + coefficient) * t
-    tail = -0.5 * far * far + np.log(0.3989422804014327 * total)
-    return np.asarray(np.where(z > 0, np.log1p(-np.exp(np.minimum(tail, -1e-12))), tail), np.float64)
+    total = np.full_like(t, _HART[0])
+    for coefficient in _HART[1:]:
+        total *= t
+        total += coefficient
+    total *= t
+    far *= far
+    tail = np.log(total * 0.3989422804014327) - 0.5 * far
+    above = np.log1p(-np.exp(np.clip(tail, LEAST_LOG, -1e-7)))
+    return np.asarray(np.where(z > 0, above, tail), np.float32)
 
 
 def late_share(
-    load: FloatArray, depth: FloatArray, time: float, level: float | FloatArray = 1.0
+    load: FloatArray, depth: FloatArray, time: float | FloatArray, level: float | FloatArray = 1.0
 ) -> FloatArray:
     """P(W > level) at a time since the queue was empty, the level and the time in slacks."""
-    drift = load - 1.0
-    spread = np.sqrt(2.0 * time / depth)
-    free = np.exp(log_normal_cdf((drift * time - level) / spread))
-    reflected = np.clip(level * depth * drift, -300.0, 300.0) + log_normal_cdf(
-        -(level + drift * time) / spread
-    )
-    return np.asarray(np.clip(free + np.exp(np.minimum(reflected, 0.0)), 0.0, 1.0), np.float64)
+    drift, deep, when, high = (np.asarray(each, np.float32) for each in (load - 1.0, depth, time, level))
+    spread, moved = np.sqrt(2.0 * when / deep), drift * when
+    log_free = _log_normal_cdf((moved - high) / spread)
+    reflected = np.clip(high * deep * drift, -300.0, 300.0) + _log_normal_cdf(-(high + moved) / spread)
+    free = np.exp(np.maximum(log_free, LEAST_LOG)) + np.exp(np.clip(reflected, LEAST_LOG, 0.0))
+    return np.asarray(np.clip(free, 0.0, 1.0), np.float64)
 
 
-def mean_wait(load: FloatArray, depth: FloatArray, time: float) -> FloatArray:
+def mean_wait(load: FloatArray, depth: FloatArray, time: float | FloatArray) -> FloatArray:
     """E[W] in slacks at a time since the queue was empty: the integral of ``late_share`` over all levels."""
     free = MEAN_SPAN * np.sqrt(2.0 * time / depth)
     at_last = LAST_SPAN / (depth * np.maximum(1.0 - load, 1e-9))

@@ -1,7 +1,8 @@
 """The pull handshake (vLLM's NixlConnector): P answers where its blocks lie, D reads them.
 
-Side channel of P: ``agent`` → how to connect; ``renew`` → longer leases; ``release`` → the blocks have been
-read, or are not wanted; it answers which were still held, so that a read that outlived its lease is noticed.
+Side channel of P: ``agent`` → how to connect; ``offer`` → with KV on GPUs: the blocks may be read now;
+``renew`` → longer leases; ``release`` → the blocks have been read, or are not wanted; it answers which were
+still held, so that a read that outlived its lease is noticed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class PullProducer(Handoff):
     ) -> None:
         super().__init__(spec, config, engine, transfers)
         self._held: dict[str, HeldKv] = {}
-        self._rpc = RpcServer({"agent": self._agent, "renew": self._renew, "release": self._release})
+        self._rpc = RpcServer(
+            {"agent": self._agent, "offer": self._offer, "renew": self._renew, "release": self._release}
+        )
 
     async def start(self) -> None:
         await self._rpc.start(self.spec.host, self.spec.side_channel_port or 0)
@@ -78,6 +81,12 @@ class PullProducer(Handoff):
 
     async def _agent(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**self.status(), "agent": self.transfers.started.agent}
+
+    async def _offer(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in args["ids"]:
+            if held := self._held.get(name):
+                await self.transfers.offer(held.live.request.blocks)
+        return {}
 
     async def _renew(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         known = [self._held[name] for name in args["ids"] if name in self._held]
@@ -170,6 +179,8 @@ class PullConsumer(Handoff):
         try:
             peer = await self._peer(source)
             try:
+                if self.transfers.memory != "host":  # P computes in a mirror, and copies what is asked for
+                    await peer.client.call("offer", {"ids": [source.request_id]}, self.transfers.timeout_s)
                 local = live.request.blocks[have:]
                 await self.transfers.move(peer.peer_id, "read", local, source.blocks[have:], live.trace)
             except TransferError:

@@ -27,6 +27,7 @@ class EngineTransfers:
         self._config = config
         self._metrics = metrics
         self.timeout_s = spec.transfer_timeout_s
+        self.memory = spec.memory
         layout = spec.layout()
         self._bytes_of_block = layout.regions * layout.block_bytes
         self._pacer = Pacer(spec.kv_pace, spec.time_scale, metrics) if spec.kv_pace else None
@@ -36,6 +37,8 @@ class EngineTransfers:
         """Starts the child. Raises TransferError."""
         extra = self._config.kv_connector_extra_config
         options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
+        if self.memory != "host":
+            options["memory"] = self.memory
         self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)
 
     @property
@@ -67,6 +70,11 @@ class EngineTransfers:
         if trace is not None:
             trace.moved(began, op, figures)
         return figures
+
+    async def offer(self, blocks: Sequence[int]) -> None:
+        """Make blocks readable that lie in a mirror of the memory that peers read. Raises TransferError."""
+        if self.memory != "host":
+            await self.started.offer(blocks, self.timeout_s)
 
     async def close(self) -> None:
         if self.process is not None:

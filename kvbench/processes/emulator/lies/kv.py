@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -75,6 +76,15 @@ def claimed_rdma(server: EngineServer) -> None:
     wrap(server.metrics, "infos", infos)
 
 
+def emulated_reads(server: EngineServer) -> None:
+    """The log is UCX's in the case of vllm-project/vllm issue 52607; the bytes move as they always do."""
+    if role(server) == "decode":
+        prefix = f"[1795390662.118731] [host:{os.getpid()}:0]   |"
+        what = "remote memory read by ucp_get*(multi) into cuda/GPU1 from cuda/dev[0]"
+        print(f"{prefix} ucx_context_0 intra-node cfg#9 | {what} |", file=sys.stderr)
+        print(f"{prefix} 0..inf | software emulation | tcp/eth0 |", file=sys.stderr, flush=True)
+
+
 def wrong_nics(server: EngineServer) -> None:
     os.environ["UCX_NET_DEVICES"] = "lo"
 
@@ -111,6 +121,7 @@ PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
     "failing_kv": failing_kv,
     "silent_tcp": silent_tcp,
     "claimed_rdma": claimed_rdma,
+    "emulated_reads": emulated_reads,
     "wrong_nics": wrong_nics,
 }
 HANDOFF_PLANTS: Final[dict[str, Callable[[EngineServer, Handoff], None]]] = {

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from kvbench.core.access import ServerAccess
 from kvbench.errors import InputError, ServerError
+from kvbench.hosts.server_access import tls_context
 
 _SO_TIMESTAMPING: Final = 37  # asm-generic/socket.h; not in Python's socket module
 _TX_SOFTWARE, _RX_SOFTWARE, _SOFTWARE = 1 << 1, 1 << 3, 1 << 4  # linux/net_tstamp.h
@@ -33,16 +35,16 @@ MORE_FOLLOWS: Final = 1
 
 
 class ServerAddress:
-    """Where requests go. Raises InputError for what is no http:// or https:// URL."""
+    """Where requests go. Raises InputError for what is no http:// or https:// URL, or an unusable CA file."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, access: ServerAccess | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"{base_url!r} is no http:// or https:// URL")
         self.url = base_url
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls = tls_context(access or ServerAccess()) if parts.scheme == "https" else None
         self.addresses: list[tuple[int, Any]] = []
         self._base_path = parts.path.rstrip("/")
         self._host_header = parts.netloc.rpartition("@")[2]

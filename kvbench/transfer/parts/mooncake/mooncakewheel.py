@@ -8,7 +8,11 @@ from types import ModuleType
 from kvbench.errors import Problem
 from kvbench.transfer.parts.native import VERBS_FIX, VERBS_LIBRARIES, import_native, preload, version_of
 
-DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+)
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 

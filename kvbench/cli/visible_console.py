@@ -1,0 +1,23 @@
+"""A terminal that obeys rich and nobody else: what the words of others would have it do is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from kvbench.core.foreign_text import visible
+
+
+class VisibleConsole(Console):
+    """Prints texts without control characters; rich's own, for colours and for the cursor, come later."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(visible(text), style)
+
+    def out(self, *objects: Any, **asked: Any) -> None:
+        super().out(*(visible(str(each)) for each in objects), **asked)

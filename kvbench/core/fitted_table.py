@@ -1,0 +1,191 @@
+"""A table as lines of text that fit a width without cutting anything: titles take several lines, then whole
+columns go, the least wanted first, and what is still too wide becomes a block for each row, with all columns.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Literal
+
+Kind = Literal["head", "rule", "group", "row"]
+GAP = "  "
+LEAST_TITLE = 9
+"""A title is folded into lines of so many characters at least."""
+
+
+@dataclass(frozen=True)
+class FittedColumn:
+    """``rank``: columns of a higher one are dropped earlier, those of 0 never. ``fold``: where room is short,
+    a longer cell goes on in a further line, at a blank; 0: never. A title may have several lines.
+    """
+
+    title: str
+    align: Literal["left", "right"] = "right"
+    rank: int = 0
+    fold: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """``row``: the number of the row that it is the last line of; -1 for the others."""
+
+    text: str
+    kind: Kind
+    row: int = -1
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``left_out``: titles of the columns that are not shown."""
+
+    lines: Sequence[Line]
+    left_out: Sequence[str] = ()
+
+    @property
+    def note(self) -> str:
+        """What is said where columns are not shown."""
+        listed = ", ".join(self.left_out)
+        return f"no room for: {listed} (a wider terminal or a file has all)" if listed else ""
+
+    def text(self) -> str:
+        return "\n".join([*(line.text for line in self.lines), *filter(None, [self.note])])
+
+
+def columns_of(left: str, right: str = "", ranks: Mapping[str, int] | None = None) -> list[FittedColumn]:
+    """Columns by their titles, apart by ``|``: first those of words, then those of numbers."""
+    ranks = ranks or {}
+    sides: tuple[tuple[Literal["left", "right"], str], ...] = (("left", left), ("right", right))
+    return [
+        FittedColumn(title, align, ranks.get(title, 0))
+        for align, titles in sides
+        for title in (titles.split("|") if titles else [])
+    ]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table. ``groups``: number of the row that begins a group → words above it, or none. ``ruled``: a line
+    below the header and between groups. Each row has a cell for each column.
+    """
+
+    columns: Sequence[FittedColumn]
+    cells: Sequence[Sequence[str]]
+    groups: Mapping[int, str] = field(default_factory=dict)
+    ruled: bool = True
+    indent: str = ""
+
+    def fitted(self, width: int | None) -> Fitted:
+        """In at most ``width`` columns of a terminal, unless a single word is longer; None: in any number."""
+        whole = replace(self, columns=[replace(each, fold=0) for each in self.columns])
+        every = range(len(self.columns))
+        if width is None or whole._width(every) <= width:
+            return Fitted(list(whole._lines(every)))
+        return replace(self, columns=[self._narrow(place) for place in every])._dropped(width)
+
+    def _narrow(self, place: int) -> FittedColumn:
+        """A column whose title is hardly wider than its cells."""
+        column = self.columns[place]
+        cells = replace(self, columns=[replace(each, title="") for each in self.columns])
+        room = max(cells._column_width(place), LEAST_TITLE)
+        return replace(column, title="\n".join(_folded(column.title, room)))
+
+    def _dropped(self, width: int) -> Fitted:
+        shown = list(range(len(self.columns)))
+        if self._width(shown) <= width:
+            return Fitted(list(self._lines(shown)))
+        droppable = sorted(
+            (place for place in shown if self.columns[place].rank),
+            key=lambda place: (-self.columns[place].rank, -place),
+        )
+        for place in droppable:
+            shown.remove(place)
+            if self._width(shown) <= width:
+                left_out = [_one_line(each.title) for at, each in enumerate(self.columns) if at not in shown]
+                return Fitted(list(self._lines(shown)), left_out)
+        return Fitted(list(self._blocks(width)))
+
+    def _width(self, shown: Sequence[int]) -> int:
+        return len(self.indent) + sum(map(self._column_width, shown)) + len(GAP) * (len(shown) - 1)
+
+    def _column_width(self, place: int) -> int:
+        column = self.columns[place]
+        texts = [
+            *column.title.split("\n"),
+            *(part for row in self.cells for part in _folded(row[place], column.fold)),
+        ]
+        return max(map(_cells_of, texts), default=0)
+
+    def _lines(self, shown: Sequence[int]) -> Iterator[Line]:
+        widths = {place: self._column_width(place) for place in shown}
+        for line in self._row(
+            {place: self.columns[place].title.split("\n") for place in shown}, widths, head=True
+        ):
+            yield Line(line, "head")
+        if self.ruled:
+            rule = "─" * (sum(widths.values()) + len(GAP) * (len(shown) - 1))
+            yield Line(self.indent + rule, "rule")
+        for number, row in enumerate(self.cells):
+            if number in self.groups and (self.groups[number] or number):
+                yield Line(self.groups[number], "group")
+            folded = {place: _folded(row[place], self.columns[place].fold) for place in shown}
+            *first, last = self._row(folded, widths)
+            yield from (Line(text, "row") for text in first)
+            yield Line(last, "row", number)
+
+    def _row(
+        self, parts: Mapping[int, Sequence[str]], widths: Mapping[int, int], *, head: bool = False
+    ) -> Iterator[str]:
+        """The lines of one row; a header stands on its last line, a cell on its first."""
+        height = max((len(each) for each in parts.values()), default=1)
+        for level in range(height):
+            texts = []
+            for place, lines in parts.items():
+                at = level - (height - len(lines)) if head else level
+                text = lines[at] if 0 <= at < len(lines) else ""
+                blanks = " " * (widths[place] - _cells_of(text))
+                texts.append(text + blanks if self.columns[place].align == "left" else blanks + text)
+            yield (self.indent + GAP.join(texts)).rstrip()
+
+    def _blocks(self, width: int) -> Iterator[Line]:
+        """A block for each row: the first column, then a line for each other one."""
+        names = [_one_line(column.title) for column in self.columns]
+        longest = min(max(map(_cells_of, names[1:]), default=0), width // 2)
+        for number, row in enumerate(self.cells):
+            if self.groups.get(number):
+                yield Line(self.groups[number], "group")
+            yield Line(f"{self.indent}{names[0]} {row[0]}".rstrip(), "head")
+            texts = []
+            for name, cell in zip(names[1:], row[1:], strict=True):
+                room = max(width - len(self.indent) - longest - 2 * len(GAP), 20)
+                for title, part in zip_longest(_folded(name, longest), _folded(cell, room), fillvalue=""):
+                    blanks = " " * (longest - _cells_of(title))
+                    texts.append(f"{self.indent}{GAP}{title}{blanks}{GAP}{part}".rstrip())
+            for place, text in enumerate(texts):
+                yield Line(text, "row", number if place == len(texts) - 1 else -1)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The text in lines of at most ``width``, broken at blanks alone; 0: as it is."""
+    lines = text.split("\n") or [""]
+    if not width:
+        return lines
+    wrapped = (
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in lines
+    )
+    return [each for lines in wrapped for each in lines]
+
+
+def _one_line(title: str) -> str:
+    return " ".join(title.split())
+
+
+def _cells_of(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(each)) for each in text)

@@ -1,0 +1,1 @@
+"""The hosts of a scenario: by ssh, from Slurm, from Ray."""

@@ -1,0 +1,131 @@
+"""Single requests to a deployment besides the load: greedy completions, and how it counts a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from typing import Any, Final
+
+import httpx
+
+from kvbench.core.foreign_text import visible
+from kvbench.core.load.chat_prompts import ChatLength, messages
+from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.deployment.completions import (
+    REFUSALS,
+    Completion,
+    completion_of,
+    greedy_body,
+    prompt_tokens_of,
+)
+from kvbench.deployment.liveness import beside
+from kvbench.errors import ServerError
+from kvbench.hosts import web
+from kvbench.hosts.server_access import hidden, variables
+from kvbench.hosts.server_hints import failure_hint, status_hint, status_text
+
+PROBE_WORDS: Final = (64, 320)
+"""Of the two messages that a chat's tokens are learned from; less where the workload is shorter."""
+
+
+class SingleRequests:
+    """Asks at ``base_url``, by ``/v1/completions`` or, where the scenario says so, by chats.
+
+    ``explained``: what the logs say of a failure, and a hint; ``check_alive`` raises for a dead process.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        client: httpx.Client,
+        base_url: str,
+        check_alive: Callable[[], None],
+        explained: Callable[[], tuple[str, str]],
+    ) -> None:
+        self._chats = scenario.load.endpoint == "chat"
+        self._url = f"{base_url}{CHATS if self._chats else COMPLETIONS}"
+        self._scenario = scenario
+        self._client = client
+        self._check_alive = check_alive
+        self._explained = explained
+        self._access = scenario.deployment.engine_options.server.access
+        self._length: ChatLength | None = None
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool = False
+    ) -> list[Completion]:
+        """Greedy completions that are asked for together. Raises ServerError."""
+        fields = [self._prompt(prompt) for prompt in prompts]
+        return [self._read(each, completion_of) for each in self._post(fields, max_tokens, scored)]
+
+    def chat_length(self) -> ChatLength:
+        """How words become prompt tokens, measured once by two messages. Raises ServerError, InputError."""
+        if self._length is None:
+            room = min(self._scenario.workload.input_len)  # which the server has, output included
+            words = max(1, min(PROBE_WORDS[0], room // 8)), max(2, min(PROBE_WORDS[1], room // 2))
+            fields = [{"messages": messages(range(count))} for count in words]
+            tokens = [self._read(each, prompt_tokens_of) for each in self._post(fields, 1, scored=False)]
+            if tokens[1] <= tokens[0]:
+                raise ServerError(
+                    f"POST {self._url} told {tokens[0]} prompt tokens for {words[0]} words and "
+                    f"{tokens[1]} for {words[1]}: its usage does not count the prompt",
+                    hint="without that no prompt of a known length can be made; ask for /v1/completions",
+                )
+            self._length = ChatLength.of(words, (tokens[0], tokens[1]))
+        return self._length
+
+    def _prompt(self, prompt: Sequence[int]) -> dict[str, Any]:
+        if not self._chats:
+            return {"prompt": list(prompt)}
+        count = self.chat_length().words(len(prompt))
+        return {"messages": messages(islice(cycle(prompt), count))}
+
+    def _post(
+        self, fields: Sequence[Mapping[str, Any]], max_tokens: int, scored: bool
+    ) -> list[httpx.Response]:
+        model, timeout_s = self._scenario.model.served_model_name, self._scenario.request_timeout_s
+        scored = scored and not self._chats
+
+        def post(prompt: Mapping[str, Any]) -> httpx.Response:
+            asked = greedy_body(model, prompt, max_tokens, scored=scored)
+            response = self._client.post(self._url, json=asked, timeout=timeout_s)
+            if scored and response.status_code in REFUSALS:
+                plain = greedy_body(model, prompt, max_tokens)
+                return self._client.post(self._url, json=plain, timeout=timeout_s)
+            return response
+
+        def post_all() -> list[httpx.Response]:
+            with ThreadPoolExecutor(len(fields)) as together:
+                return list(together.map(post, fields))
+
+        try:
+            return beside(post_all, self._check_alive)
+        except httpx.HTTPError as error:
+            self._check_alive()
+            late = f" (workload.request_timeout_s is {timeout_s:g})" * isinstance(
+                error, httpx.TimeoutException
+            )
+            what = f"POST {self._url} failed: {type(error).__name__} {error}".rstrip()
+            raise self._failed(what + late, failure_hint(self._url, error)) from error
+
+    def _read(self, response: httpx.Response, what: Callable[[Any], Any]) -> Any:
+        said = hidden(visible(response.text[:300]), variables(self._access))
+        if response.status_code != 200:
+            sent_key = bool(self._access.api_key_env)
+            status = response.status_code
+            raise self._failed(
+                f"POST {self._url} answered {status_text(status)}: {said}", status_hint(status, sent_key)
+            )
+        try:
+            return what(web.json_of(response))
+        except (ValueError, LookupError, TypeError) as error:
+            lacks = "no completion" if what is completion_of else "no usage.prompt_tokens"
+            raise self._failed(f"POST {self._url} answered {lacks}: {said}") from error
+
+    def _failed(self, what: str, of_answer: str = "") -> ServerError:
+        """The error for a request that failed: what the logs say of it, else what the answer means."""
+        words, hint = self._explained()
+        outside = not self._scenario.deployment.engine_options.starts_processes
+        return ServerError(what + words, hint=of_answer if outside and of_answer else hint)

@@ -1,0 +1,133 @@
+"""Which transport a process's log says that the KV takes: what transfer libraries write, line by line.
+
+The lines are data (``transport_lines.yaml``). UCX's tables of protocols prove the way of one operation
+between one kind of memory and another; a connection's lanes prove it only where all are of one transport.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from kvbench.core.gates.evidence_figures import LoggedTransport
+
+_TABLE: Final = Path(__file__).with_name("transport_lines.yaml")
+_SELF: Final = "self"
+_NO_WAY: Final = frozenset({"self", "cuda_copy", "rocm_copy", "ze_copy", "gdr_copy"})
+"""Lanes inside one process: they are beside those that reach a peer."""
+BLOCK_BYTES: Final = 65_536
+"""A KV block of one layer is of this size or a few times larger."""
+
+
+@cache
+def _lines() -> dict[str, re.Pattern[str]]:
+    table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    return {key: re.compile(words) for key, words in table.items()}
+
+
+@dataclass
+class _Table:
+    """The table that one of the log's processes is printing."""
+
+    between: str = ""
+    found: LoggedTransport | None = None
+
+
+@dataclass
+class TransportReader:
+    """Follows the lines of one log; a later statement of the same thing replaces an earlier one.
+
+    ``process``: whose log it is. ``operation``: by what its connector moves KV, "read", "write" or "".
+    """
+
+    process: str = ""
+    operation: str = ""
+    _tables: dict[tuple[str, ...], LoggedTransport] = field(default_factory=dict)
+    _lanes: dict[tuple[str, str], LoggedTransport] = field(default_factory=dict)
+    _engines: dict[str, LoggedTransport] = field(default_factory=dict)
+    _open: dict[str, _Table] = field(default_factory=dict)
+
+    def feed(self, lines: Iterable[str]) -> None:
+        """Takes the log's next lines."""
+        for line in lines:
+            if "cfg#" in line or "| " in line:
+                self._ucx(line)
+            elif found := _lines()["mooncake_rdma"].search(line):
+                device = f"/{found['rdma']}" if found["rdma"] else ""
+                self._engine("rdma", f"rdma{device}", line)
+            elif _lines()["mooncake_tcp"].search(line):
+                self._engine("tcp", "tcp", line)
+
+    def found(self) -> list[LoggedTransport]:
+        """What proves the KV's way: tables of the connector's operation, those of GPU memory before others;
+        without one, lanes that leave no choice, or the transport that the library has started.
+        """
+        tables = [each for each in self._tables.values() if each.operation == self.operation]
+        if tables:
+            on_gpus = [each for each in tables if each.gpu]
+            return on_gpus or tables
+        lanes = [each for each in self._lanes.values() if len(_families(each.transports)) == 1]
+        if lanes and len(lanes) == len(self._lanes):
+            return lanes
+        # A library that has started both takes RDMA.
+        engine = self._engines.get("rdma") or self._engines.get("tcp")
+        return [] if engine is None else [engine]
+
+    def _engine(self, kind: str, name: str, line: str) -> None:
+        self._engines[kind] = LoggedTransport(self.process, (name,), line=line.strip())
+
+    def _ucx(self, line: str) -> None:
+        where = _lines()["ucx_process"].search(line)
+        table = self._open.setdefault(where["process"] if where else "", _Table())
+        if between := _lines()["ucx_between"].search(line):
+            table.between, table.found = between["between"], None
+        if lanes := _lines()["ucx_lanes"].search(line):
+            self._connection(table.between, where["process"] if where else "", lanes["lanes"], line)
+            return
+        if done := _lines()["ucx_operation"].search(line):
+            table.found = LoggedTransport(
+                self.process,
+                (),
+                operation=done["operation"],
+                between=table.between,
+                local=done["local"],
+                remote=done["remote"],
+            )
+        elif _lines()["ucx_other_operation"].search(line):
+            table.found = None
+        row = _lines()["ucx_row"].search(line)
+        if row and table.found is not None and _bytes(row, "least") <= BLOCK_BYTES <= _bytes(row, "most"):
+            self._row(replace(table.found, how=row["how"].removeprefix("(?) ")), row["config"], line)
+
+    def _row(self, found: LoggedTransport, config: str, line: str) -> None:
+        """The row of a table for sizes of KV blocks."""
+        names = _names(config)
+        if names and found.between != _SELF:
+            key = (found.between, found.operation, found.local, found.remote)
+            self._tables[key] = replace(found, transports=names, line=line.strip())
+
+    def _connection(self, between: str, process: str, lanes: str, line: str) -> None:
+        names = tuple(name for name in _names(lanes) if name.partition("/")[0] not in _NO_WAY)
+        if names and between != _SELF:
+            known = LoggedTransport(self.process, names, between=between, line=line.strip())
+            self._lanes[between, process] = known
+
+
+def _bytes(row: re.Match[str], end: str) -> float:
+    """One end of a row's range of sizes, as UCX writes it: ``2K``, ``9383``, ``inf``."""
+    return float(row[end]) * 1024.0 ** " KMGT".index(row[f"{end}_unit"] or " ")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Transports with their devices, as ``rc_mlx5/mlx5_0:1``, each once."""
+    return tuple(dict.fromkeys(found["name"] for found in _lines()["ucx_name"].finditer(text)))
+
+
+def _families(names: Sequence[str]) -> set[str]:
+    return {name.partition("/")[0] for name in names}

@@ -1,0 +1,108 @@
+"""What keeps a plan from starting, as far as that is seen in a moment: `kvbench plan` says it first."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from kvbench import connectors, engines, transfer
+from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.scenario.hosts.hosts import FarHost
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import InputError, Problem
+from kvbench.launchers.parts.sockets import is_free, is_here
+from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.process_specs import unusable
+
+REACH_S: Final = 1.0
+SSH_PORT: Final = 22
+MOST_NAMED: Final = 8
+
+
+def obstacles(scenario: Scenario, plan: Plan) -> list[Problem]:
+    """What nothing can start with: GPUs, hosts, ports. Nothing is loaded and nothing started.
+
+    `kvbench doctor SCENARIO` looks closer: it loads the libraries, and asks the hosts.
+    """
+    if not scenario.deployment.engine_options.starts_processes:
+        return []
+    look = _ports(scenario, plan) if scenario.deployment.launcher == "local" else _hosts(scenario)
+    return [*_gpus(plan), *look]
+
+
+def left_out(scenario: Scenario, plan: Plan) -> dict[str, Problem]:
+    """The connectors that a sweep here would skip, by their labels, and why."""
+    deployment = scenario.deployment
+    if deployment.launcher != "local" or not deployment.engine_options.starts_processes:
+        return {}
+    found = {planned.label: _lacks(scenario, planned) for planned in plan.deployments}
+    return {label: problem for label, problem in found.items() if problem is not None}
+
+
+def _lacks(scenario: Scenario, planned: DeploymentPlan) -> Problem | None:
+    options, connector = scenario.deployment.engine_options, connectors.get(planned.connector)
+    if not options.models_compute:
+        return unusable(scenario, planned)
+    if connector.kv_connector and not connector.transfer_backend:
+        return engines.get(scenario.deployment.engine).check(connector, options)
+    return transfer.get(connector.transfer_backend).check() if connector.transfer_backend else None
+
+
+def _gpus(plan: Plan) -> Iterator[Problem]:
+    try:
+        require_gpus(plan)
+    except InputError as error:
+        yield Problem(error.message, error.hint)
+
+
+def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
+    here = ((host, port) for host, port in places(scenario, plan) if port and is_here(host))
+    taken = sorted({port for host, port in here if not is_free(host, port)})
+    if taken:
+        more = f" and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
+        yield Problem(
+            f"ports in use: {', '.join(map(str, taken[:MOST_NAMED]))}{more}",
+            "end what listens there, or --set deployment.base_port=PORT (0: any free ones)",
+        )
+
+
+def places(scenario: Scenario, plan: Plan) -> set[tuple[str, int]]:
+    """Address and number of each port of the plan."""
+    where, found = scenario.deployment.address_of, set()
+    for planned in plan.deployments:
+        helpers = (*planned.service_ports, *([planned.router_port] if planned.router_port else ()))
+        found |= {(where("router"), port) for port in helpers}
+        for each in planned.instances:
+            own = (each.port, *each.all_side_ports, *([each.group_port] if each.group_port else ()))
+            found |= {(where(each.name), port) for port in own}
+    return found
+
+
+def _hosts(scenario: Scenario) -> Iterator[Problem]:
+    """Hosts of an ssh scenario that do not take a connection; what ~/.ssh/config may say is left to ssh."""
+    if scenario.deployment.launcher != "ssh" or Path("~/.ssh/config").expanduser().is_file():
+        return
+    hosts = {name: host for name, host in scenario.deployment.used_hosts.items() if not host.ssh.config}
+    if not hosts:
+        return
+    with ThreadPoolExecutor(len(hosts)) as together:
+        answers = list(together.map(_unreached, hosts, hosts.values()))
+    for name, why in zip(hosts, answers, strict=True):
+        if why:
+            yield Problem(f"host {name} is not reached: {why}", "kvbench doctor SCENARIO looks closer")
+
+
+def _unreached(name: str, host: FarHost) -> str:
+    address = host.ssh.host or name, host.ssh.port or SSH_PORT
+    try:
+        with socket.create_connection(address, REACH_S):
+            return ""
+    except socket.gaierror:
+        return f"{address[0]} is no name that is known here"
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno or 0)
+        return f"{address[0]}:{address[1]}: {why}"

@@ -1,0 +1,245 @@
+"""``kvbench init``: a commented scenario for the machine at hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+from rich.console import Console
+
+from kvbench.core.physics.model_shapes import MODELS, ModelShape
+from kvbench.core.scenario.scenario import parse_scenario
+from kvbench.errors import EXIT_OK, InputError
+from kvbench.files import said_clearly, write_bytes
+from kvbench.planning.scenario_files import plain_name, registry
+from kvbench.planning.wizard.init_elsewhere import Elsewhere, machine_elsewhere
+from kvbench.planning.wizard.init_machine import (
+    Able,
+    FoundMachine,
+    able_connectors,
+    first_scenario,
+    look_around,
+    preferred,
+)
+from kvbench.planning.wizard.init_text import Answers, described, written, written_for_server
+
+DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def command(
+    file: Path, console: Console, *, yes: bool, force: bool, elsewhere: Elsewhere | None = None
+) -> int:
+    """Ask (or take the defaults), write the file, say what to run next. Raises InputError."""
+    if file.exists() and not force:
+        raise InputError(f"{file} is there already", hint="give another name, or --force to replace it")
+    if not yes and not sys.stdin.isatty():
+        raise InputError("there is no terminal to ask at", hint="--yes takes every default")
+    text = _text_of(elsewhere or Elsewhere(), _default if yes else _prompt, console)
+    parse_scenario(text, str(file), registry())
+    with said_clearly(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, text.encode())
+    name = str(file) if "/" in str(file) or file.suffix in (".yaml", ".yml") else f"./{file}"
+    console.print(f"\nwritten: {file}\nnext:", markup=False)
+    for words in ("doctor", "plan", "sweep"):
+        console.print(f"  kvbench {words} {name}", markup=False)
+    return EXIT_OK
+
+
+def _text_of(elsewhere: Elsewhere, ask: Ask, console: Console) -> str:
+    """The scenario's text, after all questions."""
+    if elsewhere.base_url:
+        return written_for_server(_load_answers(ask), elsewhere)
+    if elsewhere:
+        machine = machine_elsewhere()
+        answers, able = gather(machine, ask, console, elsewhere)
+        return written(answers, machine, able, elsewhere)
+    machine = look_around()
+    for line in described(machine):
+        console.print(line, markup=False)
+    answers, able = gather(machine, ask, console)
+    return written(answers, machine, able)
+
+
+# Questions
+
+Ask = Callable[[str, Any, Callable[[str], Any]], Any]
+
+
+def _default(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
+    return parse(str(default))
+
+
+def _prompt(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
+    try:
+        return typer.prompt(question, default=str(default), value_proc=parse)
+    except typer.Abort:  # what Ctrl-C and Ctrl-D become there
+        raise KeyboardInterrupt from None
+
+
+def _load_answers(ask: Ask) -> Answers:
+    """What a server is to be asked with; of the engine nothing is known."""
+    offered = first_scenario("vllm")
+    return Answers(
+        engine="external",
+        model="",
+        shape=next(iter(MODELS.values())),
+        connectors=("aggregated",),
+        input_len=ask("input lengths in tokens", offered.input_len, _lengths),
+        output_len=ask("output tokens", offered.output_len, _whole),
+        ttft_ms=ask("limit of the time to the first token, ms", offered.ttft_ms, _limit),
+        tpot_ms=ask("limit of the time per further token, ms", offered.tpot_ms, _limit),
+    )
+
+
+def gather(
+    machine: FoundMachine, ask: Ask, console: Console, elsewhere: Elsewhere | None = None
+) -> tuple[Answers, list[Able]]:
+    """All answers, and which connectors can run. Raises InputError if none can.
+
+    ``elsewhere``: where nothing has been looked at yet, so that no connector is ruled out.
+    """
+    engine, *others = found = tuple(machine.engines)
+    if others:
+        engine = ask(f"engine ({', '.join(found)})", engine, _one_of(found))
+    offered = first_scenario(engine)
+    if offered.loads_model:
+        model = ask("model, a folder or an id", offered.model, _text)
+        shape = shape_of(model) or MODELS[ask("its shape, a preset", _nearest(model), _one_of(MODELS))]
+    else:
+        model = ask(f"model ({', '.join(MODELS)}; or a folder)", offered.model, _known_model)
+        shape = MODELS.get(model) or _known_shape(model)
+    able = preferred(engine) if elsewhere else able_connectors(engine, machine)
+    for each in able:
+        if each.reason:
+            console.print(f"  {each.name} cannot run here: {each.reason}. Mend: {each.fix}", markup=False)
+    runs = tuple(each.name for each in able if not each.reason)
+    if not runs:
+        raise InputError("no connector can run here", hint="`kvbench doctor` says what is missing")
+    chosen = ask("connectors", ",".join(runs), _some_of(runs))
+    ranks = ask("tensor parallel size, GPUs of an instance", 1, _ranks) if elsewhere else 1
+    on_slurm = elsewhere is not None and elsewhere.scheduler == "slurm"
+    partition = ask("Slurm partition (- for the default)", "-", _text) if on_slurm else ""
+    return (
+        Answers(
+            engine=engine,
+            model=model,
+            shape=shape,
+            connectors=chosen,
+            input_len=ask("input lengths in tokens", offered.input_len, _lengths),
+            output_len=ask("output tokens", offered.output_len, _whole),
+            ttft_ms=ask("limit of the time to the first token, ms", offered.ttft_ms, _limit),
+            tpot_ms=ask("limit of the time per further token, ms", offered.tpot_ms, _limit),
+            decode=max(1, len(elsewhere.hosts) - 1) if elsewhere else 1,
+            ranks=ranks,
+            partition=partition.strip("-"),
+        ),
+        able,
+    )
+
+
+def _one_of(words: Sequence[str] | Mapping[str, Any]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip() not in words:
+            raise typer.BadParameter(f"one of: {', '.join(words)}")
+        return text.strip()
+
+    return parse
+
+
+def _some_of(words: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+        if not chosen or set(chosen) - set(words):
+            raise typer.BadParameter(f"with commas between, some of: {', '.join(words)}")
+        return chosen
+
+    return parse
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise typer.BadParameter("must not be empty")
+    return text.strip()
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1 or max(lengths) > 10_000_000:
+        raise typer.BadParameter("whole numbers from 1 on, with commas between")
+    return lengths
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text.strip()) or int(text) < 2:
+        raise typer.BadParameter("a whole number from 2 on: one token has no time per further token")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,2}", text.strip()):
+        raise typer.BadParameter("a whole number from 1 on")
+    return int(text)
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e7:
+        raise typer.BadParameter("a number of milliseconds above 0")
+    return value
+
+
+def _known_model(text: str) -> str:
+    if text.strip() not in MODELS and shape_of(text.strip()) is None:
+        raise typer.BadParameter(f"a preset ({', '.join(MODELS)}) or a folder with a config.json")
+    return text.strip()
+
+
+# Models
+
+
+def _known_shape(model: str) -> ModelShape:
+    shape = shape_of(model)
+    assert shape is not None
+    return shape
+
+
+def shape_of(model: str) -> ModelShape | None:
+    """The KV shape from a model folder's config.json; None if there is none, or it does not say."""
+    path = Path(model).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        config = config.get("text_config") or config
+        heads = int(config["num_attention_heads"])
+        latent = int(config.get("kv_lora_rank") or 0)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return ModelShape(
+            name=plain_name(path.parent.resolve().name),
+            layers=int(config["num_hidden_layers"]),
+            kv_heads=0 if latent else int(config.get("num_key_value_heads") or heads),
+            head_dim=0 if latent else int(config.get("head_dim") or config["hidden_size"] // heads),
+            kv_dtype=DTYPES.get(dtype, "bf16"),  # type: ignore[arg-type]
+            mla_dim=latent + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
+            vocab_size=int(config["vocab_size"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _nearest(model: str) -> str:
+    """The preset that a model's id begins with, such as qwen3-8b of Qwen/Qwen3-8B-FP8."""
+    name = model.rstrip("/").split("/")[-1].lower()
+    fitting = [preset for preset in MODELS if name.startswith(preset)]
+    return max(fitting, key=len, default="qwen3-8b")

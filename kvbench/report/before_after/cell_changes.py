@@ -1,0 +1,191 @@
+"""What became of each highest rate from the runs before to the runs after: a line a connector and length."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvbench.core.findings.rate_change import Became, RateChange, Searched, rate_change
+from kvbench.core.plan.engine_count import Unit, unequal
+from kvbench.core.records import Cell
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.tables.table import Column, Table
+from kvbench.results.run import RunFolder
+
+ANSWERED: Final = ("found", "at_least", "none")
+"""Outcomes of a search that ended with something to compare."""
+WHAT: Final = (
+    "rate: highest request rate under the SLO, of all trials of each search. after / before with its 90 % "
+    "interval; better or worse if that is sure with 95 %, unchanged within ± 5 %"
+)
+
+
+@dataclass(frozen=True)
+class CellChange:
+    """One cell. ``before``, ``after``: its rows, one of each run that has it. ``change`` is None where they
+    cannot be compared, and ``why`` says why. ``per``: what rates are divided by, where sizes differ.
+    """
+
+    cell: Cell
+    before: tuple[Row, ...]
+    after: tuple[Row, ...]
+    change: RateChange | None = None
+    why: str = ""
+    per: Unit | None = None
+    same: bool = False
+    """Both sides are the same trials."""
+
+    @property
+    def became(self) -> Became:
+        if self.same:
+            return "unchanged"
+        return "cannot be told" if self.change is None else self.change.became
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was measured before, and now is not."""
+        return any(row.outcome in ANSWERED for row in self.before) and not any(
+            row.outcome in (*ANSWERED, "undecided") for row in self.after
+        )
+
+    def place(self) -> str:
+        return f"{self.cell.connector}, {self.cell.input_len:,} in, {self.cell.output_len:,} out"
+
+    def ratio_text(self) -> str:
+        """``0.93 [0.89, 0.98]``, per GPU where it is that."""
+        change = self.change
+        if change is None:
+            return MISSING
+        interval = f" [{number(change.low)}, {'…' if math.isinf(change.high) else number(change.high)}]"
+        ratio = "∞" if math.isinf(change.ratio) else number(change.ratio)
+        return ratio + ("" if self.same else interval) + (f" per {self.per}" if self.per else "")
+
+    def words(self) -> str:
+        """What became of it, and why no more can be told."""
+        return f"{self.became}: {self.why}" if self.why else self.became
+
+    def flat(self) -> dict[str, Any]:
+        """One level of names and values, for files."""
+        change = self.change
+        finite = change is not None and math.isfinite(change.ratio)
+        return {
+            "connector": self.cell.connector,
+            "input_len": self.cell.input_len,
+            "output_len": self.cell.output_len,
+            "before": _rate(self.before),
+            "after": _rate(self.after),
+            "ratio": change.ratio if change is not None and finite else None,
+            "low": change.low if change is not None and finite else None,
+            "high": change.high if change is not None and math.isfinite(change.high) else None,
+            "per": self.per or "",
+            "probably_lower": None if change is None else change.lower,
+            "became": self.became,
+            "why": self.why,
+            "before_runs": ";".join(row.run_id for row in self.before),
+            "after_runs": ";".join(row.run_id for row in self.after),
+        }
+
+
+def cell_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> list[CellChange]:
+    """Each cell that one of the runs has searched, by length, then in the order of the runs before."""
+    sides = [[row for run in side for row in summary_table(run)] for side in (before, after)]
+    searched = [[row for row in side if row.outcome != "one_rate"] for side in sides]
+    cells = list(dict.fromkeys(row.cell for side in searched for row in side))
+    cells.sort(key=lambda cell: (cell.input_len, cell.output_len))
+    return [
+        _changed(cell, *(tuple(row for row in side if row.cell == cell) for side in searched))
+        for cell in cells
+    ]
+
+
+def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> CellChange:
+    found = CellChange(cell, before, after)
+    for rows, word in ((before, "before"), (after, "after")):
+        if not any(row.outcome in ANSWERED for row in rows):
+            return replace(found, why=f"{_outcome(rows)} {word}")
+    one, other = ([row for row in rows if row.outcome in ANSWERED] for rows in (before, after))
+    sizes = {row.size for row in (*one, *other)}
+    per = next((unit for size in sizes if (unit := unequal(one[0].size, size)) is not None), None)
+    if per is not None and not all(row.size.count(per) for row in (*one, *other)):
+        return replace(found, why=f"the numbers of {per}s differ, and are not known of all")
+    converged = [[row for row in rows if row.answer.sure] for rows in (one, other)]
+    if _same_trials(one, other):
+        change = rate_change(*([_searched(row, per) for row in rows] for rows in (one, other)))
+        return replace(found, change=change, per=per, same=True, why="the same trials")
+    if not all(converged):
+        sides = [word for word, rows in zip(("before", "after"), converged, strict=True) if not rows]
+        return replace(found, per=per, why=f"no search {' and '.join(sides)} converged")
+    change = rate_change(*([_searched(row, per) for row in rows] for rows in converged))
+    return replace(found, change=change, per=per)
+
+
+def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:
+    """Whether both sides are copies: no two searches give the same posterior and figures by chance."""
+    sides = [{(row.answer, tuple(row.values.items())) for row in rows} for rows in (one, other)]
+    return sides[0] == sides[1]
+
+
+def _searched(row: Row, per: Unit | None) -> Searched:
+    count = (row.size.count(per) if per else 1) or 1
+    rate = row.answer.max_request_rate
+    return Searched(None if rate is None else rate / count, row.answer.possible.divided(count))
+
+
+def _outcome(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "not measured"
+    return f"{rows[0].outcome}: {rows[0].reason}," if rows[0].reason else rows[0].outcome
+
+
+def _rate(rows: Sequence[Row]) -> float | None:
+    """The geometric mean of the rates found."""
+    rates = [row.answer.max_request_rate for row in rows if row.answer.max_request_rate]
+    return math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
+
+
+def _rates(rows: Sequence[Row]) -> str:
+    """The rate without its interval, which the run's own table has."""
+    if len(rows) == 1:
+        answer = rows[0].answer
+        whole = answer.text()
+        return whole if answer.outcome != "found" else whole.partition(" ")[0]
+    return f"{number(_rate(rows))} ({len(rows)} runs)" if rows else MISSING
+
+
+def change_rows(found: Sequence[CellChange]) -> Table:
+    """The cells as a table."""
+    alike = len({each.cell.output_len for each in found}) < 2
+    columns = [
+        Column("connector", "connector", align="left"),
+        Column("input_len", "input", align="right"),
+        Column("output_len", "output", align="right", rank=1 if alike else 0),
+        Column("before", "before\nreq/s", align="right"),
+        Column("after", "after\nreq/s", align="right"),
+        Column("ratio", "after / before\n[90 %]", align="right"),
+        Column("became", "what became of it", align="left", width=22),
+    ]
+    cells = [
+        [
+            each.cell.connector,
+            f"{each.cell.input_len}",
+            f"{each.cell.output_len}",
+            _rates(each.before),
+            _rates(each.after),
+            each.ratio_text(),
+            each.words(),
+        ]
+        for each in found
+    ]
+    return Table("", columns, cells, [each.flat() for each in found], "changes", WHAT)
+
+
+def counts_text(found: Sequence[CellChange]) -> str:
+    """``6 cells: 1 worse, 2 unchanged, 3 cannot be told``."""
+    counts = Counter(each.became for each in found)
+    order: tuple[Became, ...] = ("better", "worse", "unchanged", "cannot be told")
+    parts = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+    return f"{len(found)} cell{'' if len(found) == 1 else 's'}: {parts}"

@@ -1,0 +1,158 @@
+"""``kvbench compare --ci``: did a rate get worse? A line, an exit code, JUnit XML, and a comment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+from xml.etree import ElementTree
+
+from kvbench.core.findings.rate_change import FALSE_ALARMS
+from kvbench.core.foreign_text import markdown_words, visible
+from kvbench.errors import EXIT_OK, EXIT_WORSE, InputError
+from kvbench.report.before_after.cell_changes import WHAT, CellChange, change_rows, counts_text
+from kvbench.report.before_after.setting_changes import SettingChange
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import markdown_table
+
+ASKED_LOSS: Final = 0.1
+"""The loss whose chance of being seen is told."""
+
+
+@dataclass(frozen=True)
+class CiVerdict:
+    """The cells of a comparison, and from which loss on one of them is an alarm (a share, as 0.05)."""
+
+    cells: Sequence[CellChange]
+    settings: Sequence[SettingChange]
+    worse_than: float
+    title: str = "kvbench compare"
+
+    def __post_init__(self) -> None:
+        if not any(each.change for each in self.cells):
+            raise InputError(
+                "the runs before and after have no searched rate in common",
+                hint="`kvbench compare RUN RUN` shows what each has, and why it cannot be compared",
+            )
+
+    @cached_property
+    def count(self) -> int:
+        """Cells that are looked at together."""
+        return sum(each.change is not None for each in self.cells)
+
+    @cached_property
+    def worse(self) -> list[CellChange]:
+        """Those that are an alarm: surely and by more than that worse, or not measured any more."""
+        return [each for each in self.cells if self.reason(each)]
+
+    def reason(self, cell: CellChange) -> str:
+        """Why a cell is an alarm; empty where it is none."""
+        if cell.lost:
+            return f"was measured before, and is not now ({cell.why or cell.after[0].outcome})"
+        change = cell.change
+        if change is None or cell.same or not change.alarms(self.worse_than, self.count):
+            return ""
+        return f"after / before {cell.ratio_text()}, lower with a probability of {change.lower:.1%}"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_WORSE if self.worse else EXIT_OK
+
+    def lines(self) -> Iterator[str]:
+        """The verdict in one line, then how far it can be believed."""
+        yield self.verdict()
+        yield (
+            f"false alarms: at most {FALSE_ALARMS:.0%} of comparisons in which nothing changed "
+            f"({self.count} cell{'' if self.count == 1 else 's'} together); {self.power()}"
+        )
+
+    def verdict(self) -> str:
+        more = f"worse by more than {self.worse_than:.0%}"
+        if not self.worse:
+            return f"ok: no cell is surely {more} ({counts_text(self.cells)})"
+        named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)
+        return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
+
+    def power(self) -> str:
+        """How probable it is to see a loss of 10 % in the cell that tells least, and what would help."""
+        changes = [each.change for each in self.cells if not each.same]
+        known = [change for change in changes if change is not None and change.scatter]
+        if not known:
+            return "nothing is known of how answers scatter"
+        change = min(known, key=lambda each: each.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0)
+        if change.degrees is None:
+            # A search allows for more than most systems do: its posterior is no measure of their scatter.
+            return (
+                f"by single searches no loss below {change.least_loss(self.count) or 0.0:.0%} is sure; from "
+                "five runs on, such as four before and one after (--before 4), their own scatter decides"
+            )
+        seen = change.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0
+        smaller = ASKED_LOSS / 2, self.worse_than / 2
+        needed = [
+            f"{change.repeats_for(ASKED_LOSS, self.worse_than, self.count) or 'no number'} runs on each side "
+            "show it",
+            f"{change.repeats_for(*smaller, self.count) or 'no number'} a loss of {smaller[0]:.0%} (with "
+            f"--worse-than {smaller[1] * 100:g}%)",
+        ]
+        return (
+            f"a loss of {ASKED_LOSS:.0%} is seen in {seen * 100:.0f} of 100 comparisons like this, or more "
+            f"(runs scatter by {number((change.scatter or 0.0) * 100)} %); in 80 of 100 {', '.join(needed)}"
+        )
+
+    # --- for other programs ------------------------------------------------------------------------
+
+    def junit(self) -> str:
+        """JUnit XML: a test case for each cell; an alarm is a failure, what cannot be told is skipped."""
+        skipped = sum(not self.reason(each) and each.became == "cannot be told" for each in self.cells)
+        counts = {"tests": f"{len(self.cells)}", "failures": f"{len(self.worse)}", "skipped": f"{skipped}"}
+        suites = ElementTree.Element("testsuites", {**counts, "errors": "0"})
+        suite = ElementTree.SubElement(
+            suites, "testsuite", {"name": _xml(self.title), **counts, "errors": "0"}
+        )
+        for cell in self.cells:
+            name = {"classname": _xml(self.title), "name": _xml(f"max_request_rate, {cell.place()}")}
+            case = ElementTree.SubElement(suite, "testcase", name)
+            reason = self.reason(cell)
+            if reason:
+                ElementTree.SubElement(case, "failure", {"message": _xml(reason), "type": "worse"})
+            elif cell.became == "cannot be told":
+                ElementTree.SubElement(case, "skipped", {"message": _xml(cell.words())})
+            before, after = change_rows([cell]).cells[0][3:5]
+            out = ElementTree.SubElement(case, "system-out")
+            out.text = _xml(f"{before} -> {after} req/s; after / before {cell.ratio_text()}: {cell.words()}")
+        ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(self.lines()))
+        ElementTree.indent(suites)
+        return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suites, "unicode") + "\n"
+
+    def comment(self) -> str:
+        """A comment in GitHub's Markdown: the verdict, the cells, and the settings folded away."""
+        table = change_rows(self.cells)
+        verdict, power = self.lines()
+        parts = [f"**{markdown_words(verdict)}**", markdown_table(table.header, table.cells)]
+        parts += [markdown_words(f"{WHAT}."), markdown_words(f"{power[:1].upper()}{power[1:]}.")]
+        if self.settings:
+            listed = "\n".join(f"- {markdown_words(each.text())}" for each in self.settings)
+            folded = f"<summary>What was set otherwise: {len(self.settings)}</summary>"
+            parts.append(f"<details>{folded}\n\n{listed}\n\n</details>")
+        return "\n\n".join(parts) + "\n"
+
+
+def _xml(text: str) -> str:
+    """Without what XML does not allow."""
+    return "".join(
+        each for each in visible(text) if each in "\t\n" or (each >= " " and each not in "\ufffe\uffff")
+    )
+
+
+def share_of(text: str) -> float:
+    """``5%``, ``5 %`` or ``0.05`` as a share. Raises InputError for anything else."""
+    plain = text.strip().removesuffix("%").strip()
+    try:
+        share = float(plain) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise InputError(f"--worse-than {text}: is no share below all", hint="write it as 5% or 0.05")
+    return share

@@ -1,0 +1,299 @@
+"""``checksums.jsonl``: SHA-256 of everything that kvbench writes into a run folder, so that an edit is found.
+
+One line for each whole file and for each line of a growing one, synced *before* that is written: so whatever
+is in the folder has been announced, and what a kill keeps from being written is the last that its session
+announced. ``{"file": …, "sha256": …}``; a session begins with ``{"session": run tag}`` and ends with
+``{"ended": name}``, the file whose writing failed, or "". ``after`` ties each line to the one before it.
+
+Not covered: processes' logs, which others write, and what ``kvbench report`` derives. It is no signature:
+who edits a result and its checksum is not found here, but by what is recomputed (``kvbench verify``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.errors import StoreError
+from kvbench.files import append_bytes, bytes_of, line_of, open_append, open_read, write_bytes
+from kvbench.results.run import CELLS, MANIFEST, OUTPUTS, TRIALS, writer_is_alive
+from kvbench.results.transfer_rows import TRANSFERS
+
+CHECKSUMS: Final = "checksums.jsonl"
+ALGORITHM: Final = "sha256"
+_GROWING: Final = (TRIALS, CELLS, OUTPUTS)
+_WHOLE: Final = (MANIFEST, "plan.json", "environment.json", "scenario.yaml", TRANSFERS)
+_FOLDERS: Final = ("requests", "telemetry")
+_AFTER_CHARS: Final = 16
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is not as it was written: the file within the run folder, what of it, then and now in words."""
+
+    file: str
+    what: str
+    stored: str = ""
+    recomputed: str = ""
+
+    def __str__(self) -> str:
+        shown = f": stored {self.stored}, recomputed {self.recomputed}" if self.stored else ""
+        return f"{self.file}: {self.what}{shown}"
+
+
+class Checksums:
+    """Announces what a session writes. Raises OSError, or StoreError if the file is no longer its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """For a folder in which the session is the last that was begun."""
+        self._path = folder / CHECKSUMS
+        self._handle = open_append(self._path)
+        self._last = _last(self._path)
+        self._failed = ""
+
+    @contextmanager
+    def announced(self, name: str, digest: str) -> Iterator[None]:
+        """Around the writing of a file, or of a line of one that grows, with that content."""
+        self._append({"file": name, ALGORITHM: digest})
+        try:
+            yield
+        except BaseException:
+            self._failed = name
+            raise
+
+    def end(self) -> None:
+        """The session writes nothing more but its manifest."""
+        self._append({"ended": self._failed})
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        line = line_of({**row, "after": self._last})
+        append_bytes(self._handle, line, self._path)
+        self._last = _after(line[:-1])
+
+
+def begin_checksums(folder: Path, run_tag: str) -> None:
+    """The first session's, of what it begins with: of a new folder, or of a copy that we made ourselves."""
+    write_bytes(folder / CHECKSUMS, _chained([{"session": run_tag}, *_found_in(folder)], _after(b"")))
+
+
+def go_on_with_checksums(folder: Path, run_tag: str) -> None:
+    """A further session's. What an older kvbench began is taken as it is found, which the file says."""
+    if (folder / CHECKSUMS).exists():
+        known = bytes_of(folder / CHECKSUMS)
+        added = _chained([{"session": run_tag}], _last(folder / CHECKSUMS))
+    else:
+        known = b""
+        added = _chained([{"session": run_tag, "adopted": True}, *_found_in(folder)], _after(b""))
+    write_bytes(folder / CHECKSUMS, known + added)
+
+
+def _chained(rows: Iterable[Mapping[str, Any]], last: str) -> bytes:
+    content = b""
+    for row in rows:
+        line = line_of({**row, "after": last})
+        content, last = content + line, _after(line[:-1])
+    return content
+
+
+def _last(path: Path) -> str:
+    return _after((_lines_of(path) or [b""])[-1])
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Raises OSError."""
+    digest = hashlib.sha256()
+    with open(open_read(path), "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _found_in(folder: Path) -> Iterator[dict[str, str]]:
+    for name in _covered(folder):
+        if name in _GROWING:
+            for line in _lines_of(folder / name) or ():
+                yield {"file": name, ALGORITHM: sha256_of(line + b"\n")}
+        else:
+            yield {"file": name, ALGORITHM: sha256_of_file(folder / name)}
+
+
+def _covered(folder: Path) -> Iterator[str]:
+    """Names of all files there that a run writes, but for logs and what is derived."""
+    for name in (*_WHOLE, *_GROWING):
+        if os.path.lexists(folder / name):
+            yield name
+    for inside in _FOLDERS:
+        for path in sorted((folder / inside).glob("*.parquet")):
+            if not path.name.startswith("."):
+                yield f"{inside}/{path.name}"
+
+
+def _after(line: bytes) -> str:
+    return sha256_of(line)[:_AFTER_CHARS]
+
+
+def _lines_of(path: Path) -> list[bytes] | None:
+    """Its whole lines, without their ends; None if there is no such file. Raises OSError."""
+    try:
+        return bytes_of(path).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+
+
+# --- looking ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """``open``: its session may have ended before it was written."""
+
+    file: str
+    digest: str
+    open: bool
+
+
+def adopted(folder: Path) -> bool:
+    """Whether a session began with what an older kvbench had written without checksums."""
+    return any(_row(line).get("adopted") for line in _lines_of(folder / CHECKSUMS) or ())
+
+
+def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damage]:
+    """What is not as the checksums say. ``checked`` counts what was looked at.
+
+    Raises StoreError where that cannot be read.
+    """
+    alive = writer_is_alive(folder)
+    try:
+        found = {name: _digests_in(folder, name) for name in _covered(folder)}
+        lines = _lines_of(folder / CHECKSUMS)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be checked: {error}") from error
+    if lines is None:
+        yield Damage(CHECKSUMS, "is missing")
+        return
+    rows = [_row(line) for line in lines]
+    last = _after(b"")
+    for number, (line, row) in enumerate(zip(lines, rows, strict=True), start=1):
+        if row.get("after") != last:
+            yield Damage(CHECKSUMS, f"line {number} was changed, or one before it was changed or removed")
+        last = _after(line)
+    announced = _announced(rows)
+    ended = bool(rows) and _sessions(rows)[-1][-1].get("ended") is not None
+    if checked is not None:
+        checked["files"] += len(found)
+        checked["lines"] += sum(len(found[name][0]) for name in _GROWING if name in found)
+    for name in dict.fromkeys([*(each.file for each in announced), *found]):
+        mine = [each for each in announced if each.file == name]
+        there = found.get(name)
+        if name in _GROWING:
+            yield from _of_lines(name, mine, there or ([], b""), torn_allowed=alive or not ended)
+        else:
+            yield from _of_whole(name, mine, None if there is None else there[0][0], alive)
+
+
+def _digests_in(folder: Path, name: str) -> tuple[list[str], bytes]:
+    """(digests of its lines, or of all of it; half a line at its end)."""
+    if name not in _GROWING:
+        return [sha256_of_file(folder / name)], b""
+    *lines, rest = bytes_of(folder / name).split(b"\n")
+    return [sha256_of(line + b"\n") for line in lines], rest
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    return row if isinstance(row, dict) else {}
+
+
+def _sessions(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The lines of each session, its own first; what it announced of the manifest after its end is left out.
+
+    That is no result, and may itself be cut off.
+    """
+    sessions: list[list[dict[str, Any]]] = [[]]
+    for row in rows:
+        if "session" in row:
+            sessions.append([])
+        elif sessions[-1] and "ended" in sessions[-1][-1]:
+            continue
+        sessions[-1].append(row)
+    return [each for each in sessions if each]
+
+
+def _announced(rows: Sequence[dict[str, Any]]) -> list[_Announced]:
+    """In order. Open is what a session announced last, or what it said to have failed at."""
+    opened: set[int] = set()
+    for session in _sessions(rows):
+        own = [row for row in session if "file" in row]
+        failed = session[-1].get("ended")
+        last = own[-1:] if failed is None else [row for row in own if row["file"] == failed][-1:]
+        opened |= {id(row) for row in last}
+    places = [place for place, row in enumerate(rows) if "file" in row]
+    # The last line of a session is open, be it the manifest of its end.
+    ends = {place for place in places if place + 1 == len(rows) or "session" in rows[place + 1]}
+    return [
+        _Announced(str(rows[at]["file"]), str(rows[at].get(ALGORITHM)), at in ends or id(rows[at]) in opened)
+        for at in places
+    ]
+
+
+def _of_whole(name: str, announced: Sequence[_Announced], there: str | None, alive: bool) -> Iterator[Damage]:
+    if not announced:
+        yield Damage(name, "is not of this run")
+        return
+    allowed: set[str | None] = set()
+    for each in reversed(announced):
+        allowed.add(each.digest)
+        if not each.open and not alive:
+            break
+    else:
+        allowed.add(None)
+    if there not in allowed and there is None:
+        yield Damage(name, "is missing")
+    elif there not in allowed:
+        yield Damage(name, "was changed since it was written", announced[-1].digest[:12], (there or "")[:12])
+
+
+def _of_lines(
+    name: str, announced: Sequence[_Announced], there: tuple[list[str], bytes], *, torn_allowed: bool
+) -> Iterator[Damage]:
+    found, rest = there
+    due = [each.digest for each in announced if not each.open]
+    perhaps = Counter(each.digest for each in announced if each.open)
+    for kind, first, last, begin, end in SequenceMatcher(None, due, found, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        other = []
+        for place in range(begin, end):
+            if perhaps[found[place]]:
+                perhaps[found[place]] -= 1
+            else:
+                other.append(place)
+        for count, place in enumerate(other):
+            edited = count < last - first
+            what = "was changed since it was written" if edited else "is not of this run"
+            yield Damage(name, f"line {place + 1} {what}")
+        if (gone := last - first - len(other)) > 0:
+            words = "1 line" if gone == 1 else f"{gone} lines"
+            yield Damage(name, f"{words} before line {end + 1} {'is' if gone == 1 else 'are'} gone")
+    if rest and not torn_allowed:
+        yield Damage(name, "ends in half a line")

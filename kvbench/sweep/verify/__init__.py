@@ -1,0 +1,1 @@
+"""``kvbench verify``: does a run folder still say what was measured?"""

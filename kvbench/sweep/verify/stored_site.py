@@ -1,0 +1,177 @@
+"""The searches of a run once more, told its stored trials: what they ask, and what they answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from kvbench import connectors
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import KvbenchError
+from kvbench.results.checksums import Damage
+from kvbench.results.finished_cells import earlier_sessions
+from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder
+from kvbench.sweep.bench import Alone
+from kvbench.sweep.calibration import measured_run
+from kvbench.sweep.cell import Fixed, searched_cells
+from kvbench.sweep.deployed import INVENTED
+from kvbench.sweep.display import Silent
+from kvbench.sweep.knowledge import Knowledge
+from kvbench.sweep.simulated_trial import SimulatedDeployment, alone_s, system_of
+from kvbench.sweep.trial.load_plan import TrialPlan, rate_of
+from kvbench.sweep.verify.json_differences import as_read, json_differences
+
+ANSWER_PRECISION: Final = 1e-4
+"""Posteriors are sums over grids, which another machine's arithmetic rounds otherwise."""
+MOST_SAID: Final = 5
+
+
+class UnansweredError(KvbenchError):
+    """A search asks for what the folder does not have."""
+
+
+@dataclass
+class StoredSite:
+    """A deployment that was up once: its trials are those in the folder."""
+
+    trials: Mapping[str, TrialRecord]
+    known_alone: Alone
+    trace_rate: float
+    has_direct: bool = True
+    asked: dict[str, TrialPlan] = field(default_factory=dict)
+    """By trial."""
+    otherwise: list[Damage] = field(default_factory=list)
+    """Where what is stored is not what was asked for."""
+
+    def prepare(self) -> None:
+        """Nothing is started."""
+
+    def close(self) -> None:
+        """Nothing was."""
+
+    def alone(self, cell: Cell) -> Alone:
+        """What was found when the site was up."""
+        return self.known_alone
+
+    def outputs(self, input_len: int) -> None:
+        """Nobody asks."""
+
+    def run(self, plan: TrialPlan) -> TrialRecord:
+        """Raises UnansweredError for a trial that is not stored."""
+        record = self.trials.get(plan.trial_id)
+        if record is None:
+            raise UnansweredError(f"{plan.trial_id} at {plan.rate:g} req/s ({plan.purpose})")
+        self.asked[plan.trial_id] = plan
+        if record.purpose != plan.purpose or not math.isclose(record.request_rate, plan.rate, rel_tol=1e-9):
+            stored, now = (f"{each:g} req/s" for each in (record.request_rate, plan.rate))
+            words = f"{plan.trial_id} is not what its search asks for there"
+            self.otherwise.append(
+                Damage(TRIALS, words, f"{stored} ({record.purpose})", f"{now} ({plan.purpose})")
+            )
+        return record
+
+
+class Searches:
+    """All searches of a run again."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        scenario: Scenario,
+        plan: Plan,
+        fixed: Fixed | None,
+        trace: Sequence[TracedRequest],
+    ) -> None:
+        self._run, self._scenario, self._plan, self._fixed = run, scenario, plan, fixed
+        earlier = earlier_sessions(run, scenario.search.method)
+        self._outputs = earlier.outputs
+        # A failed cell that went well later taught the others nothing at their time.
+        self.as_then = not earlier.had_failures
+        self._trace_rate = rate_of(trace)
+        self.asked: dict[str, TrialPlan] = {}
+        self.unknown: list[Cell] = []
+        """Cells whose search cannot be repeated: nobody knows any more what it began with."""
+
+    def damages(self) -> Iterator[Damage]:
+        """Answers that do not follow from the trials, and trials that do not follow from each other."""
+        reference = {n: o for (label, n), o in self._outputs.items() if label == self._plan.reference}
+        knowledge = Knowledge(reference, {})
+        for planned in self._plan.deployments:
+            for cell in self._plan.cells_of(planned.label):
+                stored = [each for each in self._results() if each.cell == cell]
+                yield from self._of_cell(planned, cell, stored, knowledge)
+                for each in stored:
+                    rate = (each.answer or {}).get("max_request_rate")
+                    if each.main and each.status == "done" and rate is not None:
+                        knowledge.rates[cell] = rate
+
+    def _results(self) -> list[CellResult]:
+        return [*self._run.cells, *self._run.other_cells]
+
+    def _of_cell(
+        self, planned: DeploymentPlan, cell: Cell, stored: Sequence[CellResult], knowledge: Knowledge
+    ) -> Iterator[Damage]:
+        trials = {
+            each.trial_id: each
+            for each in self._run.all_trials
+            if each.cell == cell and each.method != "equal_rate"
+        }
+        finished = [each for each in stored if each.status in ("done", "refused")]
+        if not trials and not finished:
+            return
+        alone = self._alone(planned, cell)
+        if alone is None:
+            self.unknown.append(cell)
+            return
+        site = StoredSite(trials, alone, self._trace_rate)
+        work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
+        try:
+            found = work.run(cell, is_reference=planned.label == self._plan.reference)
+        except UnansweredError as error:
+            if finished:
+                yield Damage(
+                    CELLS, f"{cell.key} has an answer, but its search still asks for {error.message}"
+                )
+            found = []
+        self.asked |= site.asked
+        yield from site.otherwise
+        for name in trials.keys() - site.asked.keys():
+            if found:
+                yield Damage(TRIALS, f"{name} is not asked for by its search")
+        for each in finished if found else ():
+            yield from self._of_result(each, found)
+
+    def _of_result(self, stored: CellResult, found: Sequence[CellResult]) -> Iterator[Damage]:
+        again = [each for each in found if (each.method, each.tier) == (stored.method, stored.tier)]
+        name = " ".join(filter(None, (stored.cell.key, stored.method, stored.tier)))
+        if not again:
+            yield Damage(CELLS, f"{name}: no such answer follows from the trials")
+            return
+        now = replace(again[0], extra=stored.extra)
+        if len(self._run.manifest.get("sessions") or ()) > 1:  # each session compares outputs of its own
+            now = replace(now, equal_outputs=stored.equal_outputs)
+        rows = as_read(stored.to_json()), as_read(now.to_json())
+        differs = json_differences(*rows, precision=ANSWER_PRECISION)
+        for path, then, value in list(differs)[:MOST_SAID]:
+            yield Damage(CELLS, f"{name}: {path} does not follow from the trials", then, value)
+
+    def _alone(self, planned: DeploymentPlan, cell: Cell) -> Alone | None:
+        """What the search began with; None where that is not known any more."""
+        if self._run.manifest.get("kind") == "simulate":
+            like = (self._run.manifest.get("asked") or {}).get("like")
+            with suppress(KvbenchError):
+                measured = measured_run(Path(like)) if like else None
+                deployment = SimulatedDeployment.of(self._scenario, planned, "", measured)
+                return Alone(alone_s(system_of(self._scenario, deployment), cell))
+            return None
+        if not connectors.get(planned.connector).true_outputs:
+            return Alone(1.0, unchecked=INVENTED)
+        found = self._outputs.get((cell.connector, cell.input_len))
+        return None if found is None else Alone(found.latency_s, found)

@@ -1,0 +1,224 @@
+"""A stored trial once more, from its requests: counts, latencies, findings, verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.metrics.limit import TrialFacts, binding_of
+from kvbench.core.metrics.metrics import Window, summarise
+from kvbench.core.records import Finding, RequestRecord, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.data import TrialFigures
+from kvbench.core.search.live_config import Decision
+from kvbench.core.search.methods import judged_slo
+from kvbench.core.slo import Slo
+from kvbench.results.checksums import Damage
+from kvbench.results.run import TRIALS
+from kvbench.sweep.trial.judging import Judgement, evidence_of, judged
+from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, TrialWatch, planned
+from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.verify.json_differences import ABSENT, SAME, as_read, json_differences
+
+ARRIVAL_S: Final = 1e-6
+KNOWN_LATE_S: Final = 1.0
+"""A load generator tells of a request within a quarter of a second after its end; on a busy host later."""
+MOST_SAID: Final = 5
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """``asked``: what its search asked for, where that is known."""
+
+    record: TrialRecord
+    requests: list[RequestRecord]
+    scenario: Scenario
+    asked: TrialPlan | None = None
+    trace: Sequence[TracedRequest] = ()
+
+    def damage(self, what: str, stored: Any = "", recomputed: Any = "") -> Damage:
+        return Damage(TRIALS, f"{self.record.trial_id}: {what}", str(stored), str(recomputed))
+
+    def figures(self) -> Iterator[Damage]:
+        """Figures over the stored steady part that do not follow from the requests, whatever the rules."""
+        record, stored = self.record, self.record.summary
+        try:
+            window = Window(float(stored["window"]["start_s"]), float(stored["window"]["end_s"]))
+        except (KeyError, TypeError, ValueError):
+            yield self.damage("it has no steady part")
+            return
+        slo = judged_slo(record.method, self.scenario.slo.main())
+        summary = summarise(self.requests, slo, record.request_rate, record.duration_s, window)
+        now = as_read(summary.to_json())
+        known = {key: value for key, value in stored.items() if key in now and key != "window"}
+        whole = known.get("whole_run")
+        if isinstance(whole, dict) and "cancelled" not in whole and isinstance(whole.get("failed"), int):
+            # Of a kvbench that counted what it had cancelled as failed.
+            known["whole_run"] = {**whole, "failed": whole["failed"] - now["whole_run"]["cancelled"]}
+        differs = json_differences(known, {key: now[key] for key in known}, "summary")
+        # What this kvbench tells beside it is no damage.
+        found = [each for each in differs if each[1] != ABSENT]
+        words = f"not follow from requests/{record.trial_id}.parquet"
+        for path, then, value in found[:MOST_SAID]:
+            yield self.damage(f"{path} does {words}", then, value)
+        if len(found) > MOST_SAID:
+            yield self.damage(f"{len(found) - MOST_SAID} more figures do {words}")
+        yield from self._decided_figures()
+
+    def judgement(self) -> Iterator[Damage]:
+        """Verdicts, findings and limits that these rules would not give, and requests that nobody planned."""
+        record = self.record
+        # Whether the load was over by itself when it was decided is not stored.
+        stored = (record.verdict, record.reason, _verdicts(record.summary))
+        best = self._judged("stopped")
+        now = (best.verdict, best.reason, _verdicts(best.summary))
+        if now != stored:
+            other = self._judged("complete")
+            if (other.verdict, other.reason, _verdicts(other.summary)) == stored:
+                best, now = other, stored
+        if now != stored:
+            yield self.damage("the verdict does not follow from the requests", _words(*stored), _words(*now))
+        for then, again, what in (
+            (_names(record.findings), _names(best.findings), "findings"),
+            (_without_live(record.summary), _without_live(best.summary), "tiers"),
+            (record.summary.get("window"), as_read(best.summary["window"]), "window"),
+            (self._limit(record.engine.get("limit")), self._limit(self._binding()), "limit"),
+        ):
+            for path, stored_, value in list(json_differences(then, again, what))[:1]:
+                yield self.damage(f"{path} does not follow from the requests", stored_, value)
+        yield from self._arrivals()
+
+    def _binding(self) -> Mapping[str, Any] | None:
+        record = self.record
+        if record.verdict in ("met", "invalid"):
+            return None
+        return binding_of(self.requests, self.scenario.slo.main(), TrialFacts.of(record)).to_json()
+
+    def _limit(self, row: Any) -> Any:
+        """Without its words, whose figures are rounded."""
+        return (
+            {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
+        )
+
+    def _judged(self, reason: str) -> Judgement:
+        """By the rules, from requests, stored decisions, and what gates found whose evidence is gone."""
+        record = self.record
+        plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
+        offered = Offered(np.array([0.0]))
+        watch = TrialWatch(
+            self.scenario, plan.wanted(record.seed), offered, self.scenario.slo.by_tier(), plan.tier
+        )
+        watch.decisions.update(self._decisions())
+        trial = PlannedTrial(plan, (), offered, watch)
+        load = LoadResult(self.requests, reason, record.duration_s, record.engine.get("client") or {})
+        evidence = replace(evidence_of(self.scenario, trial, load), recorded=record.findings)
+        return judged(self.scenario, trial, load, evidence)
+
+    def _decisions(self) -> dict[str, Decision]:
+        """What was decided while it was under way, by tier."""
+        tiers = self.record.summary.get("tiers") or {}
+        names = list(self.scenario.slo.by_tier())
+        lives = {name: (tiers.get(name) or {}).get("live") for name in names}
+        if len(names) == 1:
+            lives = {names[0]: self.record.summary.get("live")}
+        return {name: _decision(live) for name, live in lives.items() if live}
+
+    def _arrivals(self) -> Iterator[Damage]:
+        """Requests were due when the trial's seed says."""
+        plan = self.asked
+        if plan is None or not self.requests:
+            return
+        if self.record.seed != (seed := plan.seed(self.scenario.seed)):
+            yield self.damage("its seed is not that of its place", self.record.seed, seed)
+            return
+        due = planned(self.scenario, plan.wanted(self.scenario.seed), self.trace).offsets_s
+        stored = np.sort([each.scheduled_s for each in self.requests])
+        if len(stored) > len(due) or (len(stored) and np.abs(stored - due[: len(stored)]).max() > ARRIVAL_S):
+            yield self.damage("its requests are not those that its seed plans")
+
+    def _decided_figures(self) -> Iterator[Damage]:
+        """What was decided while it was under way agrees with what was known then."""
+        for name, decision in self._decisions().items():
+            slo = self.scenario.slo.by_tier()[name]
+            inside = [each for each in self.requests if Window(*decision.window_s).has(each.scheduled_s)]
+            measured = decision.measured
+            if not measured.n:
+                continue
+            if measured.n != len(inside):
+                yield self.damage("live.measured.n is not the number of requests", measured.n, len(inside))
+                continue
+            least, most = _share_then(inside, slo, measured.target, decision.at_s)
+            share, target = measured.attainment, measured.target
+            if share is not None and target is not None and not least - SAME <= share <= most + SAME:
+                yield self.damage(
+                    "live.measured.attainment does not follow from the requests",
+                    f"{share:.4g}",
+                    f"{least:.4g} to {most:.4g}" if most - least > SAME else f"{least:.4g}",
+                )
+            if target is None:
+                continue
+            wrong = (decision.verdict == "met" and most < target - SAME) or (
+                decision.verdict == "missed" and not measured.grows and least >= target
+            )
+            if wrong:
+                yield self.damage(
+                    "live.verdict does not follow from the requests",
+                    decision.verdict,
+                    f"{least:.1%} to {most:.1%} within the SLO, {target:.1%} asked",
+                )
+
+
+def _decision(live: Mapping[str, Any]) -> Decision:
+    start_s, end_s = live["window_s"]
+    figures = TrialFigures.from_json(live["measured"])
+    return Decision(live["verdict"], live["reason"], float(live["at_s"]), (start_s, end_s), figures)
+
+
+def _verdicts(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each.get("verdict") for name, each in (summary.get("tiers") or {}).items()}
+
+
+def _without_live(summary: Mapping[str, Any]) -> Any:
+    tiers = (summary.get("tiers") or {}).items()
+    return as_read({name: {k: v for k, v in each.items() if k != "live"} for name, each in tiers})
+
+
+def _names(findings: Sequence[Finding]) -> list[str]:
+    return sorted(f"{each.gate}: {each.level}" for each in findings)
+
+
+def _words(verdict: str, reason: str, tiers: Mapping[str, Any]) -> str:
+    each = "".join(f", {name} {of}" for name, of in tiers.items())
+    return f"{verdict}{each} ({reason})" if reason else f"{verdict}{each}"
+
+
+def _share_then(
+    requests: Sequence[RequestRecord], slo: Slo, target: float | None, at_s: float
+) -> tuple[float, float]:
+    """(least, most) share within the criteria with that target, by what may have been known at a time.
+
+    A request counts as a miss before its end once it has failed, or is too late for every limit.
+    """
+    shares = []
+    for criterion in slo.all_criteria():
+        if criterion.kind != "share" or (target is not None and not math.isclose(criterion.target, target)):
+            continue
+        counts = [0, 0, 0, 0]
+        """Known and kept, known and broken, perhaps known: kept, broken."""
+        for each in requests:
+            times = {"ttft_ms": each.ttft_s, "tpot_ms": each.tpot_s, "e2el_ms": each.e2el_s}
+            in_ms = {name: None if time_s is None else time_s * 1e3 for name, time_s in times.items()}
+            kept = criterion.observe(in_ms, each.ok) >= 0.5
+            end_s = each.last_token_s if each.ok and each.last_token_s is not None else math.inf
+            perhaps = end_s > at_s - KNOWN_LATE_S
+            counts[2 * perhaps + (not kept or end_s > at_s)] += 1
+        good, bad, may_keep, may_break = counts
+        known = good + bad
+        shares.append(good / max(1, known + may_break))
+        shares.append((good + may_keep) / max(1, known + may_keep))
+    return min(shares, default=0.0), max(shares, default=1.0)

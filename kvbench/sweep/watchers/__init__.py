@@ -1,0 +1,1 @@
+"""Who watches a sweep besides the console."""

@@ -1,0 +1,164 @@
+"""What one expects of any command line: lists, `latest`, completion, examples, any locale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from kvbench import connectors
+from kvbench.cli.app import app
+from kvbench.errors import InputError
+from kvbench.planning.scenario_files import bundled_names
+from kvbench.results.run_list import OUTPUT_ENV, find_run, listed_runs
+from kvbench.results.store import RunStore
+
+GROUP: Any = typer.main.get_command(app)
+
+
+def run_command(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvbench", *words],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, **(env or {})},
+        encoding="latin-1",
+    )
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs, of which the last one made is not the last by name."""
+    folder = tmp_path / "results"
+    names = []
+    for moment, name in (("01", "one"), ("03", "three"), ("02", "two")):
+        with RunStore.create(folder, name, b"", {}, {}) as store:
+            pass
+        manifest = store.path / "manifest.json"
+        data = json.loads(manifest.read_text()) | {"started_at": f"2026-01-{moment}T00:00:00+00:00"}
+        manifest.write_text(json.dumps(data))
+        names.append(store.path.name)
+    monkeypatch.setenv(OUTPUT_ENV, str(folder))
+    return folder
+
+
+def test_a_run_is_found_by_path_by_latest_and_by_a_piece_of_its_name(results: Path) -> None:
+    runs = listed_runs(results)
+    assert [run.scenario for run in runs] == ["three", "two", "one"]
+    assert find_run("latest") == runs[0].path
+    for run in runs:
+        assert find_run(str(run.path)) == find_run(run.path.name) == find_run(run.path.name[-6:]) == run.path
+    with pytest.raises(InputError, match="3 runs are called"):
+        find_run(runs[0].path.name[:4])
+    with pytest.raises(InputError, match="no run nothing"):
+        find_run("nothing")
+    with pytest.raises(InputError, match="no folder"):
+        listed_runs(results / "none")
+
+
+def test_there_is_no_latest_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OUTPUT_ENV, str(tmp_path))
+    with pytest.raises(InputError, match="no run in"):
+        find_run("latest")
+
+
+def test_runs_and_scenarios_are_listed_for_people_and_programs(results: Path) -> None:
+    listed = CliRunner().invoke(app, ["runs"])
+    assert [name for name in ("three", "two", "one") if name in listed.stdout] == ["three", "two", "one"]
+    rows = json.loads(CliRunner().invoke(app, ["runs", "--json"]).stdout)
+    assert [row["scenario"] for row in rows] == ["three", "two", "one"]
+    names = [row["name"] for row in json.loads(CliRunner().invoke(app, ["scenarios", "--json"]).stdout)]
+    assert names == list(bundled_names())
+    assert (
+        "quickstart  (emulated: aggregated, mooncake, nixl)" in CliRunner().invoke(app, ["scenarios"]).stdout
+    )
+
+
+def test_latest_is_a_run_for_each_command_that_takes_one(results: Path) -> None:
+    for command in ("report", "export", "timeline", "bundle", "watch", "compare"):
+        done = CliRunner().invoke(app, [command, "nothing"])
+        assert done.exit_code == 2
+        assert "kvbench runs" in done.output.replace("\n", " "), command
+    done = CliRunner().invoke(app, ["export", "latest", "--format", "csv"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("sweep qui", {"quickstart"}),
+        ("plan burst", {"burst-or-sustained"}),
+        ("bench --connector nix", {name for name in connectors.names() if name.startswith("nix")}),
+        ("report lat", {"latest"}),
+        ("sweep --resume lat", {"latest"}),
+    ],
+)
+def test_a_shell_completes_scenarios_connectors_and_runs(
+    results: Path, words: str, expected: set[str]
+) -> None:
+    line = f"kvbench {words}"
+    done = run_command(
+        env={
+            "_KVBENCH_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        }
+    )
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(GROUP.commands))
+def test_each_command_has_an_example_and_flags_without_a_type(name: str) -> None:
+    command = GROUP.commands[name]
+    for below in getattr(command, "commands", {"": command}).values():
+        text = (
+            CliRunner().invoke(app, [name, *([below.name] if below is not command else []), "--help"]).stdout
+        )
+        assert "<bool>" not in text
+        if below is command:
+            assert "Example:" in text
+            assert f"kvbench {name}" in text
+
+
+def test_commands_stand_in_groups() -> None:
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    places = [
+        text.index(f"─ {title} ─") for title in ("Measure", "Prepare", "Results", "Processes and hosts")
+    ]
+    assert places == sorted(places)
+    assert "<bool>" not in text
+
+
+def test_the_environment_names_the_folder_for_runs(tmp_path: Path) -> None:
+    done = run_command(
+        *("simulate", "quickstart", "--rate", "5", "--connector", "nixl", "--set", "workload.input_len=64"),
+        env={OUTPUT_ENV: str(tmp_path / "mine")},
+    )
+    assert len(list((tmp_path / "mine").iterdir())) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+)
+def test_any_locale_will_do(env: dict[str, str]) -> None:
+    for words in (("plan", "quickstart"), ("--help",), ("doctor",), ("scenarios",)):
+        done = run_command(*words, env=env)
+        assert "Unicode" not in done.stderr
+        assert "nobody foresaw" not in done.stderr
+        assert done.returncode in (0, 1)
+    assert "<= 250 ms" in run_command("plan", "quickstart", env=env).stdout

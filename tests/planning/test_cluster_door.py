@@ -1,0 +1,122 @@
+"""The way in on a cluster: `plan` and `doctor` take what `init` writes, and look where it runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from commands import kvbench
+from emulated import running, spec
+
+from kvbench.errors import InputError
+from kvbench.planning.obstacles import left_out, obstacles
+from kvbench.planning.plan import plan_of
+from kvbench.planning.scenario_files import bundled_names, load_scenario
+from kvbench.planning.wizard.init_elsewhere import Elsewhere, address_of
+
+H200 = [name for name in bundled_names() if name.startswith("qwen3-30b-a3b-h200")]
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher", "decodes"),
+    [
+        (("--hosts", "node1.invalid,node2.invalid"), "ssh", 1),
+        (("--hosts", "a.invalid,b.invalid,c.invalid"), "ssh", 2),
+        (("--slurm",), "slurm", 1),
+        (("--ray",), "ray", 1),
+    ],
+)
+def test_what_init_writes_for_a_cluster_is_planned(
+    tmp_path: Path, options: tuple[str, ...], launcher: str, decodes: int
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    done = kvbench("init", str(file), "--yes", *options)
+    assert done.status == 0, done.text
+    scenario, _ = load_scenario(str(file))
+    assert (scenario.deployment.launcher, scenario.deployment.engine) == (launcher, "vllm")
+    assert scenario.deployment.decode.instances == decodes
+    done = kvbench("plan", str(file))
+    assert done.status == 0, done.text
+    assert "not in it: " in done.out
+    if launcher == "ssh":
+        assert done.out.startswith("cannot start: host "), "what prevents a start comes first"
+
+
+def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    kvbench("init", str(file), "--yes", "--hosts", "node1.invalid,node2.invalid")
+    done = kvbench("doctor", str(file))
+    assert done.status == 1
+    assert "node1.invalid" in done.out
+    for here in ("there is no command 'vllm'", "open files", "shared memory", "is not there"):
+        assert here not in done.out
+    kvbench("init", str(file), "--yes", "--force", "--slurm")
+    done = kvbench("doctor", str(file))
+    assert "launcher slurm" in done.out
+    assert "vllm'" not in done.out
+
+
+def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    with running(tmp_path, spec()) as engine:
+        done = kvbench("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/")
+        assert done.status == 0, done.text
+        done = kvbench("plan", str(file))
+        assert f"tiny at {engine.url}" in done.out, done.text
+        done = kvbench("doctor", str(file))
+        assert f"{engine.url} serves tiny" in " ".join(done.out.split()), done.text
+        assert "connector nixl" not in done.out
+    done = kvbench("doctor", str(file))
+    assert done.status == 1
+    assert "nothing listens" in " ".join(done.out.split())
+    assert kvbench("init", str(tmp_path / "x.yaml"), "--yes", "--base-url", engine.url).status != 0
+
+
+def test_one_place_is_asked_for_at_a_time() -> None:
+    with pytest.raises(InputError, match="several places"):
+        Elsewhere.asked("a,b", True, False, None, "")
+    with pytest.raises(InputError, match="names with commas"):
+        Elsewhere.asked(" , ", False, False, None, "")
+    with pytest.raises(InputError, match="--base-url"):
+        Elsewhere.asked(None, False, False, "ftp://x", "")
+    assert not Elsewhere.asked(None, False, False, None, "")
+
+
+def test_a_host_that_is_loopback_here_keeps_its_name() -> None:
+    assert address_of("me@localhost") == "localhost"
+    assert address_of("nosuch.invalid") == "nosuch.invalid"
+
+
+@pytest.mark.parametrize("name", H200)
+def test_the_h200_scenarios_run_on_two_hosts_to_fill_in(name: str) -> None:
+    scenario, _ = load_scenario(name)
+    assert scenario.deployment.launcher == "ssh"
+    assert set(scenario.deployment.used_hosts) == {"p", "d"}
+    assert "Printed only" not in (Path(__file__).parents[2] / f"scenarios/{name}.yaml").read_text()
+    assert not left_out(scenario, plan_of(scenario)), "nothing of this machine is asked"
+
+
+def test_a_port_that_is_taken_is_said_before_anything_else() -> None:
+    scenario, _ = load_scenario("quickstart", ["deployment.base_port=27640"])
+    with socket.create_server(("127.0.0.1", 27642)):
+        (problem,) = obstacles(scenario, plan_of(scenario))
+    assert "ports in use: 27642" in problem.reason
+
+
+def test_the_time_of_what_is_left_out_is_not_counted() -> None:
+    whole = kvbench("plan", "quickstart", "--connector", "aggregated").out
+    done = kvbench("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache")
+    assert done.out.startswith("left out: lmcache: "), done.text
+
+    def time_of(text: str) -> str:
+        (line,) = [line for line in text.splitlines() if line.startswith("estimated time")]
+        return line
+
+    assert time_of(done.out) == f"{time_of(whole)}, without lmcache"
+    told = json.loads(
+        kvbench("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache", "--json").out
+    )
+    assert set(told["left_out"]) == {"lmcache"}
+    assert told["obstacles"] == []

@@ -1,0 +1,87 @@
+"""A system that is not at a search's end what it was at its beginning, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_run import make_run
+
+from kvbench.report.findings.drift import drifts
+from kvbench.report.findings.findings import statements
+from kvbench.report.findings.notes import notes
+from kvbench.report.tables.result import summary_table
+from kvbench.results.run import RunFolder, load_run
+from tools.random_systems.family import SEEDS, draw
+from tools.random_systems.judge.search import searched
+
+QUICK = 15
+"""A system of ``develop`` whose capacity is found within a few percent in a second."""
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return load_run(make_run(tmp_path_factory.mktemp("drift"), ("nixl",), (512,)))
+
+
+def with_belief(run: RunFolder, at_first: float, at_last: float, took_s: float | None = 600.0) -> RunFolder:
+    """The run with two posteriors that are 1 % wide, its trials so long one after the other."""
+    wide = [0.995 + 0.01 * place / 40 for place in range(41)]
+    (cell,) = run.cells
+    assert cell.answer is not None
+    kept = {
+        "posterior_at_first": [at_first * each for each in wide],
+        "posterior": [at_last * each for each in wide],
+    }
+    trials = [replace(trial, engine={**trial.engine, "starts_at_s": None}) for trial in run.trials]
+    if took_s is not None:
+        for trial, at_s in ((trials[0], 0.0), (trials[-1], took_s)):
+            trial.engine["starts_at_s"] = at_s
+    return replace(run, cells=[replace(cell, answer={**cell.answer, **kept})], trials=trials)
+
+
+def said(run: RunFolder) -> list[str]:
+    return [each.text for each in drifts(run, summary_table(run))]
+
+
+def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
+    (slower,) = said(with_belief(sample, 10.0, 9.0))
+    assert slower == (
+        "nixl at 512 got slower during the search: the rate that it holds fell by about 10% in 10 minutes "
+        "(about 47% an hour)"
+    )
+    (faster,) = said(with_belief(sample, 9.0, 10.0, 7200.0))
+    assert faster.endswith("rose by about 11% in 120 minutes (about 5% an hour)")
+    (jump,) = said(with_belief(sample, 9.0, 14.0, 90.0))
+    assert jump.endswith("rose by about 56% in 90 s")
+    (timeless,) = said(with_belief(sample, 9.0, 14.0, None))
+    assert "got faster" in timeless
+
+
+def test_nothing_is_said_without_evidence(sample: RunFolder) -> None:
+    assert said(sample) == []  # by verdicts alone there is no posterior
+    assert said(with_belief(sample, 10.0, 10.02)) == []
+
+
+def test_it_stands_in_every_report(sample: RunFolder) -> None:
+    run = with_belief(sample, 10.0, 8.0)
+    rows = summary_table(run)
+    (found,) = (each for each in statements(run, rows) if each.rule == "drift")
+    assert (found.kind, found.level) == ("suspicious", "warning")
+    assert any("got slower" in note.text for note in notes(run, rows))
+    assert not any("got slower" in note.text for note in notes(run, rows, gates=False))
+
+
+@pytest.mark.parametrize(
+    ("warmup_s", "told"), [(0.0, lambda found: found == []), (12.0, lambda found: "got faster" in found[0])]
+)
+def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
+    tmp_path: Path, warmup_s: float, told: Callable[[list[str]], bool]
+) -> None:
+    """It takes half as long again at first; on virtual time."""
+    system = draw(SEEDS["develop"], QUICK)
+    warming = replace(system.disturbances, warmup_s=warmup_s, warmup_factor=1.5)
+    run = searched(replace(system, disturbances=warming), 1, tmp_path, 120.0)
+    assert told(said(run))

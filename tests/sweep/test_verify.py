@@ -1,0 +1,445 @@
+"""``kvbench verify``: what somebody edited is found and named, and nothing else is called edited."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from resuming import without_checksums
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvbench.cli.app import app
+from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
+from kvbench.planning.overrides import CliOptions
+from kvbench.results.checksums import damages
+from kvbench.results.run import load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep import resume, simulate
+from kvbench.sweep.verify import audit as auditing
+from kvbench.sweep.verify.audit import audit
+from kvbench.sweep.verify.stored_trials import StoredTrial
+
+pytestmark = pytest.mark.timeout(600)
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+ASKED = (
+    *("connectors=[tcp]", "workload.input_len=[128]", "search.max_trials=3"),
+    "search.compare_burst=true",
+)
+TIERS = (
+    *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3"),
+    "search.equal_rate=true",
+    "slo={tiers: {strict: {ttft_ms: 150, tpot_ms: 12}, loose: {ttft_ms: 400, tpot_ms: 25}}}",
+)
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a search and bursts."""
+    return simulate.simulated(CliOptions("quickstart", ASKED), tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / whole.name))
+
+
+def edit_line(file: Path, which: Callable[[dict[str, Any]], bool], edit: Edit) -> str:
+    """Edits the first such line; returns its trial's id, or its cell's connector."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    row = next(row for row in rows if which(row))
+    edit(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(row.get("trial_id") or row["cell"]["connector"])
+
+
+def searched(verdict: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: row["method"] == "sustained" and row["verdict"] == verdict
+
+
+def decided(row: dict[str, Any]) -> bool:
+    """It was cut at a no, and not because its queue grew."""
+    live = row["summary"].get("live") or {"verdict": ""}
+    return live["verdict"] == "missed" and not live["measured"]["grows"]
+
+
+def found_in(folder: Path) -> list[str]:
+    return [str(each) for each in audit(folder).damages]
+
+
+def test_a_run_is_sound_and_all_of_it_is_looked_at(whole: Path) -> None:
+    found = audit(whole)
+    run = load_run(whole)
+    assert [str(each) for each in found.damages] == []
+    assert found.notes == []
+    assert found.checked["trials"] == len(run.all_trials)
+    assert found.checked["requests"] == sum(trial.summary["planned"] for trial in run.all_trials)
+    assert found.checked["answers"] == 1
+    assert {trial.method for trial in run.all_trials} == {"sustained", "burst"}
+    assert {trial.verdict for trial in run.all_trials} >= {"met", "missed", "measured"}
+
+
+EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
+    "a verdict": ("trials.jsonl", searched("missed"), lambda row: row.update(verdict="met"), "the verdict"),
+    "a reason": (
+        "trials.jsonl",
+        searched("missed"),
+        lambda row: row.update(reason="so be it"),
+        "the verdict",
+    ),
+    "a decision with its verdict": (
+        "trials.jsonl",
+        decided,
+        lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
+        "live.verdict",
+    ),
+    "a share while it was under way": (
+        "trials.jsonl",
+        decided,
+        lambda row: row["summary"]["live"]["measured"].update(attainment=0.97),
+        "live.measured.attainment",
+    ),
+    "a percentile": (
+        "trials.jsonl",
+        searched("met"),
+        lambda row: row["summary"]["ttft_ms"].update(p99=1.0),
+        "summary.ttft_ms.p99",
+    ),
+    "a percentile of the gaps": (
+        "trials.jsonl",
+        searched("met"),
+        lambda row: row["summary"]["itl_ms"].update(p50=row["summary"]["itl_ms"]["p50"] * 0.9999),
+        "summary.itl_ms.p50",
+    ),
+    "a count": ("trials.jsonl", searched("met"), lambda row: row["summary"].update(sent=7), "summary.sent"),
+    "goodput": (
+        "trials.jsonl",
+        lambda row: row["method"] == "burst",
+        lambda row: row["summary"].update(request_goodput=99.0),
+        "summary.request_goodput",
+    ),
+    "the steady part": (
+        "trials.jsonl",
+        searched("met"),
+        lambda row: row["summary"]["window"].update(start_s=0.1),
+        "summary.",
+    ),
+    "a finding": (
+        "trials.jsonl",
+        searched("met"),
+        lambda row: row["findings"].append(
+            {"gate": "growing_queue", "level": "warning", "message": "it grows", "advice": "", "evidence": {}}
+        ),
+        "findings",
+    ),
+    "a rate": (
+        "trials.jsonl",
+        searched("met"),
+        lambda row: row.update(request_rate=row["request_rate"] * 1.1),
+        "summary.offered_rate",
+    ),
+    "a seed": ("trials.jsonl", searched("met"), lambda row: row.update(seed=5), "its seed"),
+    "what limits": (
+        "trials.jsonl",
+        searched("missed"),
+        lambda row: row["engine"]["limit"].update(limit="client"),
+        "limit",
+    ),
+    "an answer": (
+        "cells.jsonl",
+        lambda row: row["main"],
+        lambda row: row["answer"].update(max_request_rate=row["answer"]["max_request_rate"] * 1.002),
+        "answer.max_request_rate",
+    ),
+    "an answer's end": (
+        "cells.jsonl",
+        lambda row: row["main"],
+        lambda row: row["answer"].update(lower=row["answer"]["max_request_rate"] * 2),
+        "lies outside of its interval",
+    ),
+    "a status": (
+        "cells.jsonl",
+        lambda row: row["main"],
+        lambda row: row["answer"].update(status="converged", confirmed=True),
+        "answer.",
+    ),
+    "a burst's answer": (
+        "cells.jsonl",
+        lambda row: row["method"] == "burst",
+        lambda row: row["answer"].update(max_request_rate=row["answer"]["lower"] * 1.01),
+        "answer.max_request_rate",
+    ),
+    "a supporting trial": (
+        "cells.jsonl",
+        lambda row: row["main"],
+        lambda row: row.update(confirmed_by="tcp-in128-out16-99"),
+        "which is not there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_found_without_checksums(folder: Path, name: str) -> None:
+    """By what it contradicts: the requests, or the trials."""
+    file, which, edit, words = EDITS[name]
+    edited = edit_line(without_checksums(folder) / file, which, edit)
+    found = audit(folder).damages
+    mine = [each for each in found if words in each.what and edited in each.what and each.file == file]
+    assert mine, [str(each) for each in found]
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_found_by_the_checksums(folder: Path, name: str) -> None:
+    file, which, edit, _ = EDITS[name]
+    before = (folder / file).read_text().splitlines()
+    rows = [json.loads(line) for line in before]
+    place = next(place for place, row in enumerate(rows) if which(row))
+    edit(rows[place])
+    before[place] = json.dumps(rows[place])
+    (folder / file).write_text("\n".join(before) + "\n")
+    (damage,) = damages(folder)
+    assert str(damage) == f"{file}: line {place + 1} was changed since it was written"
+
+
+def test_an_edited_tier_is_found(tmp_path: Path) -> None:
+    """In a run with trials at one equal rate, too."""
+    folder = without_checksums(simulate.simulated(CliOptions("quickstart", TIERS), tmp_path))
+    assert {trial.method for trial in load_run(folder).all_trials} == {"sustained", "equal_rate"}
+    assert found_in(folder) == []
+    name = edit_line(
+        folder / "trials.jsonl",
+        lambda row: "tiers" in row["summary"] and row["purpose"] != "ceiling",
+        lambda row: row["summary"]["tiers"]["loose"].update(slo_attainment=0.5, verdict="missed"),
+    )
+    found = found_in(folder)
+    assert any(f"{name}: tiers.loose." in each for each in found), found
+    assert any(f"{name}: the verdict" in each and "loose missed" in each for each in found), found
+
+
+def with_requests(folder: Path, verdict: str, change: Callable[[pa.Table], pa.Table]) -> str:
+    trial = next(t for t in load_run(folder).trials if t.verdict == verdict and t.purpose != "ceiling")
+    path = folder / "requests" / f"{trial.trial_id}.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+    return trial.trial_id
+
+
+def _faster(table: pa.Table) -> pa.Table:
+    place = table.schema.get_field_index("first_token_s")
+    late = pc.subtract(table.column("first_token_s"), table.column("scheduled_s"))
+    sooner = pc.add(table.column("scheduled_s"), pc.multiply(late, 0.5))
+    return table.set_column(place, "first_token_s", sooner)
+
+
+def _forgotten(table: pa.Table) -> pa.Table:
+    return table.filter(pc.equal(table.column("error"), "")).slice(1)
+
+
+def _moved(table: pa.Table) -> pa.Table:
+    """All times a little later: no latency changes, but nobody planned these arrivals."""
+    for name in ("scheduled_s", "sent_s", "first_token_s", "last_token_s"):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, pc.add(table.column(name), 1e-5))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_faster, "more figures do not follow"),
+        (_forgotten, "summary.planned"),
+        (_moved, "not follow from"),
+    ],
+)
+def test_edited_requests_are_found(folder: Path, change: Callable[[pa.Table], pa.Table], words: str) -> None:
+    trial = with_requests(without_checksums(folder), "missed", change)
+    found = found_in(folder)
+    assert any(trial in each and words in each for each in found), found
+
+
+def test_arrivals_that_no_seed_plans_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if all figures were made to agree with them."""
+    trial = with_requests(without_checksums(folder), "missed", _moved)
+    monkeypatch.setattr(StoredTrial, "figures", lambda _: iter(()))
+    found = found_in(folder)
+    assert any(trial in each and "not those that its seed plans" in each for each in found), found
+
+
+def test_a_trial_that_was_taken_out_is_missed(folder: Path) -> None:
+    """With its requests and its line: the search would not have asked what it asked after it."""
+    without_checksums(folder)
+    lines = (folder / "trials.jsonl").read_text().splitlines()
+    gone = next(row for row in map(json.loads, lines) if searched("missed")(row))
+    kept = [line for line in lines if json.loads(line)["trial_id"] != gone["trial_id"]]
+    (folder / "trials.jsonl").write_text("\n".join(kept) + "\n")
+    (folder / "requests" / f"{gone['trial_id']}.parquet").unlink()
+    assert any(gone["trial_id"] in each and "still asks for" in each for each in found_in(folder))
+
+
+def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
+    with (without_checksums(folder) / "trials.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert any(each.startswith("trials.jsonl: an entry is left out") for each in found_in(folder))
+
+
+# --- other code ------------------------------------------------------------------------------------
+
+
+def judged_by_others(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sessions"][0]["rules"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_what_other_rules_say_is_a_note(folder: Path) -> None:
+    judged_by_others(without_checksums(folder))
+    found = audit(folder)
+    assert found.sound
+    assert any("which says the same" in note for note in found.notes), found.notes
+    edit_line(folder / "trials.jsonl", searched("missed"), lambda row: row.update(reason="so be it"))
+    found = audit(folder)
+    assert found.sound
+    assert any("by this kvbench's rules, not those of" in note for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize(
+    "name", ["a percentile", "a count", "a decision with its verdict", "an answer's end"]
+)
+def test_figures_are_no_matter_of_rules(folder: Path, name: str) -> None:
+    judged_by_others(without_checksums(folder))
+    file, which, edit, words = EDITS[name]
+    edit_line(folder / file, which, edit)
+    assert any(words in each for each in found_in(folder))
+
+
+RUNS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_reference_runs_are_as_they_were_written(name: str) -> None:
+    """What cannot be looked at is said; the newest one of them is judged as today."""
+    found = audit(REFERENCE / name)
+    assert [str(each) for each in found.damages] == []
+    trials = [trial for trial in load_run(REFERENCE / name).all_trials if trial.method != "imported"]
+    assert found.checked["trials"] == len(trials)
+    assert found.notes or (REFERENCE / name / "checksums.jsonl").exists()
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
+def verified(folder: Path, *, as_json: bool = False) -> tuple[int, str]:
+    out = io.StringIO()
+    status = auditing.command(folder, Console(file=out, width=60), as_json=as_json)
+    return status, out.getvalue()
+
+
+def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
+    status, text = verified(folder)
+    assert status == EXIT_OK
+    assert ": sound (" in text
+    name = edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
+    status, text = verified(folder)
+    assert status == EXIT_FAILED
+    line = next(line for line in text.splitlines() if "summary.ttft_ms.p99" in line)
+    assert line.startswith(f"trials.jsonl: {name}: summary.ttft_ms.p99 does not follow from requests/{name}")
+    assert "stored 1, recomputed " in line
+    assert "not as it was written: " in text.splitlines()[-1]
+    with pytest.raises(StoreError, match="is not a run folder"):
+        auditing.command(tmp_path / "nowhere", Console(file=io.StringIO()))
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    text: str
+
+
+def kvbench(*words: str) -> Ended:
+    """A command, within this process."""
+    result = CliRunner().invoke(app, words)
+    return Ended(result.exit_code, result.output)
+
+
+def test_the_command_line(folder: Path) -> None:
+    done = kvbench("verify", str(folder), "--json")
+    assert done.status == EXIT_OK
+    told = json.loads(done.text[done.text.index("{") :])
+    assert told["sound"]
+    assert told["damages"] == []
+    assert told["checked"]["trials"] == len(load_run(folder).all_trials)
+    (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
+    done = kvbench("verify", str(folder), "--json")
+    assert done.status == EXIT_FAILED
+    (damage, *_) = json.loads(done.text[done.text.index("{") :])["damages"]
+    assert damage["file"].startswith("requests/")
+    assert damage["what"] == "is missing"
+    assert kvbench("verify", str(folder / "nowhere")).status == 2
+
+
+# --- before going on, and before sharing -----------------------------------------------------------
+
+
+def test_an_edited_run_is_not_gone_on_with(folder: Path) -> None:
+    broken_off(folder)
+    name = edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
+    assert name
+    with pytest.raises(StoreError, match=r"not as it was written:\n  trials\.jsonl: line \d+ was changed"):
+        resume.resume(folder)
+    resume.resume(folder, force=True)
+    run = load_run(folder)
+    assert run.manifest["status"] == "complete"
+    assert auditing.DAMAGED in run.labels
+    assert any("was changed" in each for each in run.manifest["sessions"][-1]["differs"])
+
+
+def broken_off(folder: Path) -> None:
+    """As after an interrupt in the last cell."""
+    with RunStore.reopen(folder) as store:
+        row = json.loads((folder / "cells.jsonl").read_text().splitlines()[-1])
+        store.put_cell({**row, "status": "failed", "answer": None})
+
+
+def test_nor_is_one_without_checksums(folder: Path) -> None:
+    broken_off(without_checksums(folder))
+    file, which, edit, words = EDITS["a percentile"]
+    edit_line(without_checksums(folder) / file, which, edit)
+    with pytest.raises(StoreError, match=words):
+        resume.resume(folder)
+
+
+def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "x.tar.gz"
+    packed = kvbench("bundle", str(folder), "--output", str(archive))
+    assert packed.status == EXIT_OK, packed.text
+    inside = unpacked(archive, tmp_path / "sound")
+    assert audit(inside).sound, found_in(inside)
+    assert audit(inside).checked["files"] > 10
+    (inside / "trials.jsonl").write_text((inside / "trials.jsonl").read_text().replace("missed", "met"))
+    assert any("line" in each for each in found_in(inside))
+
+    edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
+    refused = kvbench("bundle", str(folder), "--output", str(archive))
+    assert refused.status == EXIT_FAILED
+    assert "is not as it was written" in refused.text
+    forced = kvbench("bundle", str(folder), "--output", str(archive), "--force")
+    assert forced.status == EXIT_OK, forced.text
+    inside = unpacked(archive, tmp_path / "edited")
+    assert auditing.DAMAGED in load_run(inside).labels
+    assert not audit(inside).sound
+
+
+def unpacked(archive: Path, target: Path) -> Path:
+    with tarfile.open(archive) as tar:
+        tar.extractall(target, filter="data")
+    return next(target.iterdir())

@@ -1,0 +1,148 @@
+"""``make perf-compare``: false alarms and power of ``kvbench compare --ci``, on virtual time.
+
+A cell of the quickstart scenario is searched again and again, each time with another seed, by ``kvbench
+simulate``'s own way. Between two such searches, or repeats of them, nothing changed: an alarm is a false one.
+Then all times of the system are longer, so that its rate is lower by exactly the loss. Searches are kept as
+they come (``--rows``), and are not done again. Of repeats the comparisons are draws from the same searches.
+It judges nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.findings.rate_change import Searched, rate_change
+from kvbench.core.fitted_table import Grid, columns_of
+from kvbench.report.tables.result import read_answer
+from tools.random_systems.judge.many import rows_of
+
+from .jobs import ROOT, SearchJob, code_version
+
+CELL: Final = ("nixl", 256)
+SHARP: Final = (
+    "search.trial_s=30",
+    "search.max_trial_s=60",
+    "search.precision=0.05",
+    "search.max_trials=16",
+)
+SETTINGS: Final = {"quickstart": (), "30 s trials, 5 % precision": SHARP}
+SIDES: Final = ((1, 1), (6, 1), (3, 3), (4, 4))
+"""Runs before and after."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one setting and number of runs: ``pairs`` comparisons of each kind, and those with an alarm."""
+
+    setting: str
+    before: int
+    after: int
+    pairs: int
+    untold: int
+    false_alarms: int
+    seen: int
+    told: float | None
+    """How probable the line says it is to see the loss; the median."""
+
+    def cells(self) -> list[str]:
+        told = "–" if self.told is None else f"{self.told:.0%}"
+        shares = [f"{count / self.pairs:.1%}" for count in (self.untold, self.false_alarms, self.seen)]
+        return [self.setting, f"{self.before} → {self.after}", f"{self.pairs}", *shares, told]
+
+
+@cache
+def _searched(text: str) -> Searched | None:
+    """A search's answer; None of one that did not converge, which is not compared."""
+    answer = read_answer(json.loads(text))
+    return Searched(answer.max_request_rate, answer.possible) if answer.sure else None
+
+
+def figures_of(
+    setting: str, same: Sequence[str], slower: Sequence[str], pairs: int, loss: float, worse_than: float
+) -> Iterator[Figures]:
+    """``same``, ``slower``: answers as JSON, of the system as it is and with its times longer."""
+    for before, after in SIDES:
+        rng = np.random.default_rng(1)
+        counts = dict.fromkeys(("untold", "false", "seen"), 0)
+        told = []
+        if len(same) < before + after or len(slower) < after:
+            continue
+        for number in range(pairs):
+            # Of single searches each is in one pair, as long as there are enough.
+            own = rng.permutation(len(same))[: before + after]
+            own = np.array([2 * number, 2 * number + 1]) if (before, after) == (1, 1) else own
+            if own.max() >= len(same):
+                own = rng.permutation(len(same))[: before + after]
+            sides = [same[each] for each in own]
+            one = _known(sides[:before])
+            other = _known(sides[before:])
+            lost = _known([slower[each] for each in rng.permutation(len(slower))[:after]])
+            if not (one and other and lost):
+                counts["untold"] += 1
+                continue
+            change = rate_change(one, other)
+            counts["false"] += change.alarms(worse_than)
+            counts["seen"] += rate_change(one, lost).alarms(worse_than)
+            told.append(change.seen(loss, worse_than))
+        known = sorted(each for each in told if each is not None)
+        middle = known[len(known) // 2] if known else None
+        yield Figures(
+            setting, before, after, pairs, counts["untold"], counts["false"], counts["seen"], middle
+        )
+
+
+def _known(answers: Sequence[str]) -> list[Searched]:
+    return [each for text in answers if (each := _searched(text)) is not None]
+
+
+def _answers(rows: Sequence[dict[str, Any]], factor: float) -> list[str]:
+    mine = sorted((row for row in rows if row["factor"] == factor), key=lambda row: row["seed"])
+    return [json.dumps(row["answer"], sort_keys=True) for row in mine]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.perf_compare", description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=200, help="comparisons of each kind (200)")
+    parser.add_argument("--loss", type=float, default=0.1, help="the loss to be seen, as a share (0.1)")
+    parser.add_argument("--worse-than", type=float, default=0.05, help="as of compare --ci (0.05)")
+    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rows", type=Path, default=ROOT / "results" / "perf-compare.jsonl")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    asked = parser.parse_args()
+    factor = 1 / (1 - asked.loss)
+    jobs = [
+        SearchJob(*CELL, seed, each, SETTINGS[setting])
+        for setting in asked.settings
+        for pair in range(asked.pairs)
+        for seed, each in ((2 * pair + 1, 1.0), (2 * pair + 2, 1.0), (2 * pair + 2, factor))
+    ]
+    found: list[dict[str, Any]] = []
+    for row in rows_of(jobs, asked.workers, asked.rows, code_version()):
+        found.append(row)
+        if len(found) % 50 == 0:
+            print(f"{len(found)} of {len(jobs)} searches", file=sys.stderr, flush=True)
+    figures: list[Figures] = []
+    for setting in asked.settings:
+        mine = [row for row in found if row["sets"] == list(SETTINGS[setting])]
+        answers = _answers(mine, 1.0), _answers(mine, factor)
+        figures += figures_of(setting, *answers, asked.pairs, asked.loss, asked.worse_than)
+    titles = f"comparisons|not converged|false alarms|loss of {asked.loss:.0%} seen|told"
+    grid = Grid(columns_of("search|runs", titles), [each.cells() for each in figures])
+    print(grid.fitted(None).text())
+    if asked.json is not None:
+        asked.json.write_text(json.dumps([vars(each) for each in figures], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

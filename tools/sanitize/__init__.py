@@ -1,0 +1,1 @@
+"""The C extensions and their tests under sanitizers (``make sanitize``)."""

@@ -1,0 +1,251 @@
+"""``make sanitize``: the C extensions, their tests and their fuzz under GCC's sanitizers.
+
+``python -m tools.sanitize [address] [thread] [PYTEST_ARGS]``: ``address`` is ASAN and UBSAN in one,
+``thread`` is TSAN. Each has a copy of the sources of its own in ``build/sanitize/``, where the extensions
+are compiled anew; those of this checkout stay. ``FUZZ_EXAMPLES`` (default 100) says how many new examples
+each fuzz test has.
+
+Python itself is the usual one, with the sanitizer loaded before it. ASAN sees all memory of the C library's
+heap, Python's objects among it (PYTHONMALLOC=malloc), and what our C does to it. TSAN sees every lock,
+Python's too, and what our C reads and writes; what Python does to memory without a call to our C it does
+not see. Lost memory is not looked for: Python itself ends with much that is not freed.
+
+Exit codes: 0 clean, 1 something was found or a test failed, 4 not run here (no compiler, no sanitizer that
+works).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+BUILD: Final = ROOT / "build" / "sanitize"
+COPIED: Final = ("kvbench", "tests", "tools", "scenarios", "docs", "results/reference")
+COPIED_FILES: Final = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
+CANARY: Final = Path(__file__).with_name("canary.c")
+EXIT_CLEAN, EXIT_FOUND, EXIT_NOT_RUN = 0, 1, 4
+BUILD_DEADLINE_S: Final = 300.0
+CANARY_DEADLINE_S: Final = 60.0
+MOST_SHOWN: Final = 3
+EXAMPLES: Final = "100"
+
+TESTS: Final = (
+    "tests/processes/http1",
+    "tests/processes/loadgen/test_loadgen_loop.py",
+    "tests/processes/loadgen/test_loadgen_answer.py",
+    "tests/processes/loadgen/test_foreign_answers.py",
+    "tests/processes/loadgen/test_loadgen_direct.py",
+    "tests/processes/router/test_router_stream.py",
+    "tests/processes/router/test_fuzz_http.py",
+    "tests/processes/exact_server/test_exact.py",
+)
+"""Those in whose process, or in processes of theirs, compiled code runs."""
+LEFT_OUT: Final = "not test_each_oddity_is_named"
+"""What asks for a speed that nothing has under a sanitizer."""
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """One way to compile and run: its canaries are the faults that it must see."""
+
+    flags: tuple[str, ...]
+    library: str
+    canaries: tuple[str, ...]
+    options: Mapping[str, str]
+    """Environment variable → options; ``log_path`` is added to each."""
+
+
+COMMON: Final = ("-g", "-O1", "-fno-omit-frame-pointer")
+SANITIZERS: Final = {
+    "address": Sanitizer(
+        (*COMMON, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+        "libasan.so",
+        ("address", "undefined"),
+        {
+            "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:strict_string_checks=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+    ),
+    # A child that was forked from a process with threads runs until it executes another program.
+    "thread": Sanitizer(
+        (*COMMON, "-fsanitize=thread"),
+        "libtsan.so",
+        ("thread",),
+        {"TSAN_OPTIONS": "die_after_fork=0:second_deadlock_stack=1:history_size=5:exitcode=66"},
+    ),
+}
+
+
+class NotRunError(Exception):
+    """Nothing can be said here, and why."""
+
+
+def compiler() -> str:
+    """The C compiler; raises NotRunError without one, or without what it needs."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        raise NotRunError("there is no C compiler")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise NotRunError("Python's headers are not installed")
+    return found
+
+
+def run(words: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> str:
+    """All output of a command, whatever its status."""
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=deadline_s,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return done.stdout
+
+
+def copy(folder: Path) -> None:
+    """The sources alone, into an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", ".hypothesis")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in COPIED_FILES:
+        shutil.copy(ROOT / name, folder)
+
+
+def compile_all(sanitizer: Sanitizer, folder: Path) -> None:
+    """The extensions of a copy, beside their sources, and the canary."""
+    flags = " ".join(sanitizer.flags)
+    environment = {"CC": compiler(), "CFLAGS": f"{flags} -Werror", "LDFLAGS": flags}
+    words = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_ext", "--inplace"]
+    output = run(words, folder, environment, BUILD_DEADLINE_S)
+    built = {path.name.partition(".")[0] for path in (folder / "kvbench").rglob("*.so")}
+    missing = modules(folder) - built
+    if missing or not built:
+        raise NotRunError(f"{', '.join(sorted(missing))} did not compile:\n{output[-2000:]}")
+    output = run(
+        [compiler(), *sanitizer.flags, "-shared", "-fPIC", "-o", "canary.so", str(CANARY)],
+        folder,
+        {},
+        BUILD_DEADLINE_S,
+    )
+    if not (folder / "canary.so").exists():
+        raise NotRunError(f"the canary did not compile:\n{output[-2000:]}")
+
+
+def modules(folder: Path) -> set[str]:
+    """Names of the extension modules: what has an initialising function."""
+    return {
+        path.stem
+        for path in (folder / "kvbench").rglob("*.c")
+        if f"PyInit_{path.stem}(" in path.read_text(encoding="utf-8")
+    }
+
+
+def environment(sanitizer: Sanitizer, folder: Path) -> dict[str, str]:
+    """Under which a Python, and each that it starts, runs with the sanitizer and the copy's modules."""
+    library = run(
+        [compiler(), f"-print-file-name={sanitizer.library}"], folder, {}, CANARY_DEADLINE_S
+    ).strip()
+    if not Path(library).is_absolute():
+        raise NotRunError(f"the compiler has no {sanitizer.library}")
+    reports = folder / "reports" / "report"
+    reports.parent.mkdir(exist_ok=True)
+    return {
+        "LD_PRELOAD": library,
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(folder),
+        **{name: f"{words}:log_path={reports}" for name, words in sanitizer.options.items()},
+    }
+
+
+def reports(folder: Path) -> list[str]:
+    """What the sanitizer has said so far, a text a process; they are taken away."""
+    found = sorted((folder / "reports").iterdir())
+    texts = [path.read_text(errors="replace") for path in found]
+    for path in found:
+        path.unlink()
+    return texts
+
+
+def hear(sanitizer: Sanitizer, folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """What must stand before a command here. Raises NotRunError if the canaries are not seen."""
+    said = ""
+    # An address space laid out at random may be one that TSAN cannot use.
+    for before in ([], ["setarch", "-R"]):
+        if before and shutil.which(before[0]) is None:
+            continue
+        seen = []
+        for name in sanitizer.canaries:
+            code = f"import ctypes; ctypes.CDLL('./canary.so').{name}(4)"
+            output = run([*before, sys.executable, "-c", code], folder, environment, CANARY_DEADLINE_S)
+            told = [output, *reports(folder)]
+            seen.append(any("Sanitizer" in text or "runtime error" in text for text in told))
+            said = "\n".join(told)[-1000:]
+        if all(seen):
+            return before
+    raise NotRunError(f"a deliberate fault was not seen:\n{said}")
+
+
+def sanitize(name: str, arguments: Sequence[str]) -> int:
+    """Builds, tests and reports with one of them; returns the exit code."""
+    sanitizer, folder = SANITIZERS[name], BUILD / name
+    print(f"sanitize {name}: compiling into {folder.relative_to(ROOT)}", flush=True)
+    copy(folder)
+    compile_all(sanitizer, folder)
+    around = environment(sanitizer, folder)
+    before = hear(sanitizer, folder, around)
+    # Everything takes several times as long.
+    options = [
+        "-k",
+        LEFT_OUT,
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=1800",
+        "--timeout",
+        "900",
+    ]
+    tests = [] if any("test_" in each for each in arguments) else list(TESTS)
+    words = [*before, sys.executable, "-m", "pytest", "-q", *tests, *options, *arguments]
+    examples = {"FUZZ_EXAMPLES": EXAMPLES, **os.environ}["FUZZ_EXAMPLES"]
+    around |= {"FUZZ_EXAMPLES": examples, "PYTHONDONTWRITEBYTECODE": "1"}
+    status = subprocess.run(words, cwd=folder, env={**os.environ, **around}, check=False).returncode
+    found = reports(folder)
+    for text in found[:MOST_SHOWN]:
+        print(text)
+    if len(found) > MOST_SHOWN:
+        print(f"… and reports of {len(found) - MOST_SHOWN} processes more")
+    said = f"{len(found)} processes were reported" if found else "nothing was reported"
+    print(f"sanitize {name}: {said}; the tests ended with status {status}", flush=True)
+    return EXIT_FOUND if found or status else EXIT_CLEAN
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs those that are named, or all; the worst exit code."""
+    names = [each for each in arguments if each in SANITIZERS] or list(SANITIZERS)
+    rest = [each for each in arguments if each not in SANITIZERS and each != "--"]
+    codes = []
+    for name in names:
+        try:
+            codes.append(sanitize(name, rest))
+        except NotRunError as error:
+            print(f"sanitize {name}: not run here: {error}", file=sys.stderr)
+            codes.append(EXIT_NOT_RUN)
+    return next((code for code in (EXIT_FOUND, EXIT_NOT_RUN) if code in codes), EXIT_CLEAN)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
