@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import kvbench
-from resuming import Taped, cut_off, trials_of, write_order
+from resuming import Taped, cut_off, trials_of, without_checksums, write_order
 from rich.console import Console
 
 import kvbench as api
@@ -137,7 +137,7 @@ def test_a_second_process_is_refused_and_told_who_works_there(broken: Path, tmp_
 
 
 def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path, tmp_path: Path) -> None:
-    folder = copied(broken, tmp_path)
+    folder = without_checksums(copied(broken, tmp_path))
     machine = json.loads((folder / "environment.json").read_text())
     machine["hostname"], machine["libraries"]["numpy"] = "elsewhere", "0.0.1"
     (folder / "environment.json").write_text(json.dumps(machine))
@@ -189,20 +189,20 @@ def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path
 
 
 def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
-    changed = copied(broken, tmp_path / "plan")
+    changed = without_checksums(copied(broken, tmp_path / "plan"))
     plan = json.loads((changed / "plan.json").read_text())
     plan["cells"].pop()
     (changed / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(StoreError, match="would plan other cells"):
         resume.resume(changed)
-    other = copied(broken, tmp_path / "trials")
+    other = without_checksums(copied(broken, tmp_path / "trials"))
     lines = (other / "trials.jsonl").read_text().splitlines()
     lines[3] = json.dumps({**json.loads(lines[3]), "request_rate": 7.5})
     (other / "trials.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(StoreError, match=r"at 7\.5 req/s .* is not what the search asks for"):
         resume.resume(other)
     assert load_run(other).manifest["status"] == "failed"
-    older = copied(broken, tmp_path / "older")
+    older = without_checksums(copied(broken, tmp_path / "older"))
     manifest = json.loads((older / "manifest.json").read_text())
     del manifest["asked"]
     (older / "manifest.json").write_text(json.dumps(manifest))
