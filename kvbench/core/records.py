@@ -40,9 +40,12 @@ UNENDED: Final = ("timeout", "no_answer", "cancelled")
 # "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 
-Method = Literal["sustained", "burst", "fixed", "closed_loop", "trace", "equal_rate", "imported"]
+Method = Literal[
+    "sustained", "burst", "fixed", "closed_loop", "trace", "equal_rate", "imported", "chaos", "soak"
+]
 """How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds;
-"closed_loop" offers no rate (its ``request_rate`` is 0) but so many requests at once;
+"closed_loop" offers no rate (its ``request_rate`` is 0) but so many requests at once; "chaos" and "soak" hold
+a rate, with a fault in it, or one window of hours;
 "imported" is a result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 

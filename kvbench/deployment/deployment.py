@@ -150,6 +150,27 @@ class RunningDeployment:
         self._launcher.check()
         self._watch.check(self.processes)
 
+    def process(self, name: str) -> Process:
+        """One of its processes by name. Raises LookupError."""
+        found = next((each for each in self.processes if each.name == name), None)
+        if found is None:
+            raise LookupError(f"there is no {name}, but {', '.join(self.pids())}")
+        return found
+
+    def start_again(self, name: str) -> Process:
+        """Starts a process anew that has ended, by the same command at the same ports; its log goes on.
+
+        Raises LookupError if there is none of that name, LaunchError.
+        """
+        old = self.process(name)
+        again = self._launcher.start(old.spec)
+        self.processes[self.processes.index(old)] = again
+        return again
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a process answers its ready question now. Raises LookupError."""
+        return self._is_ready(self.process(name).spec)[0]
+
     def diagnoses(self) -> list[Diagnosis]:
         """What the logs have said since the last call, and what they said at start-up; none of it fatal."""
         return self._watch.take()

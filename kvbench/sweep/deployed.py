@@ -155,6 +155,23 @@ class DeployedBench:
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        with self.running(planned, round_) as (launcher, deployment):
+            progress = self._watcher.trial_progress
+            trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)
+            yield DeployedSite(
+                self._scenario,
+                deployment,
+                trials,
+                self._store,
+                self._watcher,
+                compared=self._is_compared_with(planned.label),
+            )
+
+    @contextmanager
+    def running(
+        self, planned: DeploymentPlan, round_: str = ""
+    ) -> Iterator[tuple[Launcher, RunningDeployment]]:
+        """Its processes from start to stop, for whoever does more with them than a site offers."""
         session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
         folder = "-".join(filter(None, (planned.label, round_, session)))
         with scratch(scratch_prefix(self._store.path), self._store.path.name) as specs:
@@ -164,16 +181,7 @@ class DeployedBench:
             self._announce(planned, launcher)
             with RunningDeployment(self._scenario, planned, launcher) as deployment:
                 self._watcher.stage(f"{planned.label}: ready after {deployment.ready_s:.1f} s")
-                progress = self._watcher.trial_progress
-                trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)
-                yield DeployedSite(
-                    self._scenario,
-                    deployment,
-                    trials,
-                    self._store,
-                    self._watcher,
-                    compared=self._is_compared_with(planned.label),
-                )
+                yield launcher, deployment
 
     def _is_compared_with(self, label: str) -> bool:
         others = (each.label for each in self._plan.deployments if each.label != label)

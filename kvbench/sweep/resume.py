@@ -40,7 +40,7 @@ from kvbench.sweep.cell import Fixed
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.simulate import SimulatedBench
-from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
+from kvbench.sweep.sweep import HELD, Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
 from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
 from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 
@@ -191,6 +191,8 @@ def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
 
 def _require_kind(run: RunFolder, kind: str) -> None:
     own = str(run.manifest.get("kind"))
+    if own in HELD:
+        raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
     if own not in ("sweep", "bench", "simulate"):
         raise InputError(
             f"{run.path} is a run of kind {own}, which cannot be gone on with", hint="begin anew"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
@@ -37,6 +38,9 @@ from kvbench.sweep.next_step import next_step
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.watchers.otlp import OtlpWatcher, meter
+
+HELD: Final = ("chaos", "soak")
+"""Kinds of runs at a held rate, which have commands of their own (held_rate/)."""
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> int:
@@ -109,7 +113,8 @@ def carry_out(
 
 def resume_words(kind: str, path: Path) -> str:
     """The command that goes on with a run."""
-    return f"kvbench {'bench' if kind == 'bench' else 'sweep'} --resume {shlex.quote(str(path))}"
+    own = kind if kind in ("bench", *HELD) else "sweep"
+    return f"kvbench {own} --resume {shlex.quote(str(path))}"
 
 
 def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:

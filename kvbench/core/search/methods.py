@@ -7,6 +7,8 @@
   where the system did not keep up.
 - ``closed_loop``: so many requests are under way at any time, and described; no rate is offered.
 - ``trace``: recorded arrivals; judged as sustained if there is an SLO, else "measured".
+- ``soak``: one window of a rate that is held for hours; as ``fixed``.
+- ``chaos``: a fault strikes while a rate is held; what that cost is judged elsewhere (core/held_rate).
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def verdict_of(
         findings = [_softened(finding) for finding in findings if finding.gate != "growing_queue"]
         refusal = _refusal(findings)
         return ("measured", "", findings) if refusal is None else ("invalid", refusal.message, findings)
-    if method == "fixed" or not searched:
+    if method in ("fixed", "soak") or not searched:
         findings = [_softened(finding) for finding in findings]
         refusal = _refusal(findings)
         if refusal is not None:

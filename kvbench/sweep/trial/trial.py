@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -53,7 +53,9 @@ class TrialRunner:
         on_progress: Callable[[Cell, float, int, Progress], None],
         trace: Sequence[TracedRequest] = (),
         idle: Idleness | None = None,
+        more_columns: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """``more_columns``: what else stands in a trial's record, asked once its load is drained."""
         self._scenario = scenario
         self._deployment = deployment
         self._store = store
@@ -62,6 +64,7 @@ class TrialRunner:
         self._on_progress = on_progress
         self._trace = trace
         self._idle = idle or Idleness(scenario, deployment)
+        self._more_columns = more_columns
         self._reader = MetricsReader(deployment)
         self._may_expire = 0.0
         """Requests that earlier trials cancelled, whose KV may still be given up."""
@@ -94,7 +97,7 @@ class TrialRunner:
         begun = begun_record(scenario, plan, self._store)
         headers = access_headers(self._deployment.endpoints.access)
         with Observer(self._launcher, self._deployment, plan.trial_id, headers) as observer:
-            trial, load = self._offer(plan)
+            trial, load = self.offer(plan)
         undrained = self._idle.drain(load)
         readings = self._reader.after(before, observer, slots_of(scenario))
         evidence = self._evidence(trial, load, readings)
@@ -107,17 +110,28 @@ class TrialRunner:
             **expected_reuse(trial.offered, load),
             **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
             "use": readings.use(),
+            **self._more_columns(),
         }
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         self._store.add_telemetry(readings.rows)
         return stored(scenario, record, load, self._store)
 
-    def _offer(self, plan: TrialPlan) -> tuple[PlannedTrial, LoadResult]:
+    def offer(
+        self,
+        plan: TrialPlan,
+        seen: Callable[[Progress], None] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> tuple[PlannedTrial, LoadResult]:
+        """Offers the load, and does nothing else. ``seen``: told of its progress; ``check``: asked meanwhile
+        whether all is well, by default whether the deployment's processes live. Raises KvbenchError.
+        """
         trial = PlannedTrial.of(self._scenario, plan, self._trace)
         offered = trial.offered
 
         def progressed(progress: Progress) -> bool:
             self._on_progress(plan.cell, plan.rate, offered.n, progress)
+            if seen is not None:
+                seen(progress)
             return trial.watch.progressed(progress)
 
         spec = self._load_spec(plan, offered.n)
@@ -134,7 +148,7 @@ class TrialRunner:
         workers, name = self._workers(plan, offered.n), f"loadgen-{plan.trial_id}"
         generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
         try:
-            return trial, generator.run(progressed, self._deployment.check_alive, deadline_s)
+            return trial, generator.run(progressed, check or self._deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
 

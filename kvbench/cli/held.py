@@ -1,0 +1,181 @@
+"""Commands at a held rate: chaos and soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbench.cli.choices import complete_run, run_folder
+from kvbench.cli.console import console
+from kvbench.cli.options import ForceOption, JsonOption, LoadOptions, OutputOption, ResumeOption, asks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvbench.sweep.held_rate.held import HeldOptions
+
+NOT_HELD = (
+    *("base_url", "model", "header", "ca_file", "insecure", "api_key_env"),
+    *("prefill_metrics_url", "decode_metrics_url", "direct", "method", "rates", "trace", "time_scale"),
+)
+"""Options of loads that are not held, and of servers whose processes are somebody else's."""
+
+RateOption = Annotated[
+    float | None,
+    typer.Option("--rate", metavar="REQ/S", help="The rate to hold.", min=0.001, rich_help_panel="Held rate"),
+]
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="Hold a share of the rates that this run has found.",
+        parser=run_folder,
+        autocompletion=complete_run,
+        rich_help_panel="Held rate",
+    ),
+]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(
+        "--share", metavar="SHARE", help="That share; 0.7 by default.", rich_help_panel="Held rate"
+    ),
+]
+DeadlineOption = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline",
+        metavar="S",
+        help="A request without an end by then hangs; by default 10, or three times what the SLO allows.",
+        min=0.1,
+        rich_help_panel="Held rate",
+    ),
+]
+
+
+@asks(without=NOT_HELD)
+def chaos(
+    options: LoadOptions,
+    rate: RateOption = None,
+    from_: FromOption = None,
+    share: ShareOption = None,
+    deadline: DeadlineOption = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fault",
+            metavar="KIND:TARGET",
+            help="Only this fault, such as restart:prefill, freeze:decode-1@5+3. Repeatable; default: all.",
+            rich_help_panel="Faults",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats",
+            metavar="N",
+            help="How often each fault is done.",
+            min=1,
+            max=1000,
+            rich_help_panel="Faults",
+        ),
+    ] = 1,
+    before: Annotated[
+        float,
+        typer.Option("--before", metavar="S", help="Load before the fault.", rich_help_panel="Faults"),
+    ] = 5.0,
+    down: Annotated[
+        float, typer.Option("--down", metavar="S", help="How long a fault lasts.", rich_help_panel="Faults")
+    ] = 3.0,
+    after: Annotated[
+        float,
+        typer.Option("--after", metavar="S", help="How long is watched after it.", rich_help_panel="Faults"),
+    ] = 12.0,
+    lab: Annotated[
+        str,
+        typer.Option(
+            "--lab",
+            metavar="N[xRATE]",
+            help="In a lab of N NICs, such as 2x1gbit: faults of networks and NICs, too.",
+            rich_help_panel="Faults",
+        ),
+    ] = "",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the plan of faults, and start nothing.")
+    ] = False,
+    json_: JsonOption = False,
+    output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
+) -> int:
+    """Hold a rate, kill, freeze, restart and cut off processes, and tell what each fault costs."""
+    from kvbench.core.held_rate.fault_plan import FaultTimes
+    from kvbench.sweep.held_rate import chaos as running
+    from kvbench.sweep.held_rate.fault_lab import fault_lab
+
+    shown = _console(as_json=json_)
+    with fault_lab(lab, shown) as place:
+        if place.status is not None:
+            return place.status
+        if resume is not None:
+            return running.resumed(resume, shown, force=force, as_json=json_, lab=place.lab)
+        asked = running.ChaosOptions(
+            _held(rate, from_, share, deadline),
+            tuple(fault or ()),
+            FaultTimes(before, down, after),
+            repeats,
+            place.lab,
+        )
+        return running.command(
+            options.cli_options(), asked, output, shown, only_plan=plan, as_json=json_
+        )
+
+
+@asks(without=NOT_HELD)
+def soak(
+    options: LoadOptions,
+    hours: Annotated[
+        float, typer.Option("--hours", metavar="H", help="For how long; 0.05 is three minutes.", min=0.001)
+    ] = 1.0,
+    window: Annotated[
+        float | None,
+        typer.Option(
+            "--window", metavar="S", help="Length of a window, after which all is stored.", min=1.0
+        ),
+    ] = None,
+    rate: RateOption = None,
+    from_: FromOption = None,
+    share: ShareOption = None,
+    deadline: DeadlineOption = None,
+    json_: JsonOption = False,
+    output: OutputOption = Path("results"),
+    resume: ResumeOption = None,
+    force: ForceOption = False,
+) -> int:
+    """Hold a rate for hours: drift of latency, memory, descriptors and leases, wrong answers."""
+    from kvbench.sweep.held_rate import soak as running
+
+    shown = _console(as_json=json_)
+    if resume is not None:
+        return running.resumed(resume, shown, force=force, as_json=json_)
+    asked = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
+    return running.command(options.cli_options(), asked, output, shown, as_json=json_)
+
+
+def _held(
+    rate: float | None, found: Path | None, share: float | None, deadline_s: float | None
+) -> HeldOptions:
+    from kvbench.sweep.held_rate.held import HeldOptions
+
+    return HeldOptions(rate, share, found, deadline_s)
+
+
+def _console(*, as_json: bool) -> Console:
+    """What people read goes to stderr where a program reads stdout."""
+    if not as_json:
+        return console()
+    from kvbench.cli.visible_console import VisibleConsole
+
+    return VisibleConsole(highlight=False, stderr=True)

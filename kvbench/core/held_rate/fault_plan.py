@@ -1,0 +1,230 @@
+"""Which faults a chaos run does, to whom, when and for how long: drawn from a seed before anything starts.
+
+| kind | what is done | undone |
+|---|---|---|
+| kill | SIGKILL to the process; it stays dead | never |
+| restart | SIGKILL; after ``down_s`` the same command is started again on the same ports | started again |
+| freeze | SIGSTOP to the process and its children | SIGCONT |
+| lease | requests are sent to P that D never fetches: P keeps their KV until its lease ends | by the lease |
+| pool | the same until P's KV pool is full; on D requests that generate for long | they end |
+| partition | packets of the process vanish, both ways (the lab alone) | they pass again |
+| pull | the link of a NIC goes down, as when a cable is pulled (the lab alone) | it is up again |
+| slow | a NIC carries less (the lab alone) | its full rate |
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, get_args
+
+from kvbench.core.plan.plan import trial_seed
+from kvbench.errors import InputError
+
+FaultKind = Literal["kill", "restart", "freeze", "lease", "pool", "partition", "pull", "slow"]
+FaultTarget = Literal["prefill", "decode", "router", "metadata", "nic"]
+"""Whom a fault is done to. ``metadata`` is the connector's own helper process, such as Mooncake's master."""
+
+KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
+TARGETS: Final[tuple[FaultTarget, ...]] = get_args(FaultTarget)
+LAB_KINDS: Final = ("partition", "pull", "slow")
+"""Kinds that need a network of one's own."""
+_PROCESSES: Final[tuple[FaultTarget, ...]] = ("prefill", "decode", "router", "metadata")
+POSSIBLE: Final[Mapping[FaultKind, tuple[FaultTarget, ...]]] = {
+    "kill": _PROCESSES,
+    "restart": _PROCESSES,
+    "freeze": _PROCESSES,
+    "lease": ("prefill",),
+    "pool": ("prefill", "decode"),
+    "partition": (*_PROCESSES, "nic"),
+    "pull": ("nic",),
+    "slow": ("nic",),
+}
+LEASE_S: Final = 30.0
+"""For how long P keeps KV that nobody fetches: vLLM's kv_lease_duration, and the emulated engine's."""
+JITTER_S: Final = 1.0
+"""Faults strike at a moment drawn from so many seconds, so that repeats do not all meet the same request."""
+_WORDS: Final = re.compile(
+    r"(?P<kind>[a-z]+):(?P<target>[a-z]+)(?:-(?P<index>\d+))?"
+    r"(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<down>\d+(?:\.\d+)?))?"
+)
+_FORM: Final = "KIND:TARGET[-INDEX][@SECONDS][+SECONDS], such as restart:prefill or freeze:decode-1@5+3"
+
+
+@dataclass(frozen=True)
+class FaultTimes:
+    """Seconds of a trial: before its fault, for how long that lasts, and for how long is watched after it."""
+
+    before_s: float = 5.0
+    down_s: float = 3.0
+    after_s: float = 12.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value <= 86_400:
+                raise InputError(f"{name} must be above 0 and at most a day, not {value:g}")
+
+
+@dataclass(frozen=True)
+class WantedFault:
+    """A fault as it is asked for; None is left to the plan."""
+
+    kind: FaultKind
+    target: FaultTarget
+    index: int | None = None
+    at_s: float | None = None
+    down_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.target}" + (f"-{self.index}" if self.index is not None else "")
+
+    @classmethod
+    def parse(cls, text: str) -> WantedFault:
+        """From ``freeze:decode-1@5+3``. Raises InputError."""
+        match = _WORDS.fullmatch(text.strip())
+        if match is None:
+            raise InputError(f"{text!r} is no fault", hint=f"write {_FORM}")
+        kind = next((each for each in KINDS if each == match["kind"]), None)
+        if kind is None:
+            raise InputError(f"{text!r}: no fault is called {match['kind']!r}", hint=f"{', '.join(KINDS)}")
+        target = next((each for each in POSSIBLE[kind] if each == match["target"]), None)
+        if target is None:
+            raise InputError(
+                f"{text!r}: {kind} cannot be done to {match['target']!r}",
+                hint=f"it can to {', '.join(POSSIBLE[kind])}",
+            )
+        at, down, index = match["at"], match["down"], match["index"]
+        return cls(
+            kind,
+            target,
+            None if index is None else int(index),
+            None if at is None else float(at),
+            None if down is None else float(down),
+        )
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One fault, which is a trial of its own on a deployment of its own.
+
+    ``at_s``: seconds after the load's start; ``down_s``: until it is undone, 0 where it is not;
+    ``length_s``: of the whole load. ``number`` is the trial's, from 1; ``repeat`` counts from 1.
+    """
+
+    number: int
+    repeat: int
+    kind: FaultKind
+    target: FaultTarget
+    index: int
+    at_s: float
+    down_s: float
+    length_s: float
+
+    @property
+    def name(self) -> str:
+        """What table and picture call it: ``restart prefill``."""
+        return f"{self.kind} {self.target}"
+
+    @property
+    def process(self) -> str:
+        """The name of the process, such as ``prefill-1`` or ``router``; of a NIC ``nic0``."""
+        if self.target == "nic":
+            return f"nic{self.index}"
+        return self.target if self.target in ("router", "metadata") else f"{self.target}-{self.index}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> PlannedFault:
+        """Raises KeyError or TypeError for what is none."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+
+def usual_faults(counts: Mapping[FaultTarget, int], *, lab: bool = False) -> list[WantedFault]:
+    """All that can be done to a deployment. ``counts``: how many of each target it has; ``lab``: whether it
+    has a network of its own.
+    """
+    return [
+        WantedFault(kind, target)
+        for kind in KINDS
+        if lab or kind not in LAB_KINDS
+        for target in POSSIBLE[kind]
+        if counts.get(target, 0)
+    ]
+
+
+def plan_faults(
+    wanted: Iterable[WantedFault],
+    counts: Mapping[FaultTarget, int],
+    times: FaultTimes,
+    repeats: int,
+    seed: int,
+) -> list[PlannedFault]:
+    """The plan: each wanted fault ``repeats`` times, within a repeat in an order drawn from the seed.
+
+    Raises InputError for a target that the deployment lacks, or a fault beyond its trial.
+    """
+    wanted = list(wanted)
+    for each in wanted:
+        _require_target(each, counts)
+    found: list[PlannedFault] = []
+    for repeat in range(1, repeats + 1):
+        chance = random.Random(trial_seed(seed, "faults", repeat))
+        order = list(wanted)
+        chance.shuffle(order)
+        for each in order:
+            found.append(_planned(each, len(found) + 1, repeat, counts, times, chance))
+    return found
+
+
+def _planned(
+    wanted: WantedFault,
+    number: int,
+    repeat: int,
+    counts: Mapping[FaultTarget, int],
+    times: FaultTimes,
+    chance: random.Random,
+) -> PlannedFault:
+    # Both are always drawn, so that what is asked for one fault leaves the others as they are.
+    index, jitter_s = chance.randrange(counts[wanted.target]), round(chance.random() * JITTER_S, 3)
+    at_s = times.before_s + jitter_s if wanted.at_s is None else wanted.at_s
+    down_s = times.down_s if wanted.down_s is None else wanted.down_s
+    if wanted.kind == "kill":
+        down_s = 0.0
+    leased = wanted.kind in ("lease", "pool") and wanted.target == "prefill"
+    held_s = 1.2 * LEASE_S if leased else down_s
+    return PlannedFault(
+        number,
+        repeat,
+        wanted.kind,
+        wanted.target,
+        index if wanted.index is None else wanted.index,
+        at_s,
+        down_s,
+        at_s + max(held_s, down_s) + times.after_s,
+    )
+
+
+def _require_target(wanted: WantedFault, counts: Mapping[FaultTarget, int]) -> None:
+    there = counts.get(wanted.target, 0)
+    if not there:
+        raise InputError(
+            f"{wanted.text}: this deployment has no {wanted.target}",
+            hint=f"it has {targets_text(counts)}",
+        )
+    if wanted.index is not None and wanted.index >= there:
+        raise InputError(f"{wanted.text}: there are {there} of them, from 0 on")
+
+
+def targets_text(counts: Mapping[FaultTarget, int]) -> str:
+    """``1 prefill, 2 decode and a router``, as a list."""
+    return ", ".join(f"{count} {target}" for target, count in counts.items() if count)
+
+
+def faults_of(rows: Sequence[Mapping[str, Any]]) -> list[PlannedFault]:
+    """The plan as a run folder has it. Raises KeyError or TypeError for what is none."""
+    return [PlannedFault.from_json(row) for row in rows]

@@ -1,0 +1,294 @@
+"""One fault on a deployment of its own: hold a rate, strike, undo, watch, count what it cost, record."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvbench.core.held_rate.fault_cost import FaultCost, Outcome, fault_cost, outcome_of
+from kvbench.core.held_rate.fault_plan import PlannedFault
+from kvbench.core.load.traces import TracedRequest
+from kvbench.core.metrics.metrics import summarise
+from kvbench.core.records import Cell, Finding, Outputs, RequestRecord, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.slo import Slo
+from kvbench.deployment.deployment import RunningDeployment
+from kvbench.errors import KvbenchError
+from kvbench.hosts.lab.lab import Lab
+from kvbench.hosts.server_access import access_headers
+from kvbench.launchers.base import Launcher
+from kvbench.results.store import RunStore
+from kvbench.sweep.display import Watcher
+from kvbench.sweep.held_rate.answer_probe import AnswerProbe
+from kvbench.sweep.held_rate.holdings import Holdings, grown_bytes, holdings, stranded_blocks
+from kvbench.sweep.held_rate.kv_hogs import DecodeFlood, OrphanedKv
+from kvbench.sweep.held_rate.noticing import Notices
+from kvbench.sweep.held_rate.strikes import Strike, strike_of, struck_name
+from kvbench.sweep.trial.host_samples import Observer
+from kvbench.sweep.trial.idle import Idleness
+from kvbench.sweep.trial.judging import Judgement, begun_record, ended_record
+from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.trial.load_progress import LoadResult, Progress
+from kvbench.sweep.trial.trial import TrialRunner
+
+SETTLE_S: Final = 10.0
+"""For how long the system may end what the load has left there, before it is read what it still holds."""
+LOOK_S: Final = 0.05
+NOT_HELD: Final = "not_held"
+
+
+@dataclass(frozen=True)
+class HeldRate:
+    """What is held: a cell's rate, and the right answers that are asked for beside it, if they are known."""
+
+    cell: Cell
+    rate: float
+    reference: Outputs | None = None
+    trace: Sequence[TracedRequest] = ()
+
+
+@dataclass
+class Striker:
+    """Does the fault at its time in a thread of its own, and undoes it. Times are monotonic.
+
+    ``ready_at``: when a process that was started again answered its ready question.
+    """
+
+    fault: PlannedFault
+    deployment: RunningDeployment
+    strike: Strike
+    on_struck: Callable[[float], None]
+    name: str = ""
+    done: str = ""
+    struck_at: float | None = None
+    undone_at: float | None = None
+    ready_at: float | None = None
+    problem: KvbenchError | None = None
+    _began: threading.Event = field(default_factory=threading.Event)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _started_at: float = 0.0
+
+    def __enter__(self) -> Striker:
+        self._thread = threading.Thread(target=self._run, name="striker", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._began.set()
+        self._thread.join(timeout=30)
+
+    def seen(self, progress: Progress) -> None:
+        """The load has begun, so long ago."""
+        if not self._began.is_set():
+            self._started_at = time.monotonic() - progress.t_s
+            self._began.set()
+
+    def check(self) -> None:
+        """Raises KvbenchError if the fault could not be done."""
+        if self.problem is not None:
+            raise self.problem
+
+    def _run(self) -> None:
+        self._began.wait()
+        try:
+            if self._until(self._started_at + self.fault.at_s):
+                self._strike()
+        except KvbenchError as error:
+            self.problem = error
+        finally:
+            if self.undone_at is None:
+                with suppress(KvbenchError):
+                    self.strike.undo(ending=True)
+
+    def _strike(self) -> None:
+        self.struck_at = time.monotonic()
+        self.on_struck(self.struck_at)
+        self.done = self.strike.begin()
+        held_s = self.fault.down_s or self.fault.length_s
+        if not self._until(self.struck_at + held_s):
+            return
+        self.strike.undo()
+        self.undone_at = time.monotonic()
+        while self.fault.kind == "restart" and not self._over.wait(LOOK_S):
+            if self.deployment.is_ready(self.name):
+                self.ready_at = time.monotonic()
+                return
+
+    def _until(self, moment: float) -> bool:
+        """Waits; false if the trial is over before."""
+        return not self._over.wait(max(0.0, moment - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class FaultTrial:
+    """Runs one fault against a deployment that is up, and stores it as a trial."""
+
+    scenario: Scenario
+    held: HeldRate
+    store: RunStore
+    watcher: Watcher
+    lab: Lab | None = None
+
+    def run(self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment) -> TrialRecord:
+        """Raises KvbenchError if the fault cannot be done, or the load generator fails."""
+        scenario, cell = self.scenario, self.held.cell
+        trials = TrialRunner(
+            scenario, deployment, self.store, launcher, self.watcher.trial_progress, self.held.trace
+        )
+        plan = self._plan(fault)
+        idle = Idleness(scenario, deployment)
+        idle.wait(cell)
+        before = holdings(deployment)
+        begun = begun_record(scenario, plan, self.store)
+        notices = Notices(deployment)
+        striker = self._striker(fault, launcher, deployment, notices)
+        probe = AnswerProbe(scenario, deployment, launcher, cell.input_len, self.held.reference)
+        headers = access_headers(deployment.endpoints.access)
+
+        def seen(progress: Progress) -> None:
+            striker.seen(progress)
+            notices.seen(progress)
+
+        with (
+            notices,
+            probe,
+            striker,
+            Observer(launcher, deployment, plan.trial_id, headers) as observer,
+        ):
+            _, load = trials.offer(plan, seen, striker.check)
+        striker.check()
+        idle.drained(SETTLE_S)
+        after = holdings(deployment)
+        self.store.add_telemetry(observer.rows)
+        struck = _Struck(scenario, striker, load, before, after)
+        found = struck.to_json() | {
+            "fault": fault.to_json(),
+            "name": fault.name,
+            "answers": probe.to_json(),
+            "noticed": [each.to_json() for each in notices.found()],
+        }
+        return self._recorded(begun, fault, load, found)
+
+    def _plan(self, fault: PlannedFault) -> TrialPlan:
+        return TrialPlan(
+            self.held.cell, fault.number, self.held.rate, fault.name, method="chaos", searched=False
+        )
+
+    def _striker(
+        self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment, notices: Notices
+    ) -> Striker:
+        def hogs(of: PlannedFault) -> OrphanedKv | DecodeFlood:
+            kind = OrphanedKv if of.target == "prefill" else DecodeFlood
+            return kind(self.scenario, deployment, launcher, of)
+
+        strike = strike_of(fault, deployment, self.lab, hogs)
+        name = "" if fault.target == "nic" else struck_name(fault, deployment.plan, list(deployment.pids()))
+        return Striker(fault, deployment, strike, notices.struck, name)
+
+    def _recorded(
+        self, begun: TrialRecord, fault: PlannedFault, load: LoadResult, found: dict[str, Any]
+    ) -> TrialRecord:
+        slo, rate = self.scenario.slo.main(), self.held.rate
+        cost = cost_of(load.records, slo, rate, found["struck_s"])
+        if found.get("again") is not None:
+            found["again"]["taken_up"] = bool(found["again"]["served"]) and cost.back_s is not None
+        found["cost"] = cost.to_json()
+        summary = summarise(load.records, slo, rate, load.duration_s).to_json()
+        findings = [] if cost.was_held else [_not_held(cost)]
+        verdict, reason = ("measured", "") if cost.was_held else ("invalid", findings[0].message)
+        judgement = Judgement(verdict, reason, findings, {**summary, "chaos": found})
+        record = ended_record(begun, judgement, {"client": dict(load.client)}, load.duration_s)
+        self.store.add_trial(record, load.records)
+        return record
+
+
+def cost_of(
+    records: Sequence[RequestRecord],
+    slo: Slo,
+    rate: float,
+    struck_s: float,
+    wrong: Sequence[str] = (),
+) -> FaultCost:
+    """What a fault at ``struck_s`` cost, by the trial's requests. ``wrong``: ids of those answered wrong."""
+    return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)
+
+
+def outcomes_of(records: Sequence[RequestRecord], slo: Slo, wrong: Sequence[str] = ()) -> list[Outcome]:
+    """What became of each request."""
+    return [outcome_of(record, slo, frozenset(wrong)) for record in records]
+
+
+def _not_held(cost: FaultCost) -> Finding:
+    share = "nothing was over" if cost.held_before is None else f"{cost.held_before:.0%} were good"
+    return Finding(
+        NOT_HELD,
+        "invalid",
+        f"the rate was not held before the fault: of {cost.before} requests {share}, {cost.target:.0%} asked",
+        "hold a lower rate: --rate, or a lower --share of the rate that was found",
+        {"held_before": cost.held_before, "before": cost.before},
+    )
+
+
+@dataclass(frozen=True)
+class _Struck:
+    """What was seen of a fault, on the trial's clock."""
+
+    scenario: Scenario
+    striker: Striker
+    load: LoadResult
+    before: Holdings
+    after: Holdings
+
+    def to_json(self) -> dict[str, Any]:
+        striker = self.striker
+        began = self._began()
+        stranded = stranded_blocks(self.before, self.after)
+        return {
+            "struck_s": self._since(striker.struck_at, began, striker.fault.at_s),
+            "undone_s": self._since(striker.undone_at, began, None),
+            "done": striker.done,
+            "again": self._again(began),
+            "stranded_blocks": stranded,
+            "stranded_bytes": self._bytes(stranded),
+            "grown_bytes": grown_bytes(self.before, self.after),
+            "read_after_s": round(time.monotonic() - (striker.struck_at or began), 3),
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+        }
+
+    def _began(self) -> float:
+        told = self.load.client.get("started_monotonic_s")
+        return float(told) if isinstance(told, (int, float)) else self.striker._started_at
+
+    @staticmethod
+    def _since(moment: float | None, began: float, unknown: float | None) -> float | None:
+        return unknown if moment is None else round(moment - began, 4)
+
+    def _again(self, began: float) -> dict[str, Any] | None:
+        """Of a process that was started again: when it was ready, and what it served since."""
+        striker = self.striker
+        if striker.fault.kind != "restart":
+            return None
+        now: Mapping[str, Any] = self.after.to_json().get(striker.name, {})
+        served = now.get("served")
+        if striker.fault.target == "router":
+            ready_s = self._since(striker.ready_at, began, None)
+            served = sum(each.ok and each.scheduled_s >= ready_s for each in self.load.records) if ready_s else 0
+        return {"ready_s": self._since(striker.ready_at, began, None), "served": served}
+
+    def _bytes(self, stranded: Mapping[str, float]) -> float | None:
+        """KV bytes of the stranded blocks; None where model or block size are not known."""
+        shape = self.scenario.model.shape
+        known = {name: self.after.of[name].block_tokens for name in stranded}
+        if not shape.known or None in known.values():
+            return None if stranded else 0.0
+        ranks = self.scenario.deployment.wire_ranks
+        return sum(
+            blocks * shape.block_bytes(known[name] or 0, ranks) * shape.regions()
+            for name, blocks in stranded.items()
+        )

@@ -1,0 +1,181 @@
+"""What both runs at a held rate ask for: a scenario that can be held, the rate of each cell, right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from kvbench import connectors
+from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.records import Cell, Outputs
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.results.run import CellResult, load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep.deployed import DeployedBench
+from kvbench.sweep.display import Display, Watcher
+from kvbench.sweep.sweep import resume_words
+
+SHARE: Final = 0.7
+"""Of a found rate, which is held: high enough that a fault hurts, low enough that what it left is caught up."""
+DEADLINE_S: Final = 10.0
+DEADLINE_TIMES: Final = 3.0
+"""A request is given up, and hung, after so long, or so many times what the SLO allows one, if that is more."""
+
+
+@dataclass(frozen=True)
+class HeldOptions:
+    """``rate``: requests per second of every cell; else a ``share`` of those found in the run ``found``.
+
+    ``deadline_s``: of one request; None is the scenario's own, or what this module chooses.
+    """
+
+    rate: float | None = None
+    share: float | None = None
+    found: Path | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.found is None):
+            raise InputError(
+                "give the rate to hold, or the run that found it",
+                hint="--rate 20, or --from RUN, whose rates are held by --share (0.7 of them)",
+            )
+        if self.share is not None and self.found is None:
+            raise InputError("--share is of a rate that was found: --from RUN names its run")
+        if self.share is not None and not 0 < self.share <= 2:
+            raise InputError(f"--share is a share of the found rate, such as 0.7, not {self.share:g}")
+
+
+def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
+    """The scenario of one input length with a deadline. Raises InputError for what cannot be held."""
+    scenario, source = resolve(cli)
+    options = scenario.deployment.engine_options
+    if not options.starts_processes or options.simulator.command:
+        raise InputError(
+            "this run stops and starts processes, and those of the scenario are not kvbench's own",
+            hint="give a scenario whose engine kvbench starts (emulated, vllm)",
+        )
+    if scenario.workload.trace:
+        raise InputError("a trace has arrivals of its own, and no rate that could be held", hint="--rate")
+    more = []
+    if len(scenario.workload.input_len) > 1:
+        more.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
+    if asked.deadline_s is not None:
+        more.append(f"workload.request_timeout_s={asked.deadline_s:g}")
+    elif scenario.workload.request_timeout_s is None:
+        more.append(f"workload.request_timeout_s={max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s):g}")
+    return resolve(replace(cli, overrides=(*cli.overrides, *more))) if more else (scenario, source)
+
+
+def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
+    """The rate that is held, by connector's label. Raises InputError for a run that has none for one."""
+    if asked.rate is not None:
+        return {cell.connector: asked.rate for cell in cells}
+    assert asked.found is not None
+    run, share = load_run(asked.found), SHARE if asked.share is None else asked.share
+    found = {}
+    for cell in cells:
+        answers = [each.answer for each in run.cells if each.cell == cell and each.answer]
+        rate = next((each.get("max_request_rate") for each in answers), None)
+        if not rate:
+            known = ", ".join(each.cell.key for each in run.cells if (each.answer or {}).get("max_request_rate"))
+            raise InputError(
+                f"{asked.found} has found no rate for {cell.key}",
+                hint=f"it has: {known or 'none'}; choose by --connector, --input-len and --output-len",
+            )
+        found[cell.connector] = round(share * float(rate), 4)
+    return found
+
+
+def held_cells(plan: Plan) -> tuple[Cell, ...]:
+    """The cells of P/D pairs. Raises InputError without any."""
+    cells = tuple(cell for cell in plan.cells if connectors.get(_connector(plan, cell)).disaggregated)
+    if not cells:
+        raise InputError("the scenario has no P/D pair", hint="name one with --connector")
+    return cells
+
+
+def _connector(plan: Plan, cell: Cell) -> str:
+    return next(each.connector for each in plan.deployments if each.label == cell.connector)
+
+
+def with_length(scenario: Scenario, seconds: float) -> Scenario:
+    """The scenario with trials of so many seconds, whatever its search is told."""
+    search = {"trial_s": seconds, "max_trial_s": None, "min_requests": 1, "max_requests": 10_000_000}
+    return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
+
+
+def reference_outputs_of(
+    bench: DeployedBench, plan: Plan, store: RunStore, cell: Cell, watcher: Watcher
+) -> Outputs | None:
+    """What an aggregated server answers to the check prompts; of a run that goes on, what it answered then.
+
+    None, with a note, where none can be had.
+    """
+    label = plan.reference_of(cell.connector)
+    known = store.earlier.outputs.get((label, cell.input_len))
+    if known is not None:
+        return known
+    planned = next((each for each in plan.deployments if each.label == label), None)
+    problem = None if planned is None else bench.problem(planned)
+    if planned is None or problem is not None:
+        why = problem.reason if problem is not None else "the plan has none"
+        watcher.note(f"answers are not checked: there is no aggregated server ({why})")
+        return None
+    with bench.up(planned, round_="reference") as site:
+        return site.outputs(cell.input_len)
+
+
+def failed(cell: Cell, error: KvbenchError, method: str) -> CellResult:
+    """The cell's result when nothing of it could be measured."""
+    of = "chaos" if method == "chaos" else "soak"
+    return CellResult(cell, "failed", reason=error.message, hint=error.hint, method=of, main=False)
+
+
+def carried_out(
+    store: RunStore, cells: int, console: Console, work: Callable[[Display], Sequence[CellResult]]
+) -> int:
+    """Run to the end, write the report, print it; returns the exit code. However it ends, the folder is
+    readable and says how to go on with it.
+    """
+    from kvbench.report import report
+
+    console.print(f"run folder: {store.path}", markup=False)
+    words = resume_words(store.manifest["kind"], store.path)
+    try:
+        with store, Display(console, cells) as display:
+            results = work(display)
+    except BaseException:
+        with suppress(KvbenchError, OSError):
+            report.command([store.path], console)
+        console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
+        raise
+    report.command([store.path], console)
+    return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
+
+
+def skip(planned: DeploymentPlan, bench: DeployedBench, store: RunStore, watcher: Watcher) -> bool:
+    """Whether a deployment cannot be brought up here; that is noted."""
+    problem = bench.problem(planned)
+    if problem is None:
+        return False
+    store.skip_connector(planned.label, problem.reason, problem.fix)
+    watcher.note(f"{planned.label} is skipped: {problem.reason}")
+    if problem.fix:
+        watcher.note(f"  fix: {problem.fix}")
+    return True
+
+
+def rates_in(asked: Mapping[str, object]) -> dict[str, float]:
+    """The held rates as a manifest's ``asked`` has them. Raises KeyError, TypeError or ValueError."""
+    rates = asked["rates"]
+    if not isinstance(rates, Mapping):
+        raise TypeError("rates")
+    return {str(label): float(rate) for label, rate in rates.items()}
