@@ -55,11 +55,14 @@ _FORM: Final = "KIND:TARGET[-INDEX][@SECONDS][+SECONDS], such as restart:prefill
 
 @dataclass(frozen=True)
 class FaultTimes:
-    """Seconds of a trial: before its fault, for how long that lasts, and for how long is watched after it."""
+    """Seconds of a trial: before its fault, for how long that lasts, and for how long is watched after it;
+    ``ready_s``: what a process that is started again may take until it is ready.
+    """
 
     before_s: float = 5.0
     down_s: float = 3.0
     after_s: float = 12.0
+    ready_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -110,8 +113,9 @@ class WantedFault:
 class PlannedFault:
     """One fault, which is a trial of its own on a deployment of its own.
 
-    ``at_s``: seconds after the load's start; ``down_s``: until it is undone, 0 where it is not;
-    ``length_s``: of the whole load. ``number`` is the trial's, from 1; ``repeat`` counts from 1.
+    ``at_s``: seconds after the load's start; ``down_s``: until it is undone, 0 where it is not; ``after_s``:
+    for how long is watched from then on, or from when a process that was started again is ready;
+    ``most_s``: of the whole load. ``number`` is the trial's, from 1; ``repeat`` counts from 1.
     """
 
     number: int
@@ -121,7 +125,8 @@ class PlannedFault:
     index: int
     at_s: float
     down_s: float
-    length_s: float
+    after_s: float
+    most_s: float
 
     @property
     def name(self) -> str:
@@ -196,7 +201,8 @@ def _planned(
     if wanted.kind == "kill":
         down_s = 0.0
     leased = wanted.kind in ("lease", "pool") and wanted.target == "prefill"
-    held_s = 1.2 * LEASE_S if leased else down_s
+    after_s = times.after_s + (1.2 * LEASE_S if leased else 0.0)
+    ready_s = times.ready_s if wanted.kind == "restart" else 0.0
     return PlannedFault(
         number,
         repeat,
@@ -205,7 +211,8 @@ def _planned(
         index if wanted.index is None else wanted.index,
         at_s,
         down_s,
-        at_s + max(held_s, down_s) + times.after_s,
+        after_s,
+        at_s + down_s + ready_s + after_s,
     )
 
 

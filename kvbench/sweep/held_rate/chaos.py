@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,8 @@ def planned_faults(
             for each in usual_faults(counts, lab=asked.lab is not None)
             if deployment.launcher == "local" or each.kind != "freeze"
         ]
-        found[cell.connector] = plan_faults(
-            wanted or usual, counts, asked.times, asked.repeats, scenario.seed
-        )
+        times = replace(asked.times, ready_s=deployment.ready_timeout_s)
+        found[cell.connector] = plan_faults(wanted or usual, counts, times, asked.repeats, scenario.seed)
     return found
 
 
@@ -219,7 +218,7 @@ class ChaosRun:
     def _one(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault
     ) -> TrialRecord:
-        scenario = with_length(self.scenario, fault.length_s)
+        scenario = with_length(self.scenario, fault.most_s)
         trial = FaultTrial(scenario, held, self.store, self.watcher, self.lab)
         with self._network(), bench.running(planned, f"{fault.number:02d}") as (launcher, deployment):
             return trial.run(fault, launcher, deployment)
@@ -249,16 +248,16 @@ def _print_plan(
         console.file.write(json_text({"faults": rows, "rates": dict(rates)}))
         return
     for label, mine in faults.items():
-        seconds = sum(each.length_s for each in mine)
+        seconds = sum(each.most_s for each in mine)
         console.print(
-            f"{label}: {len(mine)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes of load",
+            f"{label}: {len(mine)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes of load at most",
             markup=False,
         )
         for each in mine:
             down = f", undone after {each.down_s:g} s" if each.down_s else ""
             console.print(
                 f"  {each.number:3}  repeat {each.repeat}  {each.kind} {each.process} at {each.at_s:.2f} s{down}"
-                f", of {each.length_s:.1f} s",
+                f", watched for {each.after_s:g} s",
                 markup=False,
             )
 

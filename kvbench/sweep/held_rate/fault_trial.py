@@ -70,6 +70,7 @@ class Striker:
     problem: KvbenchError | None = None
     _began: threading.Event = field(default_factory=threading.Event)
     _over: threading.Event = field(default_factory=threading.Event)
+    _due: threading.Event = field(default_factory=threading.Event)
     _started_at: float = 0.0
 
     def __enter__(self) -> Striker:
@@ -88,8 +89,22 @@ class Striker:
             self._started_at = time.monotonic() - progress.t_s
             self._began.set()
 
+    def watched(self) -> bool:
+        """Whether the fault is done and undone, and was watched for long enough since."""
+        since = self.struck_at if not self.fault.down_s else self.undone_at
+        if self.fault.kind == "restart":
+            since = self.ready_at
+        return since is not None and time.monotonic() >= since + self.fault.after_s
+
     def check(self) -> None:
-        """Raises KvbenchError if the fault could not be done."""
+        """Starts a killed process again when that is due; raises KvbenchError if a fault could not be done.
+
+        A process dies with the thread that started it (launchers/parts/guard.py), so that is not this one's.
+        """
+        if self._due.is_set():
+            self._due.clear()
+            self.strike.undo()
+            self.undone_at = time.monotonic()
         if self.problem is not None:
             raise self.problem
 
@@ -109,13 +124,17 @@ class Striker:
         self.struck_at = time.monotonic()
         self.on_struck(self.struck_at)
         self.done = self.strike.begin()
-        held_s = self.fault.down_s or self.fault.length_s
-        if not self._until(self.struck_at + held_s):
+        if not self.fault.down_s:
+            self._over.wait()
+        if not self._until(self.struck_at + self.fault.down_s):
             return
-        self.strike.undo()
-        self.undone_at = time.monotonic()
-        while self.fault.kind == "restart" and not self._over.wait(LOOK_S):
-            if self.deployment.is_ready(self.name):
+        if self.fault.kind != "restart":
+            self.strike.undo()
+            self.undone_at = time.monotonic()
+            return
+        self._due.set()
+        while not self._over.wait(LOOK_S):
+            if self.undone_at is not None and self.deployment.is_ready(self.name):
                 self.ready_at = time.monotonic()
                 return
 
@@ -150,9 +169,10 @@ class FaultTrial:
         probe = AnswerProbe(scenario, deployment, launcher, cell.input_len, self.held.reference)
         headers = access_headers(deployment.endpoints.access)
 
-        def seen(progress: Progress) -> None:
+        def over(progress: Progress) -> bool:
             striker.seen(progress)
             notices.seen(progress)
+            return striker.watched()
 
         with (
             notices,
@@ -160,9 +180,9 @@ class FaultTrial:
             striker,
             Observer(launcher, deployment, plan.trial_id, headers) as observer,
         ):
-            _, load = trials.offer(plan, seen, striker.check)
+            _, load = trials.offer(plan, over, striker.check)
         striker.check()
-        idle.drained(SETTLE_S)
+        _settle(deployment)
         after = holdings(deployment)
         self.store.add_telemetry(observer.rows)
         struck = _Struck(scenario, striker, load, before, after)
@@ -207,6 +227,13 @@ class FaultTrial:
         return record
 
 
+def _settle(deployment: RunningDeployment) -> None:
+    """Waits until nothing runs or waits there, but not for what never ends; processes may be dead."""
+    deadline = time.monotonic() + SETTLE_S
+    while deployment.under_way() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
 def cost_of(
     records: Sequence[RequestRecord],
     slo: Slo,
@@ -219,8 +246,9 @@ def cost_of(
 
 
 def outcomes_of(records: Sequence[RequestRecord], slo: Slo, wrong: Sequence[str] = ()) -> list[Outcome]:
-    """What became of each request."""
-    return [outcome_of(record, slo, frozenset(wrong)) for record in records]
+    """What became of each request; of those that kvbench itself cut off nobody knows."""
+    known = [each for each in records if each.error != "cancelled"]
+    return [outcome_of(record, slo, frozenset(wrong)) for record in known]
 
 
 def _not_held(cost: FaultCost) -> Finding:

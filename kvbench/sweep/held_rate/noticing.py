@@ -123,4 +123,5 @@ class Notices:
         try:
             self.deployment.check_alive()
         except KvbenchError as error:
-            self._own = (now, visible(error.message.splitlines()[0])[:MOST_CHARS])
+            said = error.message.splitlines()[0].removesuffix("; its last lines:")
+            self._own = (now, visible(said)[:MOST_CHARS])

@@ -119,22 +119,25 @@ class TrialRunner:
     def offer(
         self,
         plan: TrialPlan,
-        seen: Callable[[Progress], None] | None = None,
+        over: Callable[[Progress], bool] | None = None,
         check: Callable[[], None] | None = None,
     ) -> tuple[PlannedTrial, LoadResult]:
-        """Offers the load, and does nothing else. ``seen``: told of its progress; ``check``: asked meanwhile
-        whether all is well, by default whether the deployment's processes live. Raises KvbenchError.
+        """Offers the load, and does nothing else. ``over``: told of its progress, says whether it may end,
+        its last requests by themselves; by default the trial's own rule. ``check``: asked meanwhile whether
+        all is well, by default whether the deployment's processes live. Raises KvbenchError.
         """
         trial = PlannedTrial.of(self._scenario, plan, self._trace)
         offered = trial.offered
 
         def progressed(progress: Progress) -> bool:
             self._on_progress(plan.cell, plan.rate, offered.n, progress)
-            if seen is not None:
-                seen(progress)
+            if over is not None:
+                return over(progress)
             return trial.watch.progressed(progress)
 
         spec = self._load_spec(plan, offered.n)
+        if over is not None:
+            spec["stop_grace_s"] = self._scenario.request_timeout_s
         requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
