@@ -44,6 +44,11 @@ class ReportedSlo:
     tiers: Mapping[str, slos.Slo] = field(default_factory=dict)
     """The tiers, the strictest first, where there are several."""
 
+    def main(self) -> slos.Slo:
+        """The SLO that requests are judged by: of several tiers the strictest. Raises ValueError."""
+        own = slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits)
+        return next(iter(self.tiers.values()), own)
+
     def text(self) -> str:
         if self.tiers:
             return slos.tiers_text(self.tiers)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvbench.report.held.fault_plot import faults_figure
+from kvbench.report.held.soak_plot import soak_figure
 from kvbench.report.plots.breakdown import breakdown_figure
 from kvbench.report.plots.distribution import distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
@@ -153,10 +155,32 @@ TRANSFER_PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
 )
 """The same of a microbenchmark."""
 
+HELD_PICTURES: Final[Mapping[str, Mapping[str, Picture]]] = MappingProxyType(
+    {
+        "chaos": {
+            "faults": Picture(
+                "Goodput over time, with the faults",
+                "Requests per second that were due and met the SLO, or became late, lost or hung, over time, "
+                "one panel a pair and fault; where the fault struck and was undone is marked.",
+                faults_figure,
+            )
+        },
+        "soak": {
+            "soak": Picture(
+                "Drift over the windows",
+                "Latency, memory, descriptors and KV blocks in use by window, with the fitted trends.",
+                soak_figure,
+            )
+        },
+    }
+)
+"""The same of runs at a held rate, by kind."""
+
 
 def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
     """The pictures that a run of its kind may have."""
-    return TRANSFER_PICTURES if run.manifest.get("kind") == "microbench" else PICTURES
+    kind = str(run.manifest.get("kind") or "")
+    return TRANSFER_PICTURES if kind == "microbench" else HELD_PICTURES.get(kind, PICTURES)
 
 
 def write_plots(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from kvbench.report.held import fault_sections, soak_sections
 from kvbench.report.sections import any_run, gist, requests, transfers
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.side_by_side import Changes, short_name
@@ -61,6 +62,28 @@ TRANSFERS: Final[_Order] = (
     (transfers.files, ("terminal",)),
 )
 
+CHAOS: Final[_Order] = (
+    (fault_sections.head, ("terminal",)),
+    (fault_sections.answer, ("terminal", *_PAGES)),
+    (fault_sections.table, ("terminal", "notebook", *_PAGES)),
+    (fault_sections.notices, _PAGES),
+    (any_run.every_column, ("html",)),
+    (any_run.environment, _PAGES),
+    (any_run.again, _PAGES),
+    (any_run.files, ("terminal",)),
+)
+SOAK: Final[_Order] = (
+    (soak_sections.head, ("terminal",)),
+    (soak_sections.answer, ("terminal", *_PAGES)),
+    (soak_sections.table, ("terminal", "notebook", *_PAGES)),
+    (any_run.gates, _PAGES),
+    (any_run.every_column, ("html",)),
+    (any_run.environment, _PAGES),
+    (any_run.again, _PAGES),
+    (any_run.files, ("terminal",)),
+)
+_BY_KIND: Final = {"microbench": TRANSFERS, "chaos": CHAOS, "soak": SOAK}
+
 
 def build(
     runs: RunFolder | Sequence[RunFolder],
@@ -82,7 +105,7 @@ def build(
         writers = ("terminal",)
     sections = [
         replace(section, writers=shown)
-        for make, for_ in (TRANSFERS if one.is_microbench else REQUESTS)
+        for make, for_ in _BY_KIND.get(one.kind, REQUESTS)
         if set(for_) & set(writers)
         for section in make(material)
         if (shown := [each for each in writers if each in for_ and each in section.writers])

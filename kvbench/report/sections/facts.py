@@ -16,6 +16,8 @@ from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes
 from kvbench.report.findings.transfers import answers
+from kvbench.report.held.fault_rows import fault_groups, flat
+from kvbench.report.held.soak_rows import drift_rows, window_rows
 from kvbench.report.side_by_side import Changes
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, summary_table
@@ -36,8 +38,13 @@ class Facts:
     name: str = ""
 
     @property
+    def kind(self) -> str:
+        """Which command made it."""
+        return str(self.run.manifest.get("kind") or "sweep")
+
+    @property
     def is_microbench(self) -> bool:
-        return self.run.manifest.get("kind") == "microbench"
+        return self.kind == "microbench"
 
     @property
     def is_imported(self) -> bool:
@@ -84,17 +91,28 @@ class Facts:
                 "transfers": [flat_row(record, self.records) for record in self.records],
                 "transfer_model": [model.to_json() for model in self.models],
             }
+        if self.kind == "chaos":
+            return {"faults": [flat(each) for each in fault_groups(self.run)], "trials": self._trials}
+        if self.kind == "soak":
+            return {"drift": drift_rows(self.run), "windows": window_rows(self.run), "trials": self._trials}
         router = {"router_cost": [row for cost in self.costs for row in cost.rows()]} if self.costs else {}
         return {
             "summary": [row.flat() for row in self.rows],
-            "trials": [_trial_row(trial) for trial in self.run.all_trials],
+            "trials": self._trials,
             **{table.name: table.rows for table in self.methods},
             **router,
         }
 
     @property
+    def _trials(self) -> Rows:
+        return [_trial_row(trial) for trial in self.run.all_trials]
+
+    @property
     def documents(self) -> Mapping[str, Mapping[str, Any]]:
         """The JSON files under tables/: names and units as in the CSVs."""
+        if self.kind in ("chaos", "soak"):
+            held = {key: rows for key, rows in self.files.items() if key != "trials"}
+            return {self.kind: {"run": self.run.run_id, "status": self.run.manifest.get("status"), **held}}
         if not self.is_microbench:
             return {"summary": self._summary()}
         rows = {

@@ -1,0 +1,118 @@
+"""Does something drift over hours? A straight line through the windows of a soak, with an interval.
+
+What starts again (another session) may begin elsewhere, so each session has a level of its own and all have
+one slope. The first part is left out: caches and arenas fill first. Neighbouring windows fare alike, so that
+the interval is widened by the residuals' autocorrelation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kvbench.core.stats import autocorrelation_time, beta_quantile
+
+WARM_UP: Final = 0.25
+"""Share of the windows that are left out at the beginning, and the first one of each later session."""
+CONFIDENCE: Final = 0.99
+"""Of the interval: a soak looks at a dozen things, one of which would else drift by chance in every third."""
+LEAST_WINDOWS: Final = 6
+MATTERS: Final = 0.05
+"""A growth over the soak by less than this share is none, however sure."""
+
+DriftVerdict = Literal["steady", "grows", "falls", "too short"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """When it began, in seconds of the soak's load; in which session; what was seen, None where unknown."""
+
+    at_s: float
+    session: int
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """``per_hour`` in the values' own unit, with its interval; ``growth``: the share by which it changed over
+    the soak, of its median. None where there are too few windows.
+    """
+
+    verdict: DriftVerdict
+    windows: int
+    median: float | None = None
+    first: float | None = None
+    last: float | None = None
+    per_hour: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+    growth: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def drift(windows: Sequence[Window], least: float = 0.0) -> Drift:
+    """The drift of one thing. ``least``: a change over the soak by less than that is none, in its unit."""
+    kept = settled(windows)
+    known = [(each.at_s / 3600, float(each.value), each.session) for each in kept if each.value is not None]
+    if len(known) < LEAST_WINDOWS:
+        return Drift("too short", len(known))
+    hours = np.array([each[0] for each in known])
+    values = np.array([each[1] for each in known])
+    sessions = [each[2] for each in known]
+    middle = float(np.median(values))
+    ends = {"median": middle, "first": float(values[0]), "last": float(values[-1])}
+    x, y = _centred(hours, sessions), _centred(values, sessions)
+    freedom = len(known) - len(set(sessions)) - 1
+    spread = float(x @ x)
+    if freedom < 1 or spread <= 0:
+        return Drift("too short", len(known), **ends)
+    slope = float(x @ y) / spread
+    residual = y - slope * x
+    error = math.sqrt(float(residual @ residual) / freedom / spread) * math.sqrt(
+        autocorrelation_time(residual)
+    )
+    half = student_t(CONFIDENCE, freedom) * error
+    change = slope * (float(hours.max()) - float(hours.min()))
+    growth = change / abs(middle) if middle else (math.copysign(math.inf, change) if change else 0.0)
+    sure = slope - half > 0 or slope + half < 0
+    matters = abs(growth) > MATTERS and abs(change) > least
+    verdict: DriftVerdict = ("grows" if slope > 0 else "falls") if sure and matters else "steady"
+    return Drift(
+        verdict, len(known), **ends, per_hour=slope, lower=slope - half, upper=slope + half,
+        growth=growth if math.isfinite(growth) else None,
+    )  # fmt: skip
+
+
+def settled(windows: Sequence[Window]) -> list[Window]:
+    """Without the warm-up."""
+    ordered = sorted(windows, key=lambda each: each.at_s)
+    first = ordered[0].session if ordered else 0
+    begun: set[int] = {first}
+    kept = []
+    for place, each in enumerate(ordered):
+        new = each.session not in begun
+        begun.add(each.session)
+        if not new and place >= math.ceil(WARM_UP * len(ordered)):
+            kept.append(each)
+    return kept
+
+
+def _centred(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[int]) -> Any:
+    """Each value less its session's mean."""
+    means: Mapping[int, float] = {
+        session: float(np.mean([v for v, own in zip(values, sessions, strict=True) if own == session]))
+        for session in set(sessions)
+    }
+    return np.array([value - means[own] for value, own in zip(values, sessions, strict=True)])
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """The half-width of a two-sided interval of so many degrees of freedom, in standard errors."""
+    x = beta_quantile(freedom / 2, 0.5, 1 - confidence)
+    return math.sqrt(freedom * (1 / x - 1))

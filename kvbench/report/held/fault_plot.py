@@ -1,0 +1,182 @@
+"""Goodput over time around each fault: what was due, by what became of it, one panel a pair and fault.
+
+Time counts from the fault; of several repeats the mean is drawn, over those that were watched for so long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from kvbench.core.held_rate.fault_cost import FATES, Outcome, goodput_bins, outcome_of
+from kvbench.core.records import Cell
+from kvbench.core.slo import Slo
+from kvbench.errors import StoreError
+from kvbench.report.held.fault_rows import FaultFound, FaultGroup, fault_groups
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
+from kvbench.results.provenance import slo_of
+from kvbench.results.run import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BIN_S: Final = 0.5
+LINES_MOST, COLUMNS_MOST = 16, 3
+SHOWN: Final[Mapping[str, str]] = {
+    "good": "within the SLO",
+    "late": "late",
+    "lost": "lost",
+    "hung": "hung",
+    "wrong": "wrong",
+}
+
+
+def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
+    """A column of panels a pair, a line a fault; None where no fault was done."""
+    groups = fault_groups(run)
+    cells = list(dict.fromkeys(each.cell for each in groups))[:COLUMNS_MOST]
+    names = list(dict.fromkeys(each.name for each in groups))[:LINES_MOST]
+    by_place: dict[tuple[str, Cell], FaultGroup] = {(each.name, each.cell): each for each in groups}
+    if not groups:
+        return None
+    palette, slo = PALETTES[theme], slo_of(run).main()
+    with style(palette):
+        words = Words.of(run, "Goodput over time, with the faults")
+        size = (max(8.2, 1.2 + 4.2 * len(cells)), 1.35 * len(names))
+        sheet = new_sheet(size, words, palette, ax, titled=True)
+        grid = sheet.panels(len(names), len(cells), wspace=0.14, hspace=0.38)
+        for axes, name in zip(grid, names, strict=True):
+            for axis, cell in zip(axes, cells, strict=True):
+                group = by_place.get((name, cell))
+                if group is None:
+                    axis.set_axis_off()
+                    continue
+                _draw(axis, run, group, slo, palette)
+                axis.set_title(_title(group), fontsize=8.5, fontweight="normal")
+            axes[0].set_ylabel("req/s")
+        for axis in grid[-1]:
+            axis.set_xlabel("seconds since the fault")
+        sheet.legend([_legend(palette)])
+    return sheet.figure
+
+
+def _title(group: FaultGroup) -> str:
+    row = group.row
+    back = "rate not held before" if not row.held else "never back" if row.back_s is None else ""
+    back = back or f"back after {number(row.back_s)} s" + (f" ({row.never} never)" if row.never else "")
+    return f"{group.cell.connector} · {group.name} · {back}"
+
+
+def _draw(axis: Axes, run: RunFolder, group: FaultGroup, slo: Slo, palette: Palette) -> None:
+    series = _mean_rates(run, group.trials, slo)
+    if series is None:
+        axis.set_axis_off()
+        return
+    times, rates = series
+    colours = _colours(palette)
+    below = [0.0] * len(times)
+    for fate in FATES:
+        top = [low + value for low, value in zip(below, rates[fate], strict=True)]
+        if any(rates[fate]):
+            area = axis.fill_between(times, below, top, step="post", color=colours[fate], linewidth=0)
+            says(area, group.cell.connector, f"{group.name}: {SHOWN[fate]}")
+        below = top
+    axis.axhline(group.rate, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 2)))
+    axis.axvline(0, color=palette.limit, linewidth=1.3)
+    if (undone := _median_since(group.trials, "undone_s")) is not None:
+        axis.axvspan(0, undone, color=palette.limit, alpha=0.12, linewidth=0)
+    if (ready := _median_again(group.trials)) is not None:
+        axis.axvline(ready, color=palette.faint, linewidth=1.0, linestyle=(0, (1, 1)))
+    if group.row.held and group.row.back_s is not None:
+        axis.plot([group.row.back_s], [group.rate], marker="v", color=palette.ink, markersize=6, linestyle="")
+    axis.set_xlim(times[0], times[-1])
+    axis.set_ylim(0, max(1e-9, 1.35 * group.rate))
+    axis.locator_params(axis="y", nbins=3)
+
+
+def _mean_rates(
+    run: RunFolder, trials: Sequence[FaultFound], slo: Slo
+) -> tuple[list[float], dict[str, list[float]]] | None:
+    """Bins' starts (s since the fault), and of each fate the requests per second in them."""
+    sums: dict[int, list[Mapping[str, int]]] = {}
+    for trial in trials:
+        struck_s = float(trial.found["struck_s"])
+        shift = math.ceil(struck_s / BIN_S)  # whole bins, so that the fault lies between two of them
+        outcomes = _outcomes(run, trial, slo, shift * BIN_S - struck_s)
+        if not outcomes:
+            continue
+        last_s = max(each.due_s for each in outcomes)
+        for place, each in enumerate(goodput_bins(outcomes, BIN_S, last_s)):
+            sums.setdefault(place - shift, []).append(each.fates)
+    if not sums:
+        return None
+    places = sorted(sums)[1:]  # the first one is cut by the load's start
+    times = [place * BIN_S for place in places]
+    return times, {
+        fate: [sum(of[fate] for of in sums[place]) / len(sums[place]) / BIN_S for place in places]
+        for fate in FATES
+    }
+
+
+def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> list[Outcome]:
+    """The trial's requests, all so much later; empty where they were not kept."""
+    try:
+        records = run.request_records(trial.trial.trial_id)
+    except StoreError:
+        return []
+    known = [outcome_of(each, slo) for each in records if each.error != "cancelled"]
+    return [replace(each, due_s=each.due_s + later_s) for each in known]
+
+
+def _median_since(trials: Iterable[FaultFound], key: str) -> float | None:
+    return _median(
+        float(each.found[key]) - float(each.found["struck_s"])
+        for each in trials
+        if each.found.get(key) is not None
+    )
+
+
+def _median_again(trials: Iterable[FaultFound]) -> float | None:
+    known = [
+        (again.get("ready_s"), each.found["struck_s"])
+        for each in trials
+        if (again := each.found.get("again")) is not None
+    ]
+    return _median(float(ready) - float(struck) for ready, struck in known if ready is not None)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def _colours(palette: Palette) -> dict[str, str]:
+    return {
+        "good": palette.series["tcp"],
+        "late": palette.spare[0],
+        "lost": palette.limit,
+        "hung": palette.series["aggregated"],
+        "wrong": palette.series["nccl"],
+    }
+
+
+def _legend(palette: Palette) -> list[Artist]:
+    from matplotlib.patches import Patch
+
+    colours = _colours(palette)
+    dashed: dict[str, Any] = {"linestyle": (0, (4, 2)), "color": palette.ink, "linewidth": 0.9}
+    return [
+        *(Patch(facecolor=colours[fate], label=words) for fate, words in SHOWN.items() if fate != "wrong"),
+        handle("held rate", marker="", **dashed),
+        handle("fault", marker="", linestyle="-", color=palette.limit),
+        handle("ready again", marker="", linestyle=(0, (1, 1)), color=palette.faint),
+        handle("attainment back", marker="v", color=palette.ink),
+    ]

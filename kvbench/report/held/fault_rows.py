@@ -1,0 +1,256 @@
+"""A chaos run's table: one row a fault of a pair, over its repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from kvbench.core.held_rate.fault_cost import FATES, FaultCost, FaultRow, fault_row
+from kvbench.core.held_rate.fault_plan import KINDS, TARGETS
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.stats import upper_bound
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.table import WHOLE_RUN, Column, Table
+from kvbench.results.run import RunFolder
+
+CONFIDENCE: Final = 0.95
+NEVER: Final = "never"
+
+
+@dataclass(frozen=True)
+class FaultFound:
+    """One trial of a chaos run: what it stored of its fault."""
+
+    trial: TrialRecord
+    cost: FaultCost
+    found: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.found["name"])
+
+    @classmethod
+    def of(cls, trial: TrialRecord) -> FaultFound | None:
+        """None for a trial that is none, or that was edited."""
+        found = trial.summary.get("chaos")
+        if trial.method != "chaos" or not isinstance(found, Mapping):
+            return None
+        try:
+            return cls(trial, FaultCost.from_json(found["cost"]), found)
+        except (KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class FaultGroup:
+    """One fault of one pair over its repeats."""
+
+    cell: Cell
+    rate: float
+    name: str
+    trials: Sequence[FaultFound] = field(default_factory=tuple)
+
+    @property
+    def row(self) -> FaultRow:
+        return fault_row([each.cost for each in self.trials])
+
+    @property
+    def answers(self) -> Counter[str]:
+        """Answers that were checked, and how many of them were wrong."""
+        counts: Counter[str] = Counter()
+        for each in self.trials:
+            told = each.found.get("answers") or {}
+            counts.update({key: int(told.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
+        return counts
+
+    @property
+    def stranded_blocks(self) -> float:
+        """The median over the repeats, of all processes together."""
+        return median(sum((each.found.get("stranded_blocks") or {}).values()) for each in self.trials)
+
+    @property
+    def stranded_mb(self) -> float | None:
+        known = [each.found.get("stranded_bytes") for each in self.trials]
+        found = [float(each) for each in known if isinstance(each, (int, float))]
+        return median(found) / 1e6 if found else None
+
+    @property
+    def grown_mb(self) -> float | None:
+        """By how much the processes that lived through it grew, all together; the median."""
+        found = [sum((each.found.get("grown_bytes") or {}).values()) for each in self.trials]
+        return median(found) / 1e6 if found else None
+
+    @property
+    def taken_up(self) -> str:
+        """In how many of the repeats a process that was started again served again; empty of other faults."""
+        told = [each.found.get("again") for each in self.trials]
+        known = [bool(each.get("taken_up")) for each in told if isinstance(each, Mapping)]
+        return f"{sum(known)} of {len(known)}" if known else ""
+
+    @property
+    def noticed(self) -> str:
+        """Who said something first, most often, and after how long: ``router 0.1 s``."""
+        firsts = [
+            (str(each["who"]), float(each["after_s"]))
+            for trial in self.trials
+            for each in (trial.found.get("noticed") or [])[:1]
+        ]
+        if not firsts:
+            return "nobody"
+        who = Counter(name for name, _ in firsts).most_common(1)[0][0]
+        return f"{who} {median(after for name, after in firsts if name == who):.1f} s"
+
+
+def fault_groups(run: RunFolder) -> list[FaultGroup]:
+    """By pair, and there by kind and target in the order of the docs."""
+    found: dict[tuple[Cell, str], list[FaultFound]] = {}
+    for trial in run.all_trials:
+        if (each := FaultFound.of(trial)) is not None:
+            found.setdefault((trial.cell, each.name), []).append(each)
+    cells = list(dict.fromkeys(cell for cell, _ in found))
+    groups = [
+        FaultGroup(cell, mine[0].trial.request_rate, name, tuple(mine)) for (cell, name), mine in found.items()
+    ]
+    return sorted(groups, key=lambda each: (cells.index(each.cell), _place(each.name)))
+
+
+def _place(name: str) -> tuple[int, int]:
+    kind, _, target = name.partition(" ")
+    return (
+        list(KINDS).index(kind) if kind in KINDS else len(KINDS),  # type: ignore[arg-type]
+        list(TARGETS).index(target) if target in TARGETS else len(TARGETS),  # type: ignore[arg-type]
+    )
+
+
+COLUMNS: Final = (
+    Column("connector", "pair", align="left"),
+    Column("fault", "fault", align="left"),
+    Column("repeats", "n", align="right", rank=3),
+    Column("back_s", "back (s)", align="right"),
+    Column("back_worst_s", "worst", align="right", rank=2),
+    Column("goodput_lost", "goodput\nlost (req)", align="right"),
+    Column("lost_s", "of rate\n(s)", align="right", rank=1),
+    Column("lost", "lost", align="right"),
+    Column("hung", "hung", align="right"),
+    Column("late", "late", align="right"),
+    Column("wrong", "wrong", align="right"),
+    Column("stranded_blocks", "stranded\nblocks", align="right", rank=1),
+    Column("stranded_mb", "stranded\nMB", align="right", rank=3),
+    Column("noticed", "first notice", align="left", rank=1, width=22),
+    Column("taken_up", "taken up", align="left", rank=2),
+)
+WORDS: Final = (
+    "Back: seconds from the fault until attainment was back (median and worst of the repeats). Goodput lost: "
+    "requests that were due meanwhile and were not answered within the SLO; beside it in seconds of the held "
+    "rate. Lost, hung, late: requests of all repeats. Wrong: of the answers that were checked. Stranded: KV "
+    "blocks still in use after all requests had ended. Taken up: repeats in which a process that was started "
+    "again served again."
+)
+
+
+def flat(group: FaultGroup) -> dict[str, Any]:
+    """The row as files have it."""
+    row, answers = group.row, group.answers
+    return {
+        "connector": group.cell.connector,
+        "input_len": group.cell.input_len,
+        "output_len": group.cell.output_len,
+        "request_rate": group.rate,
+        "fault": group.name,
+        "repeats": row.repeats,
+        "held_before": row.held,
+        "never_back": row.never,
+        "back_s": row.back_s,
+        "back_worst_s": row.back_worst_s,
+        "goodput_lost": row.goodput_lost,
+        "goodput_lost_worst": row.goodput_lost_worst,
+        "lost_s": row.lost_s,
+        **{fate: row.fates[fate] for fate in FATES if fate not in ("good", "wrong")},
+        "wrong": answers["wrong"],
+        "answers_checked": answers["checked"],
+        "stranded_blocks": group.stranded_blocks,
+        "stranded_mb": group.stranded_mb,
+        "grown_mb": group.grown_mb,
+        "noticed": group.noticed,
+        "taken_up": group.taken_up,
+    }
+
+
+def fault_table(groups: Iterable[FaultGroup]) -> Table:
+    """One row a fault; what was not held before the fault says so in place of figures."""
+    groups = list(groups)
+    cells = [_cells(group) for group in groups]
+    names = [group.trials[0].trial.trial_id for group in groups]
+    return Table(
+        "What each fault cost", COLUMNS, cells, [flat(each) for each in groups], "faults", WORDS,
+        window=WHOLE_RUN, trials=names,
+    )  # fmt: skip
+
+
+def _cells(group: FaultGroup) -> list[str]:
+    row, answers = group.row, group.answers
+    head = [group.cell.connector, group.name, str(row.repeats)]
+    if not row.held:
+        return [*head, "not held", *[MISSING] * (len(COLUMNS) - len(head) - 1)]
+    # The median of all repeats is "never" where half of them or more never came back.
+    back = NEVER if 2 * row.never >= row.held else number(row.back_s)
+    worst = f"{NEVER} {row.never}×" if row.never else number(row.back_worst_s)
+    checked = answers["checked"] + answers["wrong"]
+    wrong = f"{answers['wrong']} of {answers['checked']}" if checked else MISSING
+    return [
+        *head, back, worst, _whole(row.goodput_lost), number(row.lost_s),
+        *(str(row.fates[fate]) for fate in ("lost", "hung", "late")), wrong,
+        _whole(group.stranded_blocks), number(group.stranded_mb) if group.stranded_mb else "0",
+        group.noticed, group.taken_up or MISSING,
+    ]  # fmt: skip
+
+
+def _whole(value: float | None) -> str:
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def answers_text(groups: Iterable[FaultGroup]) -> str:
+    """``0 of 96 answers wrong: fewer than 3.1 % (95 %)``."""
+    counts: Counter[str] = Counter()
+    for each in groups:
+        counts.update(each.answers)
+    checked, wrong = counts["checked"], counts["wrong"]
+    if not checked:
+        return "no answer could be checked"
+    most = upper_bound(wrong, checked, CONFIDENCE)
+    return f"{wrong} of {checked} answers wrong: fewer than {most:.1%} ({CONFIDENCE:.0%})"
+
+
+def gist_text(groups: Sequence[FaultGroup]) -> list[str]:
+    """One sentence a pair."""
+    said = []
+    for cell in dict.fromkeys(each.cell for each in groups):
+        mine = [each for each in groups if each.cell == cell]
+        held = [each for each in mine if each.row.held]
+        never = [each.name for each in held if each.row.never]
+        backs = [each.row.back_worst_s for each in held if each.row.back_worst_s is not None]
+        text = f"{cell.connector} at {number(mine[0].rate)} req/s: "
+        text += f"back from {len(held) - len(never)} of {len(held)} faults every time"
+        text += f", after {max(backs):.1f} s at the latest" if backs else ""
+        text += f"; never back, as far as was watched: {', '.join(never)}" if never else ""
+        if len(held) < len(mine):
+            text += f"; {len(mine) - len(held)} not judged, as the rate was not held before them"
+        said.append(text)
+    return said
+
+
+def notices_rows(groups: Iterable[FaultGroup]) -> list[list[str]]:
+    """Who said what, of the first repeat of each fault."""
+    return [
+        [group.cell.connector, group.name, str(each["who"]), f"{each['after_s']:.2f}", _words(each)]
+        for group in groups
+        for each in (group.trials[0].found.get("noticed") or [])
+    ]
+
+
+def _words(notice: Mapping[str, Any]) -> str:
+    more = f" (and {notice['more']} more)" if notice.get("more") else ""
+    return f"{notice['words']}{more}"

@@ -1,0 +1,54 @@
+"""The sections of a chaos run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbench.report.held.fault_rows import (
+    answers_text,
+    fault_groups,
+    fault_table,
+    gist_text,
+    notices_rows,
+)
+from kvbench.report.sections.any_run import drawings
+from kvbench.report.sections.facts import Material
+from kvbench.report.tables.table import of_texts
+from kvbench.report.value import Block, Note, ReportSection
+from kvbench.results.provenance import caption
+
+
+def head(of: Material) -> Iterator[ReportSection]:
+    """What was held, on which machine; how many answers were checked."""
+    run, groups = of.one.run, fault_groups(of.one.run)
+    lines = [Block(words=caption(run), style="dim"), Block(words=answers_text(groups))]
+    yield ReportSection("head", "", lines, apart=True)
+
+
+def answer(of: Material) -> Iterator[ReportSection]:
+    """The gist, a sentence a pair, and the picture."""
+    groups = fault_groups(of.one.run)
+    said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
+    pictures = [Block(picture=each) for each in drawings(of.one.run)]
+    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
+    yield ReportSection("answer", "", [Block(notes=[Note(each) for each in gist_text(groups)])], ("terminal",))
+
+
+def table(of: Material) -> Iterator[ReportSection]:
+    """One row a fault."""
+    groups = fault_groups(of.one.run)
+    if not groups:
+        yield ReportSection("faults", "", [Block(words="no fault has been done yet")])
+        return
+    made = fault_table(groups)
+    yield ReportSection("faults", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
+    yield ReportSection("faults", "", [Block(table=made)], ("terminal", "notebook"))
+
+
+def notices(of: Material) -> Iterator[ReportSection]:
+    """Which log said what, and when, of each fault's first repeat."""
+    rows = notices_rows(fault_groups(of.one.run))
+    shown = of_texts("", ["pair", "fault", "who", "after (s)", "what was said"], rows, "left")
+    words = "Each fault's first repeat; kvbench is what would have ended a sweep's cell."
+    blocks = [Block(words=words, table=shown)] if rows else []
+    yield ReportSection("notices", "Who noticed", blocks)

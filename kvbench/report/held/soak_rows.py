@@ -1,0 +1,271 @@
+"""A soak's tables: its windows, and what drifts over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvbench.core.held_rate.drift import CONFIDENCE, Drift, Window, drift
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.stats import upper_bound
+from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.table import Column, Table
+from kvbench.results.run import RunFolder
+
+ANSWERS: Final = 0.95
+"""Confidence of the bound on wrong answers."""
+_LATENCIES: Final = (
+    ("TTFT P50 (ms)", "ttft_ms", "p50", 1.0),
+    ("TTFT P99 (ms)", "ttft_ms", "p99", 5.0),
+    ("TPOT P50 (ms)", "tpot_ms", "p50", 0.5),
+    ("TPOT P99 (ms)", "tpot_ms", "p99", 1.0),
+)
+"""What is looked at, its place in a summary, and by how much it has to change over a soak to matter."""
+_HELD: Final = (
+    ("memory (MB)", "rss_bytes", 1e6, 8.0),
+    ("descriptors", "descriptors", 1.0, 2.0),
+    ("threads", "threads", 1.0, 1.0),
+    ("KV blocks in use", "blocks", 1.0, 8.0),
+)
+"""The same of each process: its key, its unit, and the least change that matters, in that unit."""
+
+
+@dataclass(frozen=True)
+class SoakSeries:
+    """One thing over the windows of a pair."""
+
+    cell: Cell
+    name: str
+    of: str
+    """A process; empty of the load."""
+    windows: tuple[Window, ...]
+    drift: Drift
+
+
+def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
+    """The windows of each pair, in their order."""
+    found: dict[Cell, list[TrialRecord]] = {}
+    for trial in run.all_trials:
+        if trial.method == "soak" and isinstance(trial.engine.get("soak"), Mapping):
+            found.setdefault(trial.cell, []).append(trial)
+    return found
+
+
+def soak_series(run: RunFolder) -> list[SoakSeries]:
+    """All that is looked at, pair by pair: latency first, then the processes'."""
+    return [each for cell, trials in soak_trials(run).items() for each in _of_cell(cell, trials)]
+
+
+def _of_cell(cell: Cell, trials: Sequence[TrialRecord]) -> Iterator[SoakSeries]:
+    for name, key, statistic, least in _LATENCIES:
+        yield _series(cell, name, "", trials, _latency(key, statistic), least)
+    share = _series(cell, "within the SLO (%)", "", trials, _attainment, 1.0)
+    yield share
+    names = dict.fromkeys(name for trial in trials for name in _holdings(trial))
+    for process in names:
+        for name, key, unit, least in _HELD:
+            series = _series(cell, name, process, trials, _held(process, key, unit), least)
+            if any(each.value is not None for each in series.windows):
+                yield series
+
+
+def _series(
+    cell: Cell,
+    name: str,
+    of: str,
+    trials: Sequence[TrialRecord],
+    value: Callable[[TrialRecord], float | None],
+    least: float,
+) -> SoakSeries:
+    windows = tuple(
+        Window(float(trial.engine["soak"]["at_s"]), int(trial.engine["soak"]["session"]), value(trial))
+        for trial in trials
+    )
+    return SoakSeries(cell, name, of, windows, drift(windows, least))
+
+
+def _latency(key: str, statistic: str) -> Callable[[TrialRecord], float | None]:
+    return lambda trial: _number((trial.summary.get(key) or {}).get(statistic))
+
+
+def _attainment(trial: TrialRecord) -> float | None:
+    share = _number(trial.summary.get("slo_attainment"))
+    return None if share is None else share * 100
+
+
+def _held(process: str, key: str, unit: float) -> Callable[[TrialRecord], float | None]:
+    def value(trial: TrialRecord) -> float | None:
+        found = _number((_holdings(trial).get(process) or {}).get(key))
+        return None if found is None else found / unit
+
+    return value
+
+
+def _holdings(trial: TrialRecord) -> Mapping[str, Any]:
+    found = trial.engine["soak"].get("holdings")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def soak_problems(run: RunFolder) -> list[str]:
+    """What is wrong with a soak, a sentence each; none if it was held."""
+    found = []
+    for series in soak_series(run):
+        worse = series.drift.verdict == ("falls" if "SLO" in series.name else "grows")
+        if worse:
+            found.append(f"{_where(series)} {series.drift.verdict}: {_slope_text(series.drift)}")
+    for cell, trials in soak_trials(run).items():
+        counts = answers_of(trials)
+        if counts["wrong"]:
+            found.append(f"{cell.connector}: {counts['wrong']} of {counts['checked']} answers were wrong")
+        refused = [each for each in trials if each.verdict == "invalid"]
+        if refused:
+            found.append(
+                f"{cell.connector}: {len(refused)} of {len(trials)} windows were refused, the last: "
+                f"{refused[-1].reason}"
+            )
+    for result in [*run.cells, *run.other_cells]:
+        if result.status == "failed":
+            windows = len(soak_trials(run).get(result.cell, ()))
+            reason = result.reason.splitlines()[0] if result.reason else "it failed"
+            found.append(f"{result.cell.connector} ended after {windows} windows: {reason}")
+    return found
+
+
+def _where(series: SoakSeries) -> str:
+    of = f"{series.of}, " if series.of else ""
+    return f"{series.cell.connector}, {of}{series.name}"
+
+
+def _slope_text(found: Drift) -> str:
+    share = "" if found.growth is None else f"{found.growth:+.0%} over the soak, "
+    return (
+        f"{share}{number(found.per_hour)} an hour ({CONFIDENCE:.0%}: {number(found.lower)} to "
+        f"{number(found.upper)})"
+    )
+
+
+def answers_of(trials: Sequence[TrialRecord]) -> Counter[str]:
+    """Answers that were checked, wrong, or did not come."""
+    counts: Counter[str] = Counter()
+    for trial in trials:
+        told = trial.engine["soak"].get("answers") or {}
+        counts.update({key: int(told.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
+    return counts
+
+
+def verdict_lines(run: RunFolder) -> list[str]:
+    """A sentence a pair on what was held, then what is wrong."""
+    said = []
+    for cell, trials in soak_trials(run).items():
+        requests = sum(int(each.summary.get("planned") or 0) for each in trials)
+        seconds = sum(each.duration_s for each in trials)
+        sessions = len({each.engine["soak"]["session"] for each in trials})
+        counts = answers_of(trials)
+        answers = "no answer could be checked"
+        if counts["checked"]:
+            most = upper_bound(counts["wrong"], counts["checked"], ANSWERS)
+            answers = (
+                f"{counts['wrong']} of {counts['checked']:,} answers wrong: fewer than {most:.2%} ({ANSWERS:.0%})"
+            )
+        said.append(
+            f"{cell.connector} held {number(trials[0].request_rate)} req/s for {seconds / 3600:.2f} hours: "
+            f"{requests:,} requests in {len(trials)} windows"
+            + (f" of {sessions} sessions" if sessions > 1 else "")
+            + f"; {answers}"
+        )
+    problems = soak_problems(run)
+    short = [each for each in soak_series(run) if each.drift.verdict == "too short"]
+    if not problems and short and len(short) == len(soak_series(run)):
+        return [*said, "too short to tell whether anything drifts"]
+    return [*said, *(problems or ["nothing drifts, and no answer was wrong"] if said else ["no window yet"])]
+
+
+COLUMNS: Final = (
+    Column("connector", "pair", align="left"),
+    Column("process", "process", align="left"),
+    Column("what", "what", align="left"),
+    Column("verdict", "verdict", align="left"),
+    Column("median", "median", align="right"),
+    Column("first", "first", align="right", rank=2),
+    Column("last", "last", align="right", rank=2),
+    Column("per_hour", "per hour", align="right"),
+    Column("interval", f"{CONFIDENCE:.0%} interval", align="right", rank=1),
+    Column("growth", "over the\nsoak (%)", align="right"),
+)
+WORDS: Final = (
+    "A straight line through the windows after the first quarter, which is warm-up; its interval counts that "
+    "neighbouring windows fare alike. What grows does so surely, and by more than 5 % over the soak."
+)
+
+
+def drift_rows(run: RunFolder) -> list[dict[str, Any]]:
+    """One row a series, as files have it."""
+    return [
+        {
+            "connector": each.cell.connector,
+            "input_len": each.cell.input_len,
+            "process": each.of,
+            "what": each.name,
+            **each.drift.to_json(),
+        }
+        for each in soak_series(run)
+    ]
+
+
+def drift_table(run: RunFolder) -> Table:
+    """What drifts, for people."""
+    cells = []
+    for each in soak_series(run):
+        found = each.drift
+        interval = MISSING if found.lower is None else f"{number(found.lower)} to {number(found.upper)}"
+        growth = MISSING if found.growth is None else f"{100 * found.growth:+.1f}"
+        cells.append(
+            [
+                each.cell.connector, each.of or "load", each.name, found.verdict, number(found.median),
+                number(found.first), number(found.last), number(found.per_hour), interval, growth,
+            ]
+        )  # fmt: skip
+    return Table("What drifts", COLUMNS, cells, drift_rows(run), "drift", WORDS)
+
+
+def window_rows(run: RunFolder) -> list[dict[str, Any]]:
+    """One row a window, as files have it."""
+    rows = []
+    for trials in soak_trials(run).values():
+        for trial in trials:
+            told = trial.engine["soak"]
+            row: dict[str, Any] = {
+                "trial_id": trial.trial_id,
+                "connector": trial.cell.connector,
+                "at_s": told["at_s"],
+                "session": told["session"],
+                "verdict": trial.verdict,
+                "requests": trial.summary.get("planned"),
+                "completed": trial.summary.get("completed"),
+                "slo_attainment": trial.summary.get("slo_attainment"),
+                **{name: _latency(key, statistic)(trial) for name, key, statistic, _ in _LATENCIES},
+                **(told.get("answers") or {}),
+            }
+            row.pop("examples", None)
+            for process, held in _holdings(trial).items():
+                row |= {f"{process}.{key}": held.get(key) for _, key, _, _ in _HELD}
+            rows.append(row)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return [{key: row.get(key) for key in keys} for row in rows]
+
+
+def soak_json(run: RunFolder) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "run": run.run_id,
+        "verdict": verdict_lines(run),
+        "problems": soak_problems(run),
+        "drift": drift_rows(run),
+        "windows": window_rows(run),
+    }
