@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvbench.cli import deployments, held, lists, measure, runs, setup
+from kvbench.cli import deployments, held_rates, lists, measure, runs, setup
 from kvbench.cli.console import with_exit_code
 from kvbench.cli.lab import lab
 from kvbench.cli.plain_characters import allow_any_locale
@@ -64,8 +64,12 @@ MEASURE, PREPARE, RESULTS, PROCESSES = "Measure", "Prepare", "Results", "Process
 _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     "sweep": (MEASURE, measure.sweep, "kvbench sweep quickstart --connector nixl"),
     "bench": (MEASURE, measure.bench, "kvbench bench quickstart --rate 20 --duration 30"),
-    "chaos": (MEASURE, held.chaos, "kvbench chaos quickstart --connector nixl --rate 40 --fault restart:prefill"),
-    "soak": (MEASURE, held.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
+    "chaos": (
+        MEASURE,
+        held_rates.chaos,
+        "kvbench chaos quickstart --connector nixl --rate 40 --fault restart:prefill",
+    ),
+    "soak": (MEASURE, held_rates.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
     "simulate": (MEASURE, measure.simulate, "kvbench simulate xpyd --gpus 3"),
     "microbench": (MEASURE, measure.microbench, "kvbench microbench --lab --nics 1,2,4,8"),
     "selftest": (MEASURE, measure.selftest, "kvbench selftest --streams 10,100"),

@@ -32,12 +32,12 @@ GATEWAY_TIMEOUT: Final = 504
 """What a router answers when it gives a request up that P or D has not ended."""
 WINDOW_S: Final = 2.0
 LEAST_WINDOW, MOST_WINDOW = 5, 50
-"""Requests in a row by which the attainment is judged: those of two seconds, but so many at least and most."""
+"""Requests in a row by which the attainment is judged: those of two seconds, so many at least and most."""
 STANDARD_ERRORS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """One request: when it was due, when it was over (None: unknown), what became of it."""
 
     due_s: float
@@ -49,9 +49,11 @@ class Outcome:
         return self.fate == "good"
 
 
-def outcome_of(record: RequestRecord, slo: Slo, wrong: Collection[str] = ()) -> Outcome:
+def outcome_of(record: RequestRecord, slo: Slo, wrong: Collection[str] = ()) -> RequestOutcome:
     """``wrong``: ids of the requests whose answers are known to be wrong."""
-    return Outcome(record.scheduled_s, record.last_token_s if record.ok else None, _fate(record, slo, wrong))
+    return RequestOutcome(
+        record.scheduled_s, record.last_token_s if record.ok else None, _fate(record, slo, wrong)
+    )
 
 
 def _fate(record: RequestRecord, slo: Slo, wrong: Collection[str]) -> Fate:
@@ -105,7 +107,7 @@ class FaultCost:
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
-def fault_cost(outcomes: Iterable[Outcome], rate: float, target: float, struck_s: float) -> FaultCost:
+def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, struck_s: float) -> FaultCost:
     """``rate``: requests per second that were offered; ``target``: the share that the SLO asks for."""
     ordered = sorted(outcomes, key=lambda each: each.due_s)
     before = [each for each in ordered if each.over_s is not None and each.over_s <= struck_s]
@@ -117,10 +119,10 @@ def fault_cost(outcomes: Iterable[Outcome], rate: float, target: float, struck_s
     level = level_of(target, held, window)
     after = [each for each in touched if each.due_s >= struck_s]
     back = _back_at(after, window, level)
-    until_s = after[back].due_s if back is not None and back < len(after) else math.inf
-    if back is not None and back == 0:
-        until_s = struck_s
-    meant = [each for each in touched if each.due_s < until_s]
+    until_s = math.inf if back is None else after[back].due_s if back else struck_s
+    # The first window that keeps the level may begin with some of the last that were not good.
+    last = len(after) if back is None else back + window
+    meant = [*(each for each in touched if each.due_s < struck_s), *after[:last]]
     share = 1.0 if held is None else held
     lost = sum(share - each.good for each in meant)
     counts = Counter(each.fate for each in touched)
@@ -138,12 +140,12 @@ def fault_cost(outcomes: Iterable[Outcome], rate: float, target: float, struck_s
     )
 
 
-def _failed_before(one: Outcome, before: Sequence[Outcome], struck_s: float) -> bool:
+def _failed_before(one: RequestOutcome, before: Sequence[RequestOutcome], struck_s: float) -> bool:
     """Of a request that failed nobody knows when; one that was due before others that were over was, too."""
     return bool(before) and one.due_s < struck_s and one.due_s < before[-1].due_s - _longest(before)
 
 
-def _longest(outcomes: Sequence[Outcome]) -> float:
+def _longest(outcomes: Sequence[RequestOutcome]) -> float:
     return max((each.over_s or each.due_s) - each.due_s for each in outcomes)
 
 
@@ -155,7 +157,7 @@ def level_of(target: float, held: float | None, window: int) -> float:
     return max(0.0, min(target, held - STANDARD_ERRORS * error))
 
 
-def _back_at(after: Sequence[Outcome], window: int, level: float) -> int | None:
+def _back_at(after: Sequence[RequestOutcome], window: int, level: float) -> int | None:
     """The place of the first request from which on each window keeps the level; None: never, or too few were
     due to tell.
     """
@@ -181,7 +183,7 @@ class GoodputBin:
     fates: Mapping[str, int]
 
 
-def goodput_bins(outcomes: Iterable[Outcome], width_s: float, end_s: float) -> list[GoodputBin]:
+def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: float) -> list[GoodputBin]:
     """Over [0, end_s), for a picture. ``width_s`` above 0."""
     count = max(1, math.ceil(end_s / width_s - 1e-9))
     bins: list[Counter[str]] = [Counter() for _ in range(count)]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.core.held_rate.fault_cost import FATES, Outcome, goodput_bins, outcome_of
+from kvbench.core.held_rate.fault_cost import FATES, RequestOutcome, goodput_bins, outcome_of
 from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
@@ -126,7 +126,7 @@ def _mean_rates(
     }
 
 
-def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> list[Outcome]:
+def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> list[RequestOutcome]:
     """The trial's requests, all so much later; empty where they were not kept."""
     try:
         records = run.request_records(trial.trial.trial_id)

@@ -69,7 +69,7 @@ class FaultGroup:
     @property
     def stranded_blocks(self) -> float:
         """The median over the repeats, of all processes together."""
-        return median(sum((each.found.get("stranded_blocks") or {}).values()) for each in self.trials)
+        return float(median(sum((each.found.get("stranded_blocks") or {}).values()) for each in self.trials))
 
     @property
     def stranded_mb(self) -> float | None:
@@ -112,7 +112,8 @@ def fault_groups(run: RunFolder) -> list[FaultGroup]:
             found.setdefault((trial.cell, each.name), []).append(each)
     cells = list(dict.fromkeys(cell for cell, _ in found))
     groups = [
-        FaultGroup(cell, mine[0].trial.request_rate, name, tuple(mine)) for (cell, name), mine in found.items()
+        FaultGroup(cell, mine[0].trial.request_rate, name, tuple(mine))
+        for (cell, name), mine in found.items()
     ]
     return sorted(groups, key=lambda each: (cells.index(each.cell), _place(each.name)))
 
@@ -120,8 +121,8 @@ def fault_groups(run: RunFolder) -> list[FaultGroup]:
 def _place(name: str) -> tuple[int, int]:
     kind, _, target = name.partition(" ")
     return (
-        list(KINDS).index(kind) if kind in KINDS else len(KINDS),  # type: ignore[arg-type]
-        list(TARGETS).index(target) if target in TARGETS else len(TARGETS),  # type: ignore[arg-type]
+        list(KINDS).index(kind) if kind in KINDS else len(KINDS),
+        list(TARGETS).index(target) if target in TARGETS else len(TARGETS),
     )
 
 

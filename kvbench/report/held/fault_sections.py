@@ -31,7 +31,9 @@ def answer(of: Material) -> Iterator[ReportSection]:
     said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
     pictures = [Block(picture=each) for each in drawings(of.one.run)]
     yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
-    yield ReportSection("answer", "", [Block(notes=[Note(each) for each in gist_text(groups)])], ("terminal",))
+    yield ReportSection(
+        "answer", "", [Block(notes=[Note(each) for each in gist_text(groups)])], ("terminal",)
+    )
 
 
 def table(of: Material) -> Iterator[ReportSection]:

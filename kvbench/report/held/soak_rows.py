@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvbench.core.held_rate.drift import CONFIDENCE, Drift, Window, drift
+from kvbench.core.held_rate.window_drift import CONFIDENCE, Drift, SoakWindow, drift
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.stats import upper_bound
 from kvbench.report.tables.numbers import MISSING, number
@@ -40,7 +40,7 @@ class SoakSeries:
     name: str
     of: str
     """A process; empty of the load."""
-    windows: tuple[Window, ...]
+    windows: tuple[SoakWindow, ...]
     drift: Drift
 
 
@@ -80,7 +80,7 @@ def _series(
     least: float,
 ) -> SoakSeries:
     windows = tuple(
-        Window(float(trial.engine["soak"]["at_s"]), int(trial.engine["soak"]["session"]), value(trial))
+        SoakWindow(float(trial.engine["soak"]["at_s"]), int(trial.engine["soak"]["session"]), value(trial))
         for trial in trials
     )
     return SoakSeries(cell, name, of, windows, drift(windows, least))
@@ -170,9 +170,8 @@ def verdict_lines(run: RunFolder) -> list[str]:
         answers = "no answer could be checked"
         if counts["checked"]:
             most = upper_bound(counts["wrong"], counts["checked"], ANSWERS)
-            answers = (
-                f"{counts['wrong']} of {counts['checked']:,} answers wrong: fewer than {most:.2%} ({ANSWERS:.0%})"
-            )
+            checked = f"{counts['wrong']} of {counts['checked']:,} answers wrong"
+            answers = f"{checked}: fewer than {most:.2%} ({ANSWERS:.0%})"
         said.append(
             f"{cell.connector} held {number(trials[0].request_rate)} req/s for {seconds / 3600:.2f} hours: "
             f"{requests:,} requests in {len(trials)} windows"

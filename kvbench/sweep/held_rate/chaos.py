@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Watcher
+from kvbench.sweep.held_rate.fault_lab import running_in_lab
 from kvbench.sweep.held_rate.fault_trial import FaultTrial, HeldRate
 from kvbench.sweep.held_rate.held import (
     HeldOptions,
@@ -88,6 +88,8 @@ def command(
     store = create_store(
         output, scenario, source, plan, "chaos", {"faults": rows, "rates": rates, "lab": lab}
     )
+    if lab is not None:
+        store.update(labels=[*store.manifest["labels"], "lab"])
     status = _carry_out(scenario, plan, store, faults, rates, console, asked.lab)
     if as_json:
         _print_json(store.path)
@@ -95,7 +97,7 @@ def command(
 
 
 def resumed(path: Path, console: Console, *, force: bool, as_json: bool, lab: Lab | None = None) -> int:
-    """Go on with a chaos run: the faults of its plan that have no trial yet. Raises InputError, StoreError."""
+    """Go on with a chaos run: the planned faults that have no trial yet. Raises InputError, StoreError."""
     run = load_run(path)
     if run.manifest.get("kind") != "chaos":
         raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not chaos")
@@ -130,7 +132,9 @@ def planned_faults(
             )
     deployment = scenario.deployment
     if deployment.launcher != "local" and any(each.kind == "freeze" for each in wanted):
-        raise InputError("freeze stops processes of this machine alone", hint="kill and restart work anywhere")
+        raise InputError(
+            "freeze stops processes of this machine alone", hint="kill and restart work anywhere"
+        )
     found = {}
     for cell in cells:
         planned = next(each for each in plan.deployments if each.label == cell.connector)
@@ -190,7 +194,7 @@ class ChaosRun:
         cell = next(each for each in self.plan.cells if each.connector == planned.label)
         problems: list[KvbenchError] = []
         try:
-            reference = reference_outputs_of(bench, self.plan, self.store, cell, self.watcher)
+            reference = reference_outputs_of(self.scenario, bench, self.plan, self.store, cell, self.watcher)
         except StoreError:
             raise
         except KvbenchError as error:
@@ -219,16 +223,17 @@ class ChaosRun:
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault
     ) -> TrialRecord:
         scenario = with_length(self.scenario, fault.most_s)
-        trial = FaultTrial(scenario, held, self.store, self.watcher, self.lab)
-        with self._network(), bench.running(planned, f"{fault.number:02d}") as (launcher, deployment):
-            return trial.run(fault, launcher, deployment)
-
-    def _network(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        if self.lab is not None:
+            with running_in_lab(scenario, planned, self.store, self.lab, fault) as (inside, launcher, pair):
+                trial = FaultTrial(inside, held, self.store, self.watcher, self.lab)
+                return trial.run(fault, launcher, pair)
+        trial = FaultTrial(scenario, held, self.store, self.watcher)
+        with bench.running(planned, f"{fault.number:02d}") as (launcher, pair):
+            return trial.run(fault, launcher, pair)
 
 
 def fault_text(record: TrialRecord) -> str:
-    """``restart prefill: back after 1.3 s, 12 of 140 requests lost, 0 hung, 0 late, 14 requests of goodput``."""
+    """``restart prefill: back after 1.3 s, 12 lost, 0 hung, 0 late; goodput lost 14 requests``."""
     found = record.summary["chaos"]
     cost = FaultCost.from_json(found["cost"])
     back = "never back" if cost.back_s is None else f"back after {cost.back_s:.1f} s"
@@ -250,14 +255,14 @@ def _print_plan(
     for label, mine in faults.items():
         seconds = sum(each.most_s for each in mine)
         console.print(
-            f"{label}: {len(mine)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes of load at most",
+            f"{label}: {len(mine)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes at most",
             markup=False,
         )
         for each in mine:
             down = f", undone after {each.down_s:g} s" if each.down_s else ""
             console.print(
-                f"  {each.number:3}  repeat {each.repeat}  {each.kind} {each.process} at {each.at_s:.2f} s{down}"
-                f", watched for {each.after_s:g} s",
+                f"  {each.number:3}  repeat {each.repeat}  {each.kind} {each.process} at {each.at_s:.2f} s"
+                f"{down}, watched for {each.after_s:g} s",
                 markup=False,
             )
 

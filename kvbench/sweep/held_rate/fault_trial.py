@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvbench.core.held_rate.fault_cost import FaultCost, Outcome, fault_cost, outcome_of
+from kvbench.core.held_rate.fault_cost import FaultCost, RequestOutcome, fault_cost, outcome_of
 from kvbench.core.held_rate.fault_plan import PlannedFault
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.metrics.metrics import summarise
@@ -220,8 +220,10 @@ class FaultTrial:
         found["cost"] = cost.to_json()
         summary = summarise(load.records, slo, rate, load.duration_s).to_json()
         findings = [] if cost.was_held else [_not_held(cost)]
-        verdict, reason = ("measured", "") if cost.was_held else ("invalid", findings[0].message)
-        judgement = Judgement(verdict, reason, findings, {**summary, "chaos": found})
+        reason = findings[0].message if findings else ""
+        judgement = Judgement(
+            "invalid" if findings else "measured", reason, findings, {**summary, "chaos": found}
+        )
         record = ended_record(begun, judgement, {"client": dict(load.client)}, load.duration_s)
         self.store.add_trial(record, load.records)
         return record
@@ -245,7 +247,9 @@ def cost_of(
     return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)
 
 
-def outcomes_of(records: Sequence[RequestRecord], slo: Slo, wrong: Sequence[str] = ()) -> list[Outcome]:
+def outcomes_of(
+    records: Sequence[RequestRecord], slo: Slo, wrong: Sequence[str] = ()
+) -> list[RequestOutcome]:
     """What became of each request; of those that kvbench itself cut off nobody knows."""
     known = [each for each in records if each.error != "cancelled"]
     return [outcome_of(record, slo, frozenset(wrong)) for record in known]
@@ -306,7 +310,9 @@ class _Struck:
         served = now.get("served")
         if striker.fault.target == "router":
             ready_s = self._since(striker.ready_at, began, None)
-            served = sum(each.ok and each.scheduled_s >= ready_s for each in self.load.records) if ready_s else 0
+            served = (
+                sum(each.ok and each.scheduled_s >= ready_s for each in self.load.records) if ready_s else 0
+            )
         return {"ready_s": self._since(striker.ready_at, began, None), "served": served}
 
     def _bytes(self, stranded: Mapping[str, float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What both runs at a held rate ask for: a scenario that can be held, the rate of each cell, right answers."""
+"""What both runs at a held rate ask for: a scenario that can be held, rates, and right answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvbench import connectors
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, Outputs
+from kvbench.core.records import Cell, Method, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.planning.overrides import CliOptions, resolve
@@ -20,13 +20,16 @@ from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, Watcher
+from kvbench.sweep.held_rate.answer_probe import right_answers
 from kvbench.sweep.sweep import resume_words
 
 SHARE: Final = 0.7
-"""Of a found rate, which is held: high enough that a fault hurts, low enough that what it left is caught up."""
+"""Of a found rate, which is held: enough that a fault hurts, and some room to catch up."""
+PROBES: Final = "-probes"
+"""Behind the label of the deployment that answered them, in outputs.jsonl."""
 DEADLINE_S: Final = 10.0
 DEADLINE_TIMES: Final = 3.0
-"""A request is given up, and hung, after so long, or so many times what the SLO allows one, if that is more."""
+"""A request hangs after so long, or so many times what the SLO allows one, if that is more."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
         answers = [each.answer for each in run.cells if each.cell == cell and each.answer]
         rate = next((each.get("max_request_rate") for each in answers), None)
         if not rate:
-            known = ", ".join(each.cell.key for each in run.cells if (each.answer or {}).get("max_request_rate"))
+            known = ", ".join(
+                each.cell.key for each in run.cells if (each.answer or {}).get("max_request_rate")
+            )
             raise InputError(
                 f"{asked.found} has found no rate for {cell.key}",
                 hint=f"it has: {known or 'none'}; choose by --connector, --input-len and --output-len",
@@ -113,14 +118,14 @@ def with_length(scenario: Scenario, seconds: float) -> Scenario:
 
 
 def reference_outputs_of(
-    bench: DeployedBench, plan: Plan, store: RunStore, cell: Cell, watcher: Watcher
+    scenario: Scenario, bench: DeployedBench, plan: Plan, store: RunStore, cell: Cell, watcher: Watcher
 ) -> Outputs | None:
-    """What an aggregated server answers to the check prompts; of a run that goes on, what it answered then.
+    """What an aggregated server answers to the probes' prompts; once a run, whoever goes on with it.
 
     None, with a note, where none can be had.
     """
     label = plan.reference_of(cell.connector)
-    known = store.earlier.outputs.get((label, cell.input_len))
+    known = store.earlier.outputs.get((f"{label}{PROBES}", cell.input_len))
     if known is not None:
         return known
     planned = next((each for each in plan.deployments if each.label == label), None)
@@ -129,14 +134,20 @@ def reference_outputs_of(
         why = problem.reason if problem is not None else "the plan has none"
         watcher.note(f"answers are not checked: there is no aggregated server ({why})")
         return None
-    with bench.up(planned, round_="reference") as site:
-        return site.outputs(cell.input_len)
+    with bench.running(planned, "reference") as (_, deployment):
+        watcher.stage(f"{label}: asking for the right answers at {cell.input_len} tokens")
+        outputs = right_answers(scenario, deployment, cell.input_len)
+    store.add_outputs(f"{label}{PROBES}", cell.input_len, outputs)
+    store.earlier = replace(
+        store.earlier,
+        outputs={**store.earlier.outputs, (f"{label}{PROBES}", cell.input_len): outputs},
+    )
+    return outputs
 
 
-def failed(cell: Cell, error: KvbenchError, method: str) -> CellResult:
+def failed(cell: Cell, error: KvbenchError, method: Method) -> CellResult:
     """The cell's result when nothing of it could be measured."""
-    of = "chaos" if method == "chaos" else "soak"
-    return CellResult(cell, "failed", reason=error.message, hint=error.hint, method=of, main=False)
+    return CellResult(cell, "failed", reason=error.message, hint=error.hint, method=method, main=False)
 
 
 def carried_out(

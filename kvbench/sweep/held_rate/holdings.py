@@ -1,4 +1,4 @@
-"""What a deployment's processes hold: KV blocks by their own metrics, memory, descriptors, threads by /proc."""
+"""What a deployment's processes hold: KV blocks by their metrics; memory, descriptors, threads by /proc."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _of_family(pid: int) -> dict[str, int]:
 
 
 def stranded_blocks(before: Holdings, after: Holdings) -> dict[str, float]:
-    """Blocks that are in use after all requests have ended, beyond those before, by process; only those above 0."""
+    """Blocks in use after all requests have ended, beyond those before, by process; only those above 0."""
     found = {}
     for name, each in after.of.items():
         known = before.of.get(name, ProcessHoldings())

@@ -52,7 +52,7 @@ def kv_blocks(page: Metrics | None) -> tuple[float, int] | None:
 
 
 @dataclass(frozen=True)
-class Server:
+class PooledEngine:
     """One engine instance as it is asked without the router, and its pool."""
 
     name: str
@@ -73,14 +73,14 @@ class _Hog:
         self._salt = uuid.uuid4().hex
         self._workers = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kv-hog")
 
-    def _server(self, role: str, index: int) -> Server:
+    def _server(self, role: str, index: int) -> PooledEngine:
         direct = self._deployment.endpoints.direct
         names = [each.name for each in self._deployment.plan.instances if each.role == role]
         if direct is None or index >= len(names):
             raise InputError(f"no {role} instance of this deployment can be asked by itself")
         backend = BackendSpec(**direct["prefill" if role == "prefill" else "decode"][index])
         metrics = self._deployment.endpoints.metrics_urls[names[index]]
-        return Server(names[index], backend.url, metrics, backend)
+        return PooledEngine(names[index], backend.url, metrics, backend)
 
     def _client(self) -> httpx.Client:
         return web.client(
@@ -93,7 +93,7 @@ class _Hog:
         (prompt,) = token_prompts(1, shape, trial_seed(self._scenario.seed, self._salt, number)).tolist()
         return [int(token) for token in prompt]
 
-    def _fits(self, server: Server) -> int:
+    def _fits(self, server: PooledEngine) -> int:
         """How many of our prompts the pool of a server holds; where it does not say, as many as we send."""
         with self._client() as client:
             page = scrape(client, server.metrics_url)
@@ -103,7 +103,7 @@ class _Hog:
             return MOST
         return math.ceil(known[1] / math.ceil(min(self._scenario.workload.input_len) / int(size)))
 
-    def _used(self, server: Server) -> float:
+    def _used(self, server: PooledEngine) -> float:
         """The share of its pool that a server says is in use."""
         with self._client() as client:
             known = kv_blocks(scrape(client, server.metrics_url))
@@ -131,9 +131,11 @@ class OrphanedKv(_Hog):
         wait(asked, BEGIN_S)
         held = sum(each.done() and not each.cancelled() and each.result() for each in asked)
         share = self._used(server)
-        return f"{server.name} holds KV of {held} requests that no D fetches; {share:.0%} of its pool is in use"
+        return (
+            f"{server.name} holds KV of {held} requests that no D fetches; {share:.0%} of its pool is in use"
+        )
 
-    def _orphan(self, server: Server, number: int) -> bool:
+    def _orphan(self, server: PooledEngine, number: int) -> bool:
         """Whether P has taken it."""
         if self._over.is_set():
             return False
@@ -171,7 +173,7 @@ class DecodeFlood(_Hog):
             time.sleep(0.05)
         return f"{count} generations were asked of {server.name} at once; {most:.0%} of its pool was in use"
 
-    def _generate(self, server: Server, number: int) -> None:
+    def _generate(self, server: PooledEngine, number: int) -> None:
         length = self._scenario.workload.output_len
         model, rounds = self._scenario.model.served_model_name, 0
         while not self._over.is_set():

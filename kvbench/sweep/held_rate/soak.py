@@ -25,7 +25,7 @@ from kvbench.launchers.base import Launcher
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.report.held.soak_rows import soak_json, soak_problems
+from kvbench.report.held_rates.soak_rows import soak_json, soak_problems
 from kvbench.report.tables.table import json_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
@@ -53,6 +53,8 @@ from kvbench.sweep.trial.trial import TrialRunner
 WINDOWS: Final = 60
 """A soak is cut into so many windows, but none shorter or longer than these."""
 SHORTEST_S, LONGEST_S = 10.0, 300.0
+ASKED: Final = 12
+"""Answers that are checked after each window."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def _carry_out(
         rates, window_s, windows = rates_in(asked), float(asked["window_s"]), int(asked["windows"])
     except (KeyError, TypeError, ValueError) as error:
         store.close()
-        raise StoreError(f"{store.path}/manifest.json has no plan of a soak: {error}", hint="begin anew") from error
+        raise StoreError(
+            f"{store.path}/manifest.json has no plan of a soak: {error}", hint="begin anew"
+        ) from error
 
     def work(watcher: Watcher) -> Sequence[CellResult]:
         return SoakRun(scenario, plan, store, watcher, rates, window_s, windows).run()
@@ -159,7 +163,7 @@ class SoakRun:
         cell = next(each for each in self.plan.cells if each.connector == planned.label)
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
         try:
-            reference = reference_outputs_of(bench, self.plan, self.store, cell, self.watcher)
+            reference = reference_outputs_of(scenario, bench, self.plan, self.store, cell, self.watcher)
             with bench.running(planned) as (launcher, deployment):
                 soaked = _Soaked(self, scenario, cell, reference, launcher, deployment)
                 for number in range(1, self.windows + 1):
@@ -210,18 +214,23 @@ class _Soaked:
         self._probe = AnswerProbe(
             self._scenario, self._deployment, self._launcher, self._cell.input_len, self._reference
         )
-        with self._probe:
-            record = self._trials.run(plan)
+        record = self._trials.run(plan)
         self._run.watcher.trial_finished(record)
 
     def _columns(self) -> dict[str, Any]:
-        """What stands beside a window's figures: what the processes hold, which answers were right."""
+        """What stands beside a window's figures: what the processes hold, which answers were right.
+
+        These are asked for between two windows: within one they would be requests that its load lacks.
+        """
         assert self._probe is not None
+        held = holdings(self._deployment).to_json()
+        self._deployment.reset_caches()
+        self._probe.ask(range(ASKED * self._number, ASKED * (self._number + 1)))
         return {
             "soak": {
                 "at_s": (self._number - 1) * self._run.window_s,
                 "session": self._run.store.resumed,
-                "holdings": holdings(self._deployment).to_json(),
+                "holdings": held,
                 "answers": self._probe.to_json(),
             }
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,9 +40,7 @@ FromOption = Annotated[
 ]
 ShareOption = Annotated[
     float | None,
-    typer.Option(
-        "--share", metavar="SHARE", help="That share; 0.7 by default.", rich_help_panel="Held rate"
-    ),
+    typer.Option("--share", metavar="SHARE", help="That share; 0.7 by default.", rich_help_panel="Held rate"),
 ]
 DeadlineOption = Annotated[
     float | None,
@@ -55,6 +54,32 @@ DeadlineOption = Annotated[
 ]
 
 
+_fault = partial(typer.Option, rich_help_panel="Faults")
+FaultOption = Annotated[
+    list[str] | None,
+    _fault(
+        "--fault",
+        metavar="KIND:TARGET",
+        help="Only this fault, such as restart:prefill, freeze:decode-1@5+3. Repeatable; default: all.",
+    ),
+]
+RepeatsOption = Annotated[
+    int, _fault("--repeats", metavar="N", help="How often each fault is done.", min=1, max=1000)
+]
+BeforeOption = Annotated[float, _fault("--before", metavar="S", help="Load before the fault.")]
+DownOption = Annotated[float, _fault("--down", metavar="S", help="How long a fault lasts.")]
+AfterOption = Annotated[float, _fault("--after", metavar="S", help="How long is watched after it.")]
+LabOption = Annotated[
+    str,
+    _fault(
+        "--lab",
+        metavar="N[xRATE]",
+        help="In a lab of N NICs, such as 2x1gbit: faults of networks and NICs, too.",
+    ),
+]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Print the plan of faults, and start nothing.")]
+
+
 @asks(without=NOT_HELD)
 def chaos(
     options: LoadOptions,
@@ -62,49 +87,13 @@ def chaos(
     from_: FromOption = None,
     share: ShareOption = None,
     deadline: DeadlineOption = None,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fault",
-            metavar="KIND:TARGET",
-            help="Only this fault, such as restart:prefill, freeze:decode-1@5+3. Repeatable; default: all.",
-            rich_help_panel="Faults",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(
-            "--repeats",
-            metavar="N",
-            help="How often each fault is done.",
-            min=1,
-            max=1000,
-            rich_help_panel="Faults",
-        ),
-    ] = 1,
-    before: Annotated[
-        float,
-        typer.Option("--before", metavar="S", help="Load before the fault.", rich_help_panel="Faults"),
-    ] = 5.0,
-    down: Annotated[
-        float, typer.Option("--down", metavar="S", help="How long a fault lasts.", rich_help_panel="Faults")
-    ] = 3.0,
-    after: Annotated[
-        float,
-        typer.Option("--after", metavar="S", help="How long is watched after it.", rich_help_panel="Faults"),
-    ] = 12.0,
-    lab: Annotated[
-        str,
-        typer.Option(
-            "--lab",
-            metavar="N[xRATE]",
-            help="In a lab of N NICs, such as 2x1gbit: faults of networks and NICs, too.",
-            rich_help_panel="Faults",
-        ),
-    ] = "",
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the plan of faults, and start nothing.")
-    ] = False,
+    fault: FaultOption = None,
+    repeats: RepeatsOption = 1,
+    before: BeforeOption = 5.0,
+    down: DownOption = 3.0,
+    after: AfterOption = 12.0,
+    lab: LabOption = "",
+    plan: PlanOption = False,
     json_: JsonOption = False,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
@@ -121,16 +110,9 @@ def chaos(
             return place.status
         if resume is not None:
             return running.resumed(resume, shown, force=force, as_json=json_, lab=place.lab)
-        asked = running.ChaosOptions(
-            _held(rate, from_, share, deadline),
-            tuple(fault or ()),
-            FaultTimes(before, down, after),
-            repeats,
-            place.lab,
-        )
-        return running.command(
-            options.cli_options(), asked, output, shown, only_plan=plan, as_json=json_
-        )
+        held, times = _held(rate, from_, share, deadline), FaultTimes(before, down, after)
+        asked = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
+        return running.command(options.cli_options(), asked, output, shown, only_plan=plan, as_json=json_)
 
 
 @asks(without=NOT_HELD)
@@ -141,9 +123,7 @@ def soak(
     ] = 1.0,
     window: Annotated[
         float | None,
-        typer.Option(
-            "--window", metavar="S", help="Length of a window, after which all is stored.", min=1.0
-        ),
+        typer.Option("--window", metavar="S", help="Length of a window, after which all is stored.", min=1.0),
     ] = None,
     rate: RateOption = None,
     from_: FromOption = None,

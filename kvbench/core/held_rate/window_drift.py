@@ -28,7 +28,7 @@ DriftVerdict = Literal["steady", "grows", "falls", "too short"]
 
 
 @dataclass(frozen=True)
-class Window:
+class SoakWindow:
     """When it began, in seconds of the soak's load; in which session; what was seen, None where unknown."""
 
     at_s: float
@@ -56,7 +56,7 @@ class Drift:
         return asdict(self)
 
 
-def drift(windows: Sequence[Window], least: float = 0.0) -> Drift:
+def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
     """The drift of one thing. ``least``: a change over the soak by less than that is none, in its unit."""
     kept = settled(windows)
     known = [(each.at_s / 3600, float(each.value), each.session) for each in kept if each.value is not None]
@@ -89,7 +89,7 @@ def drift(windows: Sequence[Window], least: float = 0.0) -> Drift:
     )  # fmt: skip
 
 
-def settled(windows: Sequence[Window]) -> list[Window]:
+def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
     """Without the warm-up."""
     ordered = sorted(windows, key=lambda each: each.at_s)
     first = ordered[0].session if ordered else 0
