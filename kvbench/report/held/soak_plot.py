@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvbench.core.held_rate.window_drift import settled
-from kvbench.report.held_rates.soak_rows import SoakSeries, soak_series
+from kvbench.report.held.soak_rows import SoakSeries, soak_series
 from kvbench.report.plots.sheet import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, Theme, style
 from kvbench.report.plots.values import says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.report.held_rates.soak_rows import drift_table, soak_trials, verdict_lines
+from kvbench.report.held.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Material
 from kvbench.report.value import Block, Note, ReportSection

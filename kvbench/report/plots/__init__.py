@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvbench.report.held.fault_plot import faults_figure
-from kvbench.report.held_rates.soak_plot import soak_figure
+from kvbench.report.held.soak_plot import soak_figure
 from kvbench.report.plots.breakdown import breakdown_figure
 from kvbench.report.plots.distribution import distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure

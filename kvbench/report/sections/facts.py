@@ -17,7 +17,7 @@ from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes
 from kvbench.report.findings.transfers import answers
 from kvbench.report.held.fault_rows import fault_groups, flat
-from kvbench.report.held_rates.soak_rows import drift_rows, window_rows
+from kvbench.report.held.soak_rows import drift_rows, window_rows
 from kvbench.report.side_by_side import Changes
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, summary_table

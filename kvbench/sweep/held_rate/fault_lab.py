@@ -139,10 +139,18 @@ def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]
 
 def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenario:
     """The scenario with its roles on the lab's hosts, by the addresses of the first NIC."""
-    hosts = {side: FarHost.model_construct(address=lab.plan.address(side, 0), gpus=()) for side in ("A", "B")}
+    hosts = {
+        MAIN: FarHost(address=lab.plan.address("A", 0)),
+        ALONE: FarHost(address=lab.plan.address("B", 0)),
+    }
     roles = {name.partition("-")[0] for name in alone}
-    seats = {role: (ALONE if role in roles else MAIN,) for role in ("prefill", "decode", "router")}
-    placed = Roles(prefill=seats["prefill"], decode=seats["decode"], router=seats["router"], loadgen=(MAIN,))
+    seats = {role: ALONE if role in roles else MAIN for role in ("prefill", "decode", "router")}
+    placed = Roles(
+        prefill=((seats["prefill"],),),
+        decode=((seats["decode"],),),
+        router=(seats["router"],),
+        loadgen=(MAIN,),
+    )
     update = {"hosts": hosts, "roles": placed}
     return scenario.model_copy(update={"deployment": scenario.deployment.model_copy(update=update)})
 

@@ -25,7 +25,7 @@ from kvbench.launchers.base import Launcher
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.report.held_rates.soak_rows import soak_json, soak_problems
+from kvbench.report.held.soak_rows import soak_json, soak_problems
 from kvbench.report.tables.table import json_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
