@@ -27,6 +27,7 @@ from kvbench.report.before_after.ci_verdict import CiVerdict
 from kvbench.report.before_after.setting_changes import SettingChange, setting_changes
 from kvbench.report.compared import load_tables
 from kvbench.report.findings.load_rows import AXES
+from kvbench.report.held.held_compare import held_comparison
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_as_text, compared_runs
 from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
@@ -86,6 +87,8 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     """
     asked.check()
     runs = [load_run(path) for path in paths]
+    if (held := held_comparison(runs)) is not None:
+        return _write_held(held, runs, asked, console)
     micro = are_microbenchmarks(runs)
     if not micro and (found := before_after(runs, asked)) is not None:
         return found.write(asked, console)
@@ -103,6 +106,30 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     else:
         # Not through the console: it would wrap lines that programs read.
         console.file.write(as_text(compare_runs(runs, asked), asked))
+    return EXIT_OK
+
+
+def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, console: Console) -> int:
+    """Two runs at a held rate, in the format asked for. Raises InputError for what they have not."""
+    if asked.ci or asked.before or asked.junit or asked.comment or asked.rows_asked:
+        raise InputError("runs at a held rate are compared as a whole: leave --ci, --before and the axes out")
+    differing = check_comparable(runs, force=asked.force)
+    settings = setting_changes(runs[:1], runs[1:])
+    if asked.format != "terminal":
+        more = {"runs": [run.run_id for run in runs], "settings": [each._asdict() for each in settings]}
+        text = as_json([table], more) if asked.format == "json" else WRITERS[asked.format]([table])
+        console.file.write(text)
+        return EXIT_OK
+    blocks = [
+        *(Block(words=f"{run.run_id} · {caption(run)}", style="dim") for run in runs),
+        *(Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in differing),
+        Block(
+            "\nWhat was set otherwise", notes=[Note(each.text()) for each in settings] or [Note("nothing")]
+        ),
+        Block(f"\n{table.title}", table=table),
+        *([Block(notes=[Note(table.words, style="dim")], bullets=False)] if table.words else []),
+    ]
+    print_sections([ReportSection("held", "", blocks)], console)
     return EXIT_OK
 
 

@@ -28,6 +28,8 @@ from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages
 from kvbench.results.rules import rules_digest
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run
 from kvbench.results.untouched import lost_requests, require_untouched
+from kvbench.sweep.sweep import HELD
+from kvbench.sweep.verify.stored_faults import held_damages
 from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 from kvbench.sweep.verify.stored_site import Searches
 from kvbench.sweep.verify.stored_transfers import transfer_damages
@@ -176,7 +178,10 @@ def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     by_rules: list[Damage] = []
     trace = _trace_of(scenario, found)
     asked = {}
-    if run.manifest.get("asked") is None or trace is None:
+    held = run.manifest.get("kind") in HELD
+    if held:
+        by_rules += held_damages(run, found.checked)
+    elif run.manifest.get("asked") is None or trace is None:
         found.notes.append("its searches are not repeated: it is not one sweep that can be gone on with")
     else:
         searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
@@ -191,7 +196,7 @@ def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     for trial in _stored_trials(run, scenario, asked, trace or (), found):
         figures = list(trial.figures())
         found.damages += figures
-        by_rules += () if figures else trial.judgement()
+        by_rules += () if figures or trial.record.method == "chaos" else trial.judgement()
     if same:
         found.damages += by_rules
     elif by_rules:
