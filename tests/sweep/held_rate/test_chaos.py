@@ -1,0 +1,211 @@
+"""``kvbench chaos`` on real processes of emulated pairs: what each fault costs, and that all else holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Finished, Running, kvbench, tagged_processes, the_run, wait_until
+
+from kvbench.results.run import RunFolder, load_run
+
+EASY = (
+    "connectors=[aggregated,tcp]",
+    "workload.input_len=[64]",
+    "workload.output_len=4",
+    "slo.ttft_ms=1500",
+    "slo.tpot_ms=1000",
+    "slo.attainment=0.8",
+    "deployment.base_port=0",
+    "deployment.ready_timeout_s=60",
+)
+SHORT = ("--rate", "15", "--before", "2", "--down", "1.5", "--after", "4", "--deadline", "8")
+
+
+def chaos(results: Path, *faults: str, more: tuple[str, ...] = (), sets: tuple[str, ...] = ()) -> Finished:
+    asked = [word for fault in faults for word in ("--fault", fault)]
+    words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(results), *more)
+    return kvbench(*words, sets=(*EASY, *sets))
+
+
+def found(run: RunFolder) -> dict[str, dict[str, Any]]:
+    return {each.summary["chaos"]["name"]: each.summary["chaos"] for each in run.all_trials}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Finished, RunFolder]]:
+    results = tmp_path_factory.mktemp("chaos")
+    first = chaos(results, "restart:prefill", "kill:decode", "freeze:decode")
+    yield first, the_run(results)
+
+
+def test_what_each_fault_cost(done: tuple[Finished, RunFolder]) -> None:
+    finished, run = done
+    assert finished.status == 0, finished.text
+    assert run.manifest["status"] == "complete"
+    each = found(run)
+    assert set(each) == {"restart prefill", "kill decode", "freeze decode"}
+    restarted, killed, frozen = (each[name] for name in ("restart prefill", "kill decode", "freeze decode"))
+    assert restarted["cost"]["back_s"] >= 1.0
+    assert restarted["again"]["taken_up"]
+    assert restarted["again"]["ready_s"] > restarted["undone_s"] > restarted["struck_s"]
+    assert restarted["cost"]["fates"]["lost"] >= 10
+    assert killed["cost"]["back_s"] is None
+    assert killed["cost"]["goodput_lost"] >= 15 * 3
+    # Whoever is stopped for a second and a half answers late, and nothing is lost.
+    assert frozen["cost"]["fates"]["lost"] == frozen["cost"]["fates"]["hung"] == 0
+    assert frozen["cost"]["back_s"] is not None
+    assert restarted["answers"]["checked"] > 0
+    assert all(told["answers"]["wrong"] == 0 for told in each.values())
+
+
+def test_who_noticed(done: tuple[Finished, RunFolder]) -> None:
+    each = found(done[1])
+    said = {name: {notice["who"]: notice for notice in told["noticed"]} for name, told in each.items()}
+    assert "prefill-0 was killed by signal 9" in said["restart prefill"]["kvbench"]["words"]
+    assert said["restart prefill"]["kvbench"]["after_s"] < 5
+    assert "client" in said["kill decode"]
+    assert "decode-0 was killed" in said["kill decode"]["kvbench"]["words"]
+    assert all(0 <= notice["after_s"] for mine in said.values() for notice in mine.values())
+
+
+def test_kv_of_requests_that_d_died_with_is_stranded_on_p(done: tuple[Finished, RunFolder]) -> None:
+    """P keeps what the dead D had not fetched, until its lease ends; what is alive holds nothing else."""
+    killed = found(done[1])["kill decode"]
+    assert set(killed["stranded_blocks"]) <= {"prefill-0"}
+    assert (killed["stranded_bytes"] or 0) == pytest.approx(
+        sum(killed["stranded_blocks"].values()) * 16 * 2048
+    )
+    assert found(done[1])["freeze decode"]["stranded_blocks"] == {}
+    assert "decode-0" not in killed["after"]
+    assert killed["after"]["prefill-0"]["rss_bytes"] > 1e7
+
+
+def test_its_report_has_the_table_the_picture_and_the_answers(done: tuple[Finished, RunFolder]) -> None:
+    finished, run = done
+    assert "0 of" in finished.out
+    assert "answers wrong: fewer than" in finished.out
+    for text in (finished.out, (run.path / "report.md").read_text(), (run.path / "report.html").read_text()):
+        assert "restart prefill" in text
+        assert "never" in text
+    assert (run.path / "figures" / "faults.svg").stat().st_size > 5000
+    table = json.loads((run.path / "tables" / "chaos.json").read_text())
+    assert {row["fault"] for row in table["faults"]} == {"restart prefill", "kill decode", "freeze decode"}
+    again = kvbench("report", str(run.path), "--json")
+    assert json.loads(again.out)["runs"][0]["faults"] == table["faults"]
+
+
+def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_path: Path) -> None:
+    _, run = done
+    sound = kvbench("verify", str(run.path))
+    assert sound.status == 0, sound.text
+    assert "3 faults" in sound.out
+    other = tmp_path / run.run_id
+    shutil.copytree(run.path, other)
+    (other / "checksums.jsonl").unlink(missing_ok=True)
+    manifest = json.loads((other / "manifest.json").read_text())
+    del manifest["checksums"]
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    lines = [json.loads(line) for line in (other / "trials.jsonl").read_text().splitlines()]
+    lines[0]["summary"]["chaos"]["cost"]["goodput_lost"] += 1
+    (other / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edited = kvbench("verify", str(other))
+    assert edited.status == 1
+    assert "cost.goodput_lost does not follow from" in edited.text
+
+
+def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished, RunFolder]) -> None:
+    path = str(done[1].path)
+    both = kvbench("compare", path, path, "--json")
+    assert both.status == 0, both.text
+    rows = {row["fault"]: row for row in json.loads(both.out)["rows"]}
+    assert rows["kill decode"]["back_before"] == rows["kill decode"]["back_after"] == "never"
+    assert all(row["word"] == "not told apart" for row in rows.values())
+    refused = kvbench("compare", path, path, "--by", "rate")
+    assert refused.status == 2
+    assert "compared as a whole" in refused.text
+    wrong = kvbench("sweep", "--resume", path)
+    assert wrong.status == 2
+    assert f"kvbench chaos --resume {path}" in wrong.text
+    assert "nothing is left to do" in kvbench("chaos", "--resume", path).text
+
+
+def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_on(tmp_path: Path) -> None:
+    asked = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
+    words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(tmp_path))
+    running = Running(*words, sets=EASY)
+    try:
+        running.wait_for("goodput lost")  # the first is done; the second is interrupted in its load
+        running.wait_for(": ready after")
+        time.sleep(3.0)
+        running.signal(signal.SIGINT)
+        ended = running.finish()
+    finally:
+        running.kill()
+    assert ended.status == 130, ended.text
+    run = the_run(tmp_path)
+    assert run.manifest["status"] == "interrupted"
+    assert len(run.all_trials) == 1
+    assert "to go on with it: kvbench chaos --resume" in ended.text
+    wait_until(lambda: not tagged_processes(run))
+    assert (run.path / "report.md").exists()
+    before = (run.path / "trials.jsonl").read_bytes()
+    plan = run.manifest["asked"]["faults"]
+    again = kvbench("chaos", "--resume", str(run.path))
+    assert again.status == 0, again.text
+    whole = load_run(run.path)
+    assert whole.manifest["status"] == "complete"
+    assert whole.manifest["asked"]["faults"] == plan
+    assert (run.path / "trials.jsonl").read_bytes().startswith(before)
+    assert [each.summary["chaos"]["fault"]["number"] for each in whole.all_trials] == [1, 2, 3]
+    assert kvbench("verify", str(run.path)).status == 0
+
+
+def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
+    def plan(seed: int) -> dict[str, Any]:
+        words = ("chaos", "quickstart", *SHORT, "--plan", "--json", "--repeats", "3", "--output", str(tmp_path))
+        told: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
+        return told
+
+    assert plan(1) == plan(1)
+    assert plan(1) != plan(2)
+    assert not list(tmp_path.iterdir())  # nothing was started
+
+
+def test_wrong_answers_are_seen(tmp_path: Path) -> None:
+    """A pair whose KV arrives corrupt answers in time, and wrong."""
+    finished = chaos(tmp_path, "freeze:router", sets=("deployment.engine_options.lie=corrupt_kv",))
+    (told,) = found(the_run(tmp_path)).values()
+    assert told["answers"]["wrong"] == told["answers"]["checked"] > 0
+    assert "aggregated answered" in told["answers"]["examples"][0]
+    assert f"{told['answers']['wrong']} of {told['answers']['checked']} answers wrong" in finished.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--fault", "partition:prefill"), "there is no network here whose packets kvbench may lose"),
+        (("--fault", "kill:metadata"), "this deployment has no metadata"),
+        (("--fault", "melt:decode"), "no fault is called 'melt'"),
+        (("--lab", "many"), "is no lab"),
+        (("--share", "0.5"), "--share is of a rate that was found"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    refused = kvbench("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
+    assert refused.status == 2, refused.text
+    assert said in refused.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["chaos", "soak"])
+def test_a_rate_is_asked_for(command: str) -> None:
+    refused = kvbench(command, "quickstart", sets=EASY)
+    assert refused.status == 2
+    assert "give the rate to hold" in refused.text
