@@ -88,12 +88,13 @@ def command(folder: Path, trial_id: str | None, console: Console) -> int:
 
 def chosen_trial(run: RunFolder, trial_id: str | None) -> TrialRecord:
     """The trial of that id; without one the last. Raises InputError with the ids that there are."""
-    ids = [trial.trial_id for trial in run.trials]
+    trials = run.trials or run.other_trials
+    ids = [trial.trial_id for trial in trials]
     if not ids:
         raise StoreError(f"{run.path} holds no trial", hint="it ended before the first one")
     if trial_id is None:
-        return run.trials[-1]
-    for trial in run.trials:
+        return trials[-1]
+    for trial in trials:
         if trial.trial_id == trial_id:
             return trial
     raise InputError(f"{run.path.name} has no trial {trial_id!r}", hint=f"there are: {', '.join(ids)}")

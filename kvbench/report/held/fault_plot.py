@@ -98,7 +98,7 @@ def _draw(axis: Axes, run: RunFolder, group: FaultGroup, slo: Slo, palette: Pale
     if group.row.held and group.row.back_s is not None:
         axis.plot([group.row.back_s], [group.rate], marker="v", color=palette.ink, markersize=6, linestyle="")
     axis.set_xlim(times[0], times[-1])
-    axis.set_ylim(0, max(1e-9, 1.35 * group.rate))
+    axis.set_ylim(0, max(1.25 * group.rate, 1.06 * max(below)))
     axis.locator_params(axis="y", nbins=3)
 
 

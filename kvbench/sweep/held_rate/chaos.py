@@ -250,7 +250,7 @@ def _print_plan(
 ) -> None:
     if as_json:
         rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
-        console.file.write(json_text({"faults": rows, "rates": dict(rates)}))
+        sys.stdout.write(json_text({"faults": rows, "rates": dict(rates)}))
         return
     for label, mine in faults.items():
         seconds = sum(each.most_s for each in mine)

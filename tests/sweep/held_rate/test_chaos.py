@@ -169,7 +169,17 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
 
 def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
     def plan(seed: int) -> dict[str, Any]:
-        words = ("chaos", "quickstart", *SHORT, "--plan", "--json", "--repeats", "3", "--output", str(tmp_path))
+        words = (
+            "chaos",
+            "quickstart",
+            *SHORT,
+            "--plan",
+            "--json",
+            "--repeats",
+            "3",
+            "--output",
+            str(tmp_path),
+        )
         told: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
         return told
 
