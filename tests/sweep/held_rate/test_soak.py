@@ -22,7 +22,7 @@ EASY = (
     "deployment.base_port=0",
     "deployment.ready_timeout_s=60",
 )
-WORDS = ("soak", "quickstart", "--rate", "15", "--hours", "0.00556", "--window", "2")  # ten windows
+WORDS = ("soak", "quickstart", "--rate", "15", "--hours", "0.0055", "--window", "2")  # ten windows
 
 
 def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
