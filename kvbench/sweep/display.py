@@ -23,8 +23,8 @@ FAR: Final = 3.0
 
 
 def why(record: TrialRecord) -> str:
-    """What a trial's line says behind its verdict: the causes of its misses (or what else it was missed by, as
-    a queue that grows), why it was refused or could not decide, or what a saturating probe has found.
+    """What a trial's line says behind its verdict: the causes of its misses, or that its queue grows; why it
+    was refused or could not decide; or what a saturating probe has found.
     """
     if record.verdict == "invalid":
         return record.reason
