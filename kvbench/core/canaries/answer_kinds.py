@@ -181,8 +181,8 @@ class _Judge:
     def __init__(self, pool: CanaryPool, records: Sequence[RequestRecord]) -> None:
         self._pool = pool
         self._records = records
-        self._telling = pool.telling()
-        self._known = len(pool.answers.texts)
+        self._telling = pool.telling
+        self._known = len(pool)
         self._by_text: dict[tuple[int, int], list[RequestRecord]] = {}
         for each in records:
             if each.text_crc is not None and (each.text_bytes or 0) >= TELLING_CHARS:
@@ -258,7 +258,7 @@ class _Judge:
 
     def _crossed(self, asked: AskedCanary) -> RequestRecord | None:
         """Another request that got the answer that was due here."""
-        if not self._pool.whole:
+        if not self._pool.whole(asked.number):
             return None
         right = self._pool.right(asked.number)
         key = _checksum(right)

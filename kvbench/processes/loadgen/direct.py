@@ -79,7 +79,7 @@ class DirectDispatch:
         self._decodes = self._backends("decode", self._direct.decode, loop)
         paired = self.connector.disaggregated
         self._prefills = self._backends("prefill", self._direct.prefill, loop) if paired else []
-        self._handoffs: dict[int, DirectHandoff] = {}
+        self._handoffs: dict[str, DirectHandoff] = {}
 
     def _backends(self, role: str, items: Sequence[Any], loop: SocketLoop) -> list[DirectBackend]:
         found = [
@@ -128,7 +128,7 @@ class DirectDispatch:
                 request.parts = self._parts(p, handoff, body)
             if p is None or self.connector.dispatch == "concurrent":
                 handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
-            self._handoffs[request.index] = handoff
+            self._handoffs[request.request_id] = handoff
             request.prompt = b""
 
     def decode_parts(
@@ -149,7 +149,7 @@ class DirectDispatch:
 
     def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
         """For the run: the request that is due."""
-        return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(request.index))
+        return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(request.request_id))
 
 
 class DirectRequest(InFlightRequest):
@@ -178,7 +178,7 @@ class DirectRequest(InFlightRequest):
             self.stream.start(self._handoff.decode_parts)
 
     def _stream_request(self) -> HttpRequest | None:
-        return HttpRequest(self, self._handoff.decode.pool) if self._handoff.decode_parts else None
+        return self._streamed(self._handoff.decode.pool) if self._handoff.decode_parts else None
 
     @property
     def http_requests(self) -> tuple[HttpRequest, ...]:
@@ -195,7 +195,7 @@ class DirectRequest(InFlightRequest):
         if failure is not None:
             self.end(failure, http_request)
         elif self.stream is None:
-            self.stream = HttpRequest(self, self._handoff.decode.pool)
+            self.stream = self._streamed(self._handoff.decode.pool)
             self.stream.start(self._dispatch.decode_parts(self._handoff, self.record.request_id, answer))
         elif self.stream.done:
             self._end()

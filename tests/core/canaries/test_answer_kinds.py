@@ -14,7 +14,7 @@ from kvbench.core.metrics.output_noise import Noise
 from kvbench.core.records import Outputs, RequestRecord, TokenChoice
 
 RIGHT = tuple(" ".join(f"t{prompt}{place}" for place in range(8)) for prompt in range(100, 120))
-POOL = CanaryPool("aggregated", 64, 8, 1, len(RIGHT), 1000, Outputs(RIGHT, 0.1))
+POOL = CanaryPool("aggregated", (64, 8), ((64, 8),) * len(RIGHT), 1, 1000, Outputs(RIGHT, 0.1))
 NOISY = replace(POOL, answers=Outputs(RIGHT, 0.1, repeats=(Outputs((*RIGHT[:4], "other words " * 3), 0.1),)))
 
 
@@ -141,7 +141,7 @@ def test_margins_decide_where_log_probabilities_are_told() -> None:
         answers = Outputs(
             ("yes, and so on",), 0.1, (choices(gap),), (replace(again, choices=(choices(gap + 0.1),)),)
         )
-        pool = replace(POOL, size=1, answers=answers)
+        pool = replace(POOL, answers=answers)
         result = judged_canaries(pool, [answered(0, "no, not at all", 0)])
         assert bool(result.wrong) == refused
         assert result.noisy == (not refused)
@@ -156,6 +156,8 @@ def test_the_reference_s_own_garbage_is_its_noise_and_its_crossed_answers_are_wr
 
 
 def test_a_long_answer_is_compared_as_far_as_it_is_known() -> None:
-    half = replace(POOL, output_len=1000, answers=Outputs(("the beginning \N{REPLACEMENT CHARACTER}",), 0.1))
+    half = replace(
+        POOL, lengths=((64, 1000),), answers=Outputs(("the beginning \N{REPLACEMENT CHARACTER}",), 0.1)
+    )
     assert not judged_canaries(half, [answered(0, "the beginning éand all the rest of it", 0)]).wrong
     assert judged_canaries(half, [answered(0, "the begimming and all the rest of it", 0)]).wrong
