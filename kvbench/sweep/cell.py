@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvbench import connectors
+from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.metrics.limit import limit_of_cell
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import KnownCell, Prospect, prospect_of, seen_of, time_suffices
@@ -125,11 +126,16 @@ class CellRunner:
             )
             hint = "the KV cache did not arrive intact: look for transfer errors in the logs"
             return [CellResult(cell, "refused", equal_outputs=checked, reason=reason, hint=hint)]
+        self._knowledge.learn_answers(self._site.watch_answers(cell, self._knowledge.right_answers(cell)))
         results = []
         for method in self._methods():
             strategy = self._strategy(method, cell, latency_s)
             records = self._try_rates(Attempt(cell, method, latency_s), strategy)
             results += self._results(cell, method, strategy, records)
+        last, pool = self._site.last_canaries(cell)
+        self._knowledge.learn_answers(pool)
+        if last is not None and last.wrong:
+            results = [replace(each, status="refused", reason=_wrong_at_end(last)) for each in results]
         return [replace(each, equal_outputs=checked, reason=each.reason or note) for each in results]
 
     def _methods(self) -> Sequence[Method]:
@@ -308,6 +314,12 @@ class CellRunner:
                 )
             )
         return results
+
+
+def _wrong_at_end(last: CanaryResult) -> str:
+    """Why a cell is refused whose trials were right, and what it answers after them is not."""
+    told = " | ".join(each.text() for each in last.wrong)
+    return f"wrong_answers: after the trials {len(last.wrong)} of {last.checked} answers were wrong: {told}"
 
 
 def _first_guess(latency_s: float) -> float:

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from kvbench.core.canaries.bound import DOUBTED_BELOW, found_share, percent_text
 from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
-from kvbench.core.metrics.output_noise import Noise, chance, departure
+from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of
 from kvbench.core.records import RequestRecord
 
 AROUND_S: Final = 5.0
@@ -73,6 +73,9 @@ class JudgedCanary:
     around: str = ""
     gap_nats: float | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
     def text(self) -> str:
         """A wrong one in words."""
         what = WORDS[self.kind]
@@ -104,6 +107,10 @@ class CanaryResult:
     proof: Proof = "reference"
     power: float = 1.0
     noise: Noise = field(default_factory=Noise)
+    noisy_nats: float | None = None
+    """The widest gap of those."""
+    repeated: bool = False
+    """The same prompts were asked before, and nobody could empty the caches."""
     of_reference: bool = False
     """They are the answers of the server that gave the right ones: garbage among them is its own noise."""
 
@@ -115,7 +122,8 @@ class CanaryResult:
             "noisy": self.noisy,
             "unanswered": self.unanswered,
             "proof": self.proof,
-            "power": self.power,
+            "power": round(self.power, 6),
+            "repeated": self.repeated,
             "kinds": dict(Counter(each.kind for each in self.wrong)),
         }
 
@@ -130,10 +138,11 @@ def judged_canaries(
     asked: Iterable[AskedCanary] = (),
     *,
     of_reference: bool = False,
+    repeated: bool = False,
 ) -> CanaryResult:
     """Judges all canaries of a trial. ``records``: of all its requests; those with a ``canary`` are judged.
 
-    ``of_reference``: the server is the one that gave the right answers.
+    ``of_reference``: the server is the one that gave the right answers. ``repeated``: as in the result.
     """
     judge = _Judge(pool, records)
     found = [judge.of_record(each) for each in records if each.canary is not None]
@@ -158,17 +167,17 @@ def judged_canaries(
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
         proof=pool.proof,
         power=found_share(len(answered), noise, placed=bool(pool.answers.choices)),
-        noise=noise,
+        noise=noise_of(pool.answers) if of_reference else noise,
+        noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
+        repeated=repeated,
         of_reference=of_reference,
     )
 
 
-def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult], gaps: Iterable[float]) -> CanaryPool:
-    """The pool with what its own server's canaries under load have shown. ``gaps``: in nats, of those that
-    differed."""
-    seen = list(results)
-    nats = max(gaps, default=None)
-    known = pool.under_load
+def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> CanaryPool:
+    """The pool with what its own server's canaries under load have shown."""
+    seen, known = list(results), pool.under_load
+    nats = max((each.noisy_nats for each in seen if each.noisy_nats is not None), default=None)
     under = Noise(
         known.asked + sum(each.checked for each in seen),
         known.differed + sum(each.noisy for each in seen),

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 from kvbench.core.load.traces import traced_prompt
 from kvbench.core.metrics.output_noise import Noise, noise_of
 from kvbench.core.plan.plan import trial_seed
-from kvbench.core.records import Outputs
+from kvbench.core.records import Cell, Outputs
 
 COMPARED_TOKENS: Final = 256
 """Of longer answers so many are compared: wrong KV shows early, and the reference is asked for less."""
@@ -132,6 +132,21 @@ def canary_seed(seed: int, input_len: int, output_len: int) -> int:
 def canary_prompt(input_len: int, seed: int, number: int, vocab_size: int) -> list[int]:
     """Token ids of a prompt like no other."""
     return traced_prompt(input_len, None, seed, number, vocab_size)
+
+
+def pool_of_cell(
+    pools: Mapping[tuple[str, int, int], CanaryPool], cell: Cell, reference: str
+) -> CanaryPool | None:
+    """What a cell's canaries are compared with: a reference's right answers, or its deployment's own."""
+    lengths = cell.input_len, cell.output_len
+    known = [pools.get((label, *lengths)) for label in (reference, cell.connector)]
+    of_reference = known[0] if known[0] is not None and known[0].proof == "reference" else None
+    return of_reference or known[1]
+
+
+def gave_answers(pool: CanaryPool, cell: Cell) -> bool:
+    """Whether the cell's own deployment gave the right answers to all others."""
+    return pool.proof == "reference" and pool.label == cell.connector
 
 
 def joined(one: Noise, other: Noise) -> Noise:

@@ -229,6 +229,8 @@ def _stored_trials(
     found: Audit,
 ) -> Iterator[StoredTrial]:
     """Those whose requests were stored."""
+    pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
+    references = plan_of(scenario) if pools else None
     for record in run.all_trials:
         if record.method == "imported":
             continue
@@ -238,7 +240,18 @@ def _stored_trials(
             continue
         found.checked["trials"] += 1
         found.checked["requests"] += len(requests)
-        yield StoredTrial(record, requests, scenario, asked.get(record.trial_id), trace)
+        pool = None
+        if references is not None:
+            pool = pool_of_cell(pools, record.cell, references.reference_of(record.cell.connector))
+        yield StoredTrial(
+            record,
+            requests,
+            scenario,
+            asked.get(record.trial_id),
+            trace,
+            pool,
+            beside.get(record.trial_id, ()),
+        )
 
 
 def _requests(run: RunFolder, record: TrialRecord) -> list[RequestRecord] | None:
