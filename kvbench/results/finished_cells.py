@@ -111,7 +111,7 @@ def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int]
         with suppress(KeyError, TypeError, ValueError):
             if "texts" in row:
                 pool = CanaryPool.from_json(row, _outputs_of(row))
-                found[(pool.label, *pool.cell_lengths)] = pool
+                found[pool.key] = pool
     return found
 
 

@@ -33,7 +33,7 @@ class Knowledge:
     def learn_answers(self, pool: CanaryPool | None) -> None:
         """Keeps right answers for further cells."""
         if pool is not None:
-            self.canaries[(pool.label, *pool.cell_lengths)] = pool
+            self.canaries[pool.key] = pool
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """A rate to start from: the same length on a connector of the same kind, or other lengths."""

@@ -46,6 +46,11 @@ class CanaryPool:
     def __len__(self) -> int:
         return len(self.answers.texts)
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Deployment, input and output length."""
+        return (self.label, *self.cell_lengths)
+
     def whole(self, number: int) -> bool:
         """Whether an answer is compared to its end."""
         return self.lengths[number][1] <= COMPARED_TOKENS

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench.core.canaries.pool import pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
@@ -25,6 +26,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_OK, KvbenchError, StoreError
 from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages
+from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.rules import rules_digest
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run
 from kvbench.results.untouched import lost_requests, require_untouched
