@@ -77,6 +77,9 @@ class CellResult:
     tier: str = ""
     main: bool = True
     """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
+    canaries: dict[str, Any] | None = None
+    """Answers under load whose right text was known: how many were checked and wrong (core/canaries/tally);
+    None where there were none."""
     limit: dict[str, Any] | None = None
     """Which limit binds above the answer, as ``core.metrics.limit`` names it; None where not known."""
     extra: dict[str, Any] = field(default_factory=dict)
