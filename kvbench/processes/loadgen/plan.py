@@ -266,4 +266,6 @@ class Spares:
             self._owed -= 1
             del self._left[0]
             spare.index, spare.offset_s = planned.index, planned.offset_s
+            # Servers know it by what stands before its place.
+            spare.request_id = f"{spare.request_id}-{planned.index}"
             plan[place] = spare

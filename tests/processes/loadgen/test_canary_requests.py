@@ -13,6 +13,7 @@ from hostile import spec_for
 
 from kvbench.core.canaries.answer_kinds import judged_canaries
 from kvbench.core.canaries.pool import CanaryPool
+from kvbench.core.load.workers import index_of
 from kvbench.core.records import Outputs, RequestRecord
 from kvbench.errors import InputError
 from kvbench.processes.loadgen.plan import planned_requests, plant_canaries
@@ -78,6 +79,7 @@ def test_after_a_failure_the_next_requests_are_canaries(tmp_path: Path) -> None:
     assert [each.canary for each in followed] == [1, 2, 3]
     assert followed[0].scheduled_s > ends[0]
     assert sum(ends[0] < each.scheduled_s < followed[0].scheduled_s for each in records) <= 1
+    assert [index_of(each) for each in records] == list(range(30))
     scheduled = [each.scheduled_s for each in records]
     assert scheduled == sorted(scheduled)
 

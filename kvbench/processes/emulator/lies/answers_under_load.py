@@ -1,4 +1,4 @@
-"""Lies that no check before the load sees: wrong KV, now and then, while all counters are as they should be."""
+"""Lies that no check before the load sees: wrong KV, now and then, while no counter tells."""
 
 from __future__ import annotations
 
