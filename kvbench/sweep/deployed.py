@@ -64,7 +64,7 @@ class DeployedSite:
         self._trials = trials
         self._compared = compared
         self._trace = trials.trace
-        self._asked_again = compared and not scenario.deployment.engine_options.models_compute
+        self._asked_again = compared and not scenario.deployment.engine_options.repeats_exactly
 
     def alone(self, cell: Cell) -> Alone:
         """The greedy outputs are stored, for who goes on with the run."""
@@ -100,7 +100,7 @@ class DeployedSite:
                 cell,
                 self._canary_budget_s,
                 proof="reference" if self._compared else "own",
-                scored=not self._scenario.deployment.engine_options.models_compute,
+                scored=not self._scenario.deployment.engine_options.repeats_exactly,
                 trace=self._trace,
             )
             if known is None:

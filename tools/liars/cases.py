@@ -45,6 +45,8 @@ class Case:
     /metrics the URLs of these."""
     reference: bool = False
     """An aggregated server gives the right answers first, as in a sweep."""
+    watched: bool = False
+    """The server's own answers when idle are the right ones."""
     unseen: bool = False
     """The gate cannot see it, and the trial must say that."""
 
@@ -152,6 +154,10 @@ CASES: Final[tuple[Case, ...]] = (
     _foreign("cut_prompt", "wrong_prompt_length", kind="wrong_prompt", prompt_off=16 - 512),
     _foreign("canned_answers", "same_answers", kind="canned"),
     _foreign("nothing_computed", "impossible_answers", first_token_s=0.0, gap_s=0.0),
+    replace(_foreign("stale_kv", "wrong_answers", *_MANY, kind="stale", spared=80), watched=True),
+    replace(
+        _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=80), watched=True
+    ),
     _beside(_foreign("empty_first", "empty_first_event", kind="empty_first", first_token_s=0.6)),
     _foreign("blank_first", "early_first_token", kind="blank_first", first_token_s=0.6),
     _beside(

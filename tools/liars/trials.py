@@ -22,6 +22,7 @@ from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
+from kvbench.sweep.deployed import DeployedSite
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import exact_server
@@ -130,13 +131,21 @@ def foreign(case: Case, folder: Path) -> Iterator[Callable[[float], TrialRecord]
         pages = ",".join(f"{url}/metrics" for url in urls) if case.servers[0]["metrics"] else None
         sets = tuple(each for each in _sets(case) if not each.startswith("deployment."))
         yield stack.enter_context(
-            running(replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages), folder)
+            running(
+                replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages),
+                folder,
+                watched=case.watched,
+            )
         )
 
 
 @contextlib.contextmanager
-def running(cli: CliOptions, folder: Path) -> Iterator[Callable[[float], TrialRecord]]:
-    """A deployment; what it gives runs one trial at a rate and returns its record."""
+def running(
+    cli: CliOptions, folder: Path, *, watched: bool = False
+) -> Iterator[Callable[[float], TrialRecord]]:
+    """A deployment; what it gives runs one trial at a rate and returns its record. ``watched``: with canaries
+    whose right answers are those that it gives when idle.
+    """
     from kvbench.deployment.deployment import RunningDeployment
 
     scenario, source = resolve(cli)
@@ -152,6 +161,8 @@ def running(cli: CliOptions, folder: Path) -> Iterator[Callable[[float], TrialRe
         )
         runner = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress)
         stack.callback(runner.close)
+        if watched:
+            DeployedSite(scenario, deployment, runner, store, Silent()).watch_answers(cell, None)
         number = 0
 
         def trial(rate: float) -> TrialRecord:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 from zlib import crc32
 
-from kvbench.core.canaries.bound import DOUBTED_BELOW, found_share, percent_text
+from kvbench.core.canaries.bound import doubted_below, found_share, percent_text
 from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
 from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of
 from kvbench.core.records import RequestRecord
@@ -152,13 +152,14 @@ def judged_canaries(
     garbage = [each for each in answered if each.kind == "garbage"]
     noise = pool.noise
     doubtful: Sequence[JudgedCanary] = ()
+    exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).asked)
     if of_reference:
         doubtful = garbage
-    elif not noise.exact:
+    elif not exact:
         near = [each for each in garbage if each.gap_nats is not None and each.gap_nats <= noise.allowed_nats]
         unplaced = [each for each in garbage if each.gap_nats is None]
-        beyond = noise.differed and chance(len(unplaced), len(answered), noise) < DOUBTED_BELOW
-        doubtful = near if beyond else [*near, *(unplaced if noise.differed else ())]
+        beyond = chance(len(unplaced), len(answered), noise) < doubted_below(noise)
+        doubtful = near if beyond else [*near, *unplaced]
     wrong = (*certain, *(each for each in garbage if each not in doubtful))
     return CanaryResult(
         checked=len(answered),
@@ -166,7 +167,7 @@ def judged_canaries(
         noisy=len(doubtful),
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
         proof=pool.proof,
-        power=found_share(len(answered), noise, placed=bool(pool.answers.choices)),
+        power=found_share(len(answered), noise, singly=exact or bool(pool.answers.choices)),
         noise=noise_of(pool.answers) if of_reference else noise,
         noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
         repeated=repeated,

@@ -12,6 +12,9 @@ CONFIDENCE: Final = 1.0 - SIGNIFICANCE
 DOUBTED_BELOW: Final = 1e-4
 """A trial of a server that differs from itself is refused where chance alone would do it so rarely: a run has
 dozens of trials, and must not be refused by one of them for nothing."""
+UNSEEN_BELOW: Final = 0.01
+"""The same of a server that was asked again and did not differ, which tells no log-probabilities: that noise
+was there all the same, and not seen, is unlikely by itself."""
 _BISECTIONS: Final = 40
 
 
@@ -39,16 +42,21 @@ def bound_text(wrong: int, checked: int) -> str:
     return f"{told}: fewer than {percent_text(wrong_share_bound(wrong, checked))} (95 %)"
 
 
-def found_share(of: int, noise: Noise, *, placed: bool = False) -> float:
+def doubted_below(noise: Noise) -> float:
+    """With so small a chance it is no noise."""
+    return DOUBTED_BELOW if noise.differed else UNSEEN_BELOW
+
+
+def found_share(of: int, noise: Noise, *, singly: bool) -> float:
     """What share of answers a fault must change to be seen in ``of`` of them with 95 %; 1 if none would be.
 
-    ``placed``: the right answers have log-probabilities, by which each answer is judged for itself.
+    ``singly``: each answer is judged for itself, since the right ones are exact or have log-probabilities.
     """
     if of < 1:
         return 1.0
-    if placed or not noise.differed:
+    if singly:
         return seen_share(of)
-    least = refused_from(of, noise, DOUBTED_BELOW)
+    least = refused_from(of, noise, doubted_below(noise))
     if least is None:
         return 1.0
     low, high = 0.0, 1.0

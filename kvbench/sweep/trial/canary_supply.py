@@ -8,7 +8,7 @@ is left the caches are emptied; where nobody can do that, the same are asked aga
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from kvbench.core.canaries.answer_kinds import (
@@ -85,16 +85,22 @@ def right_answers(
         most_tokens = max(min(COMPARED_TOKENS, lengths[number][1]) for number in numbers)
         return deployment.complete_all([prompts[n] for n in numbers], most_tokens, scored=scored)
 
+    budget_s = budget_s / 2 if scored else budget_s
     for batch in _batches(lengths):
         if len(found) >= min(least, len(lengths)) and time.monotonic() - began > budget_s:
             break
         found += asked(batch)
     repeats: list[Outputs] = []
     if scored:
-        few = next(iter(_batches(lengths)))
+        few = range(min(TOGETHER, len(found)))
         repeats.append(joined_outputs([each for number in few for each in asked([number])]))
         deployment.reset_caches()
-        repeats.append(joined_outputs(asked(few)))
+        again = {
+            number: answer
+            for batch in _others_together(len(found), lengths)
+            for number, answer in zip(batch, asked(batch), strict=True)
+        }
+        repeats.append(joined_outputs([again[number] for number in sorted(again)]))
     deployment.reset_caches()
     count = len(found)
     answers = joined_outputs(found, (time.monotonic() - began) / max(1, count), repeats)
@@ -120,6 +126,18 @@ def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
         else:
             batches.append([number])
     return batches
+
+
+def _others_together(count: int, lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """The first ``count`` prompts in other batches than before, so that each is computed beside others."""
+    step = max(1, count // TOGETHER)
+    order = [number for start in range(step) for number in range(start, count, step)]
+    for begin in range(0, count, TOGETHER):
+        batch = order[begin : begin + TOGETHER]
+        alike: dict[int, list[int]] = {}
+        for number in batch:
+            alike.setdefault(lengths[number][1], []).append(number)
+        yield from alike.values()
 
 
 def _trace_places(trace: Sequence[TracedRequest], wanted: int) -> list[int]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvbench.core.canaries.bound import (
     DOUBTED_BELOW,
     bound_text,
+    doubted_below,
     found_share,
     percent_text,
     wrong_share_bound,
@@ -44,8 +45,23 @@ def test_noise_costs_power_and_says_so() -> None:
     assert least is not None
     assert least > 10
     assert chance(least, 50, noisy) < DOUBTED_BELOW <= chance(least - 1, 50, noisy)
-    assert found_share(50, exact) == pytest.approx(1 - 0.05 ** (1 / 50))
-    share = found_share(50, noisy)
+    assert found_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))
+    share = found_share(50, noisy, singly=False)
     assert 1 - binomial_cdf(least - 1, 50, share) == pytest.approx(0.95, abs=1e-6)
-    assert found_share(200, exact) < 0.015
-    assert found_share(4, Noise(10, 9)) == 1.0
+    assert found_share(200, exact, singly=True) < 0.015
+    assert found_share(4, Noise(10, 9), singly=False) == 1.0
+    assert found_share(50, exact, singly=True) < found_share(50, exact, singly=False) < share
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize(("again", "of"), [(32, 3), (32, 13), (60, 110)])
+def test_honest_noise_that_nobody_saw_hardly_ever_refuses(rate: float, again: int, of: int) -> None:
+    """However often it differs: neither that it was not seen before, nor that it was, makes it a fault."""
+    refused = 0.0
+    for differed in range(again + 1):
+        noise = Noise(again, differed)
+        seen = binomial_cdf(differed, again, rate) - binomial_cdf(differed - 1, again, rate)
+        least = refused_from(of, noise, doubted_below(noise))
+        if least is not None:
+            refused += seen * (1 - binomial_cdf(least - 1, of, rate))
+    assert refused < 0.005
