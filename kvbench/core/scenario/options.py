@@ -73,7 +73,7 @@ class EngineOptions(BaseModel):
 
     @property
     def repeats_exactly(self) -> bool:
-        """The same prompt has the same greedy answer each time; else it is asked again to see how often not."""
+        """The same prompt has the same greedy answer each time; else it is seen how often not."""
         return self.models_compute
 
     @property
