@@ -122,6 +122,7 @@ class SoakedSite:
             site.alone,
             site.outputs,
         )
+        self.watch_answers, self.last_canaries = site.watch_answers, site.last_canaries
         self._run = site.run
         self._soak = soak
         self._store = store

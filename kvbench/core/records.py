@@ -111,6 +111,10 @@ class RequestRecord:
     """Events of the stream that brought no text."""
     first_blank: bool = False
     """The first text was nothing but blanks."""
+    canary: int | None = None
+    """The number of its prompt among those whose right answers are known (core/canaries); None of others."""
+    text: str = ""
+    """A canary's answer; empty of others."""
 
     @property
     def ok(self) -> bool:

@@ -204,6 +204,11 @@ class RunningDeployment:
             pages["router"] = scrape(self._client, self.endpoints.router_metrics_url)
         return pages
 
+    @property
+    def empties_caches(self) -> bool:
+        """Whether somebody is known who empties its prefix caches."""
+        return bool(self.endpoints.cache_reset_urls)
+
     def reset_caches(self) -> None:
         """Empty the prefix caches of all instances; servers without that endpoint are left as they are.
 
@@ -261,10 +266,16 @@ class RunningDeployment:
         return self._asked.complete([prompt], max_tokens)[0].text
 
     def complete_scored(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
-        """Greedy completions that are asked for together, with their tokens' log-probabilities as far as the
-        server offers them. Raises ServerError.
+        """The same with their tokens' log-probabilities as far as the server offers them."""
+        return self.complete_all(prompts, max_tokens, scored=True)
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool = False
+    ) -> list[Completion]:
+        """Greedy completions that are asked for together. ``scored``: with log-probabilities. Raises
+        ServerError.
         """
-        return self._asked.complete(prompts, max_tokens, scored=True)
+        return self._asked.complete(prompts, max_tokens, scored=scored)
 
     def chat_length(self) -> ChatLength:
         """How the words of a chat's message become prompt tokens here. Raises ServerError."""

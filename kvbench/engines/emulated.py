@@ -86,6 +86,13 @@ class EmulatedOptions(EngineOptions):
     reasoning_tokens: int = Field(
         0, ge=0, le=1_000_000, description="so many tokens of a chat's answer come first, as its reasoning"
     )
+    output_noise: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="share of tokens that come out otherwise where several sequences are computed together, "
+        "as kernels do whose sums depend on the batch",
+    )
     lie: Lie = Field(
         "", description="what the system under test is to lie about, to see it caught; marks every result"
     )
@@ -99,6 +106,10 @@ class EmulatedOptions(EngineOptions):
                 "transfer_backend and transfer_protocol choose from transfer_like, which is missing"
             )
         return self
+
+    @property
+    def repeats_exactly(self) -> bool:
+        return not self.output_noise
 
     @property
     def paced(self) -> bool:
@@ -254,6 +265,7 @@ class Emulated(Engine):
             "transfer_timeout_s": options.transfer_timeout_s,
             **({} if options.memory == "host" else {"memory": options.memory}),
             **({"reasoning_tokens": options.reasoning_tokens} if options.reasoning_tokens else {}),
+            **({"output_noise": options.output_noise} if options.output_noise else {}),
             **_kv_pace(connector, options),
             **({"lie": options.lie} if options.lie in LIES and LIES[options.lie].where == "engine" else {}),
         }

@@ -24,12 +24,12 @@ from typing import Any, Final
 
 from kvbench.errors import StoreError
 from kvbench.files import append_bytes, bytes_of, line_of, open_append, open_read, write_bytes
-from kvbench.results.run import CELLS, MANIFEST, OUTPUTS, TRIALS, writer_is_alive
+from kvbench.results.run import CANARIES, CELLS, MANIFEST, OUTPUTS, TRIALS, writer_is_alive
 from kvbench.results.transfer_rows import TRANSFERS
 
 CHECKSUMS: Final = "checksums.jsonl"
 ALGORITHM: Final = "sha256"
-_GROWING: Final = (TRIALS, CELLS, OUTPUTS)
+_GROWING: Final = (TRIALS, CELLS, OUTPUTS, CANARIES)
 _WHOLE: Final = (MANIFEST, "plan.json", "environment.json", "scenario.yaml", TRANSFERS)
 _FOLDERS: Final = ("requests", "telemetry")
 _AFTER_CHARS: Final = 16

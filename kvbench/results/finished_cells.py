@@ -14,6 +14,8 @@ from kvbench.errors import StoreError
 from kvbench.results.run import CELLS, CellResult, RunFolder
 
 if TYPE_CHECKING:
+    from kvbench.core.canaries.answer_kinds import AskedCanary
+    from kvbench.core.canaries.pool import CanaryPool
     from kvbench.core.records import Outputs
 
 
@@ -26,6 +28,8 @@ class EarlierSessions:
     """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
     """By deployment and input length: greedy outputs, and the latency that its search began with."""
+    canaries: Mapping[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
+    """By deployment, input and output length: the right answers to canaries."""
     hosts: Mapping[str, Any] = field(default_factory=dict)
     """What the hosts that a launcher reached were like, by name; empty where there were none."""
     forced: bool = False
@@ -67,6 +71,7 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
             cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
         },
         outputs=dict(_outputs(run.outputs)),
+        canaries=canary_pools(run.canaries),
         hosts=run.environment.get("hosts") or {},
         forced=forced,
         had_failures=_had_failures(run),
@@ -95,6 +100,41 @@ def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, s
         if found:
             changed[key] = found[0]
     return [(*key, *pair) for key, pair in changed.items()]
+
+
+def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], CanaryPool]:
+    """The right answers in the lines of canaries.jsonl, by deployment, input and output length."""
+    from kvbench.core.canaries.pool import CanaryPool
+
+    found = {}
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):
+            if "texts" in row:
+                pool = CanaryPool.from_json(row, _outputs_of(row))
+                found[pool.key] = pool
+    return found
+
+
+def asked_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[AskedCanary]]:
+    """The answers that were asked for beside loads, in the lines of canaries.jsonl, by trial."""
+    from kvbench.core.canaries.answer_kinds import AskedCanary
+
+    found: dict[str, list[AskedCanary]] = {}
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):
+            if "asked" in row:
+                found.setdefault(str(row["trial_id"]), []).extend(map(AskedCanary.from_json, row["asked"]))
+    return found
+
+
+def pool_row(pool: CanaryPool) -> dict[str, Any]:
+    """A line of canaries.jsonl: right answers."""
+    return {**pool.to_json(), **_row_of(pool.answers)}
+
+
+def asked_row(trial_id: str, asked: Sequence[AskedCanary]) -> dict[str, Any]:
+    """A line of canaries.jsonl: answers beside a load."""
+    return {"trial_id": trial_id, "asked": [each.to_json() for each in asked]}
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:

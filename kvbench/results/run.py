@@ -42,6 +42,7 @@ MANIFEST: Final = "manifest.json"
 TRIALS: Final = "trials.jsonl"
 CELLS: Final = "cells.jsonl"
 OUTPUTS: Final = "outputs.jsonl"
+CANARIES: Final = "canaries.jsonl"
 
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LISTS: Final[Mapping[str, type]] = {
@@ -76,6 +77,9 @@ class CellResult:
     tier: str = ""
     main: bool = True
     """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
+    canaries: dict[str, Any] | None = None
+    """Answers under load whose right text was known: how many were checked and wrong (core/canaries/tally);
+    None where there were none."""
     limit: dict[str, Any] | None = None
     """Which limit binds above the answer, as ``core.metrics.limit`` names it; None where not known."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +122,8 @@ class RunFolder:
     other_cells: list[CellResult] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """Greedy outputs by deployment and input length: what the others are compared with."""
+    canaries: list[dict[str, Any]] = field(default_factory=list)
+    """Right answers of canaries by deployment and lengths, and answers that were asked for beside loads."""
 
     @property
     def all_trials(self) -> list[TrialRecord]:
@@ -265,6 +271,7 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         other_trials=[trial for trial in trials if trial.method not in MAIN_METHODS],
         other_cells=[result for result in cells if not result.main],
         outputs=outputs,
+        canaries=read_lines(folder / CANARIES, warnings) if (folder / CANARIES).is_file() else [],
     )
 
 

@@ -10,6 +10,7 @@
     ├── trials.jsonl               one line a trial; the trace of the search
     ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
     ├── outputs.jsonl              greedy outputs that the other connectors' are compared with
+    ├── canaries.jsonl             right answers of prompts in the load, and those asked for beside it
     ├── requests/<trial>.parquet   one row a request
     ├── telemetry/<trial>.parquet  samples of counters and gauges
     ├── transfers.parquet          a microbenchmark's rows, written anew after each case
@@ -65,10 +66,11 @@ from kvbench.results.checksums import (
     sha256_of,
     sha256_of_file,
 )
-from kvbench.results.finished_cells import EarlierSessions, output_row
+from kvbench.results.finished_cells import EarlierSessions, asked_row, output_row, pool_row
 from kvbench.results.lock import ended_session, iso, locked, new_session
 from kvbench.results.parquet import write_parquet, write_rows
 from kvbench.results.run import (
+    CANARIES,
     CELLS,
     MANIFEST,
     OUTPUTS,
@@ -83,6 +85,8 @@ from kvbench.results.untouched import digests
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
+    from kvbench.core.canaries.answer_kinds import AskedCanary
+    from kvbench.core.canaries.pool import CanaryPool
     from kvbench.core.records import Outputs
 
 __all__ = ["CellResult", "RunInfo", "RunStatus", "RunStore", "load_run"]
@@ -123,7 +127,7 @@ class RunStore:
         with said_clearly(path):
             self._trials = locked(path) if lock is None else lock
             self._cells = open_append(path / CELLS)
-            self._outputs = -1
+            self._outputs = self._canaries = -1
             self._checksums = Checksums(path)
         self._sizes: dict[str, int] = {}
 
@@ -187,7 +191,7 @@ class RunStore:
                 for pattern in _LEFT_BY_A_KILL:
                     for left in [*path.glob(pattern), *path.glob(f"*/{pattern}")]:
                         left.unlink(missing_ok=True)
-                for lines in (TRIALS, CELLS, OUTPUTS, CHECKSUMS):
+                for lines in (TRIALS, CELLS, OUTPUTS, CANARIES, CHECKSUMS):
                     cut_torn_line(path / lines)
                 for folder in ("requests", "telemetry", "logs"):
                     (path / folder).mkdir(exist_ok=True)
@@ -303,6 +307,21 @@ class RunStore:
                 sync_folder(self.path)
             self._append(self._outputs, OUTPUTS, output_row(label, input_len, outputs))
 
+    def add_canaries(self, pool: CanaryPool) -> None:
+        """Stores the right answers to the canaries of some cells; a later line replaces an earlier one."""
+        self._add_canaries(pool_row(pool))
+
+    def add_asked_canaries(self, trial_id: str, asked: Sequence[AskedCanary]) -> None:
+        """Stores what was answered beside a trial's load, after it or at the end of its cell."""
+        self._add_canaries(asked_row(trial_id, asked))
+
+    def _add_canaries(self, row: Mapping[str, Any]) -> None:
+        with said_clearly(self.path):
+            if self._canaries < 0:
+                self._canaries = open_append(self.path / CANARIES)
+                sync_folder(self.path)
+            self._append(self._canaries, CANARIES, row)
+
     def _append(self, handle: int, name: str, row: Mapping[str, Any]) -> None:
         """Appends a row, and looks whether the file still is as this process left it, and where it was."""
         path, known = self.path / name, self._sizes.get(name)
@@ -339,10 +358,10 @@ class RunStore:
 
     def close(self) -> None:
         """Lets go of the folder without a word: to a reader it then looks like a killed run's."""
-        for handle in (self._trials, self._cells, self._outputs):
+        for handle in (self._trials, self._cells, self._outputs, self._canaries):
             if handle >= 0:
                 os.close(handle)
-        self._trials = self._cells = self._outputs = -1
+        self._trials = self._cells = self._outputs = self._canaries = -1
         self._checksums.close()
 
     def __enter__(self) -> RunStore:

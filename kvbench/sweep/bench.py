@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from kvbench.core.canaries.answer_kinds import CanaryResult
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
@@ -52,6 +54,18 @@ class Site(Protocol):
 
     def outputs(self, input_len: int) -> Outputs | None:
         """Greedy outputs that others are compared with, stored; None where there are none."""
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
+        """From now on some requests of the cell's trials are canaries. ``known``: the right answers to them.
+
+        Without these the site is asked for them, idle as it is, and they are stored. Returns those that are
+        used; None where nobody knows any. Raises KvbenchError.
+        """
+
+    def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
+        """What comes of some canaries after a cell's last trial; and the right answers to others', with the
+        noise that the trials have shown, if they are the site's own.
+        """
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvbench.core.canaries.answer_kinds import CanaryResult
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs
@@ -25,6 +27,7 @@ from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.display import Watcher
+from kvbench.sweep.trial.canary_supply import CanarySupply, right_answers
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs, reference_outputs
 from kvbench.sweep.trial.trial import TrialRunner
 
@@ -58,7 +61,10 @@ class DeployedSite:
         self._store = store
         self._watcher = watcher
         # A modelled engine answers the same always; of a real one it is measured.
-        self._asked_again = compared and not scenario.deployment.engine_options.models_compute
+        self._trials = trials
+        self._compared = compared
+        self._trace = trials.trace
+        self._asked_again = compared and not scenario.deployment.engine_options.repeats_exactly
 
     def alone(self, cell: Cell) -> Alone:
         """The greedy outputs are stored, for who goes on with the run."""
@@ -77,6 +83,53 @@ class DeployedSite:
         outputs = self._greedy(input_len, self._scenario.workload.output_len)
         self._store.add_outputs(self._deployment.plan.label, input_len, outputs)
         return outputs
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
+        """Keeps the right answers for who goes on with the run."""
+        supplies = self._trials.canaries
+        if cell in supplies:
+            return supplies[cell].judged_by
+        if not self._deployment.connector.true_outputs:
+            return None
+        if known is None:
+            self._watcher.stage(f"{cell.connector}: asking for the answers to canaries")
+            known = right_answers(
+                self._scenario,
+                self._deployment,
+                self._deployment.plan.label,
+                cell,
+                self._canary_budget_s,
+                proof="reference" if self._compared else "own",
+                scored=not self._scenario.deployment.engine_options.repeats_exactly,
+                trace=self._trace,
+            )
+            if known is None:
+                return None
+            self._store.add_canaries(known)
+        own = known.proof == "reference" and known.label == self._deployment.plan.label
+        supplies[cell] = CanarySupply(self._scenario, self._deployment, known, of_reference=own)
+        return known
+
+    @property
+    def _canary_budget_s(self) -> float:
+        """For how long a reference is asked: the canaries' share of the time that trials may take."""
+        search = self._scenario.search
+        trials = 1 if self._store.manifest.get("kind") == "bench" else search.max_trials
+        return self._scenario.checks.canary_share * trials * search.trial_s
+
+    def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
+        """Stores what was answered, and what became known of noise."""
+        supply = self._trials.canaries.get(cell)
+        if supply is None:
+            return None, None
+        name = f"{cell.key}-end"
+        asked = supply.ask("end_of_cell", name)
+        if asked:
+            self._store.add_asked_canaries(name, asked)
+        pool = supply.pool
+        if pool is not supply.judged_by:
+            self._store.add_canaries(pool)
+        return (supply.judged((), asked) if asked else None), pool
 
     def _greedy(self, input_len: int, output_len: int) -> Outputs:
         prompts = check_prompts(self._scenario.seed, input_len, self._scenario.model.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
 from kvbench.core.records import Cell, Outputs
 from kvbench.core.search.search import Hint
 from kvbench.results.finished_cells import EarlierSessions
@@ -18,6 +19,21 @@ class Knowledge:
     rates: dict[Cell, float]
     earlier: EarlierSessions = field(default_factory=EarlierSessions)
     """What the run folder had when this process took it over."""
+
+    canaries: dict[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
+    """By deployment, input and output length: the right answers to canaries."""
+
+    reference_label: str = ""
+    """The deployment whose answers are the truth for the others."""
+
+    def right_answers(self, cell: Cell) -> CanaryPool | None:
+        """Those that a cell's canaries are compared with."""
+        return pool_of_cell(self.canaries, cell, self.reference_label)
+
+    def learn_answers(self, pool: CanaryPool | None) -> None:
+        """Keeps right answers for further cells."""
+        if pool is not None:
+            self.canaries[pool.key] = pool
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """A rate to start from: the same length on a connector of the same kind, or other lengths."""

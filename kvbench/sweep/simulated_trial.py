@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
@@ -187,6 +188,13 @@ class SimulatedSite:
 
     def outputs(self, input_len: int) -> None:
         """There are none."""
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
+        """Nobody answers with text."""
+
+    def last_canaries(self, cell: Cell) -> tuple[None, None]:
+        """There are none."""
+        return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from rich.console import Console
 
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect_text import prospect_text
@@ -188,6 +189,8 @@ class Sweep:
         self._knowledge = Knowledge({}, {}, store.earlier)
         self._references: dict[str, dict[int, Outputs]] = {}
         """By the label of the deployment that gave them: outputs by input length."""
+        self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}
+        """By the label of the reference: the right answers to canaries of all that are compared with it."""
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
@@ -232,6 +235,9 @@ class Sweep:
             for (label, input_len), outputs in self._earlier.outputs.items():
                 if label == planned.label:
                     self._true_outputs(planned)[input_len] = outputs
+        for key, pool in self._earlier.canaries.items():
+            if pool.label == planned.label:
+                self._known_answers(planned)[key] = pool
         return left
 
     def _is_reference(self, planned: DeploymentPlan) -> bool:
@@ -240,6 +246,9 @@ class Sweep:
     def _true_outputs(self, planned: DeploymentPlan) -> dict[int, Outputs]:
         """By input length, those that a deployment's are compared with."""
         return self._references.setdefault(self._plan.reference_of(planned.label), {})
+
+    def _known_answers(self, planned: DeploymentPlan) -> dict[tuple[str, int, int], CanaryPool]:
+        return self._pools.setdefault(self._plan.reference_of(planned.label), {})
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment without cells of its own still has outputs to give that others need."""
@@ -289,8 +298,8 @@ class Sweep:
         """Measures the cells of one deployment, each of which is then no longer among ``left``."""
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
-                self._learn_reference(site, self._true_outputs(planned))
-            known = replace(self._knowledge, reference=self._true_outputs(planned))
+                self._learn_reference(planned, site, self._true_outputs(planned))
+            known = self._known_of(planned)
             known = known if self._bench.alike else Knowledge({}, {}, self._earlier)
             work = self._work_of(site, known)
             while left:
@@ -299,12 +308,27 @@ class Sweep:
             if planned is self._plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
 
-    def _learn_reference(self, site: Site, known: dict[int, Outputs]) -> None:
+    def _known_of(self, planned: DeploymentPlan) -> Knowledge:
+        """What a deployment's cells know when they begin."""
+        answers = self._known_answers(planned)
+        return replace(
+            self._knowledge,
+            reference=self._true_outputs(planned),
+            canaries=answers,
+            reference_label=self._plan.reference_of(planned.label),
+        )
+
+    def _learn_reference(self, planned: DeploymentPlan, site: Site, known: dict[int, Outputs]) -> None:
         for length in self._scenario.workload.input_len:
             if length not in known:
                 outputs = site.outputs(length)
                 if outputs is not None:
                     known[length] = outputs
+        answers = self._known_of(planned)
+        for cell in self._plan.cells:
+            own = replace(cell, connector=planned.label)
+            if self._plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
+                answers.learn_answers(site.watch_answers(own, None))
 
     def _finish(self, *results: CellResult) -> None:
         """Stores the results of one cell, the main one last: where it stands, the others are."""
@@ -352,6 +376,8 @@ class Sweep:
         for cell, rate in self._equal_cells(planned):
             key = f"equal-in{cell.input_len}-out{cell.output_len}"
             plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
+            if (answers := self._known_of(planned).right_answers(cell)) is not None:
+                site.watch_answers(cell, answers)
             try:
                 record = site.run(plan)
             finally:

@@ -40,6 +40,7 @@ class TapedSite:
             site.alone,
             site.outputs,
         )
+        self.watch_answers, self.last_canaries = site.watch_answers, site.last_canaries
         self._run = site.run
         self._tape = tape
         self._store = store

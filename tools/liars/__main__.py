@@ -13,11 +13,15 @@ from .cases import CASES
 from .honest import honest_deployments
 from .trials import run_case, unable
 
+NOISE = 0.004
+"""Share of tokens that come out otherwise: of answers of eight tokens, three in a hundred."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the bench; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--honest", type=int, default=50, metavar="N", help="honest trials (default: 50)")
+    parser.add_argument("--noisy", type=int, default=20, metavar="N", help="with noisy answers (default: 20)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="LIE", help="only this lie; repeatable"
     )
@@ -43,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
             )
             sys.stdout.flush()
         bad += honest_deployments(wanted.honest, folder)
+        if wanted.noisy:
+            bad += honest_deployments(wanted.noisy, folder, NOISE)
     return 1 if bad else 0
 
 

@@ -43,6 +43,10 @@ class Case:
     servers: tuple[dict[str, Any], ...] = ()
     """Exact servers in place of a deployment: foreign ones, of which the first one's URL is known, and with
     /metrics the URLs of these."""
+    reference: bool = False
+    """An aggregated server gives the right answers first, as in a sweep."""
+    watched: bool = False
+    """The server's own answers when idle are the right ones."""
     unseen: bool = False
     """The gate cannot see it, and the trial must say that."""
 
@@ -65,6 +69,11 @@ def _missed(case: Case) -> Case:
 def _beside(case: Case) -> Case:
     """One that is reported beside the number, which stands."""
     return replace(case, verdicts=("met", "missed", "invalid"))
+
+
+def _answers(case: Case) -> Case:
+    """One that is seen by what is answered, or moved, where the right answers are known."""
+    return replace(case, reference=True)
 
 
 # Prefill of `quick`, five times slower, computes at most 9 k tokens a second at this length: with so many
@@ -98,7 +107,7 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("impossible_transfer", "deployment.nic_gbit=10"),
     _lie("decode_recomputes"),
     _lie("decode_only"),
-    _lie("corrupt_kv"),
+    _answers(_lie("corrupt_kv")),
     _lie("double_kv"),
     _lie("failing_kv"),
     _lie("unreleased_kv"),
@@ -127,10 +136,28 @@ CASES: Final[tuple[Case, ...]] = (
     _lie("empty_text"),
     _beside(_lie("slow_turns", *_MANY, connector="aggregated")),
     _beside(_lie("idle_decode", "deployment.decode=2", *_MANY)),
+    _answers(_lie("stale_kv")),
+    _answers(_lie("swapped_answers")),
+    _answers(_lie("corrupt_under_load", "workload.output_len=64", rate=60)),
+    _answers(_lie("corrupt_after_failure")),
+    _answers(_lie("corrupt_last_block")),
+    _answers(_lie("recompute_silently")),
+    _answers(
+        _lie(
+            "last_chunk_only",
+            "workload.input_len=[320]",
+            "deployment.engine_options.max_num_batched_tokens=128",
+            rate=15,
+        )
+    ),
     # Foreign servers.
     _foreign("cut_prompt", "wrong_prompt_length", kind="wrong_prompt", prompt_off=16 - 512),
     _foreign("canned_answers", "same_answers", kind="canned"),
     _foreign("nothing_computed", "impossible_answers", first_token_s=0.0, gap_s=0.0),
+    replace(_foreign("stale_kv", "wrong_answers", *_MANY, kind="stale", spared=80), watched=True),
+    replace(
+        _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=80), watched=True
+    ),
     _beside(_foreign("empty_first", "empty_first_event", kind="empty_first", first_token_s=0.6)),
     _foreign("blank_first", "early_first_token", kind="blank_first", first_token_s=0.6),
     _beside(

@@ -21,6 +21,8 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
+from kvbench.results.run import load_run
+from kvbench.sweep.deployed import DeployedSite
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import exact_server
@@ -62,7 +64,7 @@ def unable(case: Case) -> str:
 def run_case(case: Case, folder: Path) -> Outcome:
     """One trial of a case, in a deployment of its own."""
     began = time.monotonic()
-    if case.lie == "corrupt_kv":
+    if case.reference:
         return _run_with_reference(case, folder, began)
     with contextlib.ExitStack() as stack:
         trial = stack.enter_context(
@@ -72,9 +74,13 @@ def run_case(case: Case, folder: Path) -> Outcome:
         )
         stack.enter_context(nuisance(case.nuisance))
         record = trial(case.rate)
+    return outcome_of(case, record, time.monotonic() - began)
+
+
+def outcome_of(case: Case, record: TrialRecord, seconds: float) -> Outcome:
+    """What came of a case, by its trial."""
     found: dict[str, str] = {finding.gate: finding.level for finding in record.findings}
     unseen = frozenset(gate for gates in record.summary["unseen"].values() for gate in gates)
-    seconds = time.monotonic() - began
     return Outcome(case, record.verdict, found, record.reason, unseen, tuple(record.labels), seconds)
 
 
@@ -90,9 +96,11 @@ def _run_with_reference(case: Case, folder: Path, began: float) -> Outcome:
 
         (result,) = deployed_sweep(scenario, plan, store, Silent(), Fixed(case.rate)).run()
         labels = tuple(store.manifest.get("labels", []))
+    seconds = time.monotonic() - began
+    if trials := load_run(store.path).trials:
+        return outcome_of(case, trials[-1], seconds)
     gate = result.reason.partition(":")[0]
     verdict = "invalid" if result.status == "refused" else result.status
-    seconds = time.monotonic() - began
     return Outcome(case, verdict, {gate: "invalid"}, result.reason, frozenset(), labels, seconds)
 
 
@@ -123,13 +131,21 @@ def foreign(case: Case, folder: Path) -> Iterator[Callable[[float], TrialRecord]
         pages = ",".join(f"{url}/metrics" for url in urls) if case.servers[0]["metrics"] else None
         sets = tuple(each for each in _sets(case) if not each.startswith("deployment."))
         yield stack.enter_context(
-            running(replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages), folder)
+            running(
+                replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages),
+                folder,
+                watched=case.watched,
+            )
         )
 
 
 @contextlib.contextmanager
-def running(cli: CliOptions, folder: Path) -> Iterator[Callable[[float], TrialRecord]]:
-    """A deployment; what it gives runs one trial at a rate and returns its record."""
+def running(
+    cli: CliOptions, folder: Path, *, watched: bool = False
+) -> Iterator[Callable[[float], TrialRecord]]:
+    """A deployment; what it gives runs one trial at a rate and returns its record. ``watched``: with canaries
+    whose right answers are those that it gives when idle.
+    """
     from kvbench.deployment.deployment import RunningDeployment
 
     scenario, source = resolve(cli)
@@ -145,6 +161,8 @@ def running(cli: CliOptions, folder: Path) -> Iterator[Callable[[float], TrialRe
         )
         runner = TrialRunner(scenario, deployment, store, launcher, Silent().trial_progress)
         stack.callback(runner.close)
+        if watched:
+            DeployedSite(scenario, deployment, runner, store, Silent()).watch_answers(cell, None)
         number = 0
 
         def trial(rate: float) -> TrialRecord:

@@ -17,6 +17,9 @@ WORDED_SHARE: Final = 0.05
 BOS: Final = 1
 """So many tokens of difference are what a tokenizer adds on its own."""
 LEAST_ANSWERS: Final = 20
+MOST_TOLD: Final = 3
+MOST_KEPT: Final = 20
+"""So many wrong answers are told in a finding, and kept with it."""
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
 SAME_SHARE: Final = 0.9
@@ -58,6 +61,42 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
         "take them as they are, or name the input length that it tells",
         {"sent": sent, "read": read, "answers": count, "told": len(answers), "far": far},
     )
+
+
+def wrong_answers(evidence: Evidence) -> Finding | None:
+    """Answers under load are right: those to prompts whose greedy answers were known beforehand.
+
+    evidence: canaries, 2 % of the requests and at least 10, and some asked after failures and at the end; the
+    aggregated server's answers, or without one, and weaker, the server's own when idle. Another prompt's
+    answer, a stale or a cut one always counts; any other difference does where the reference does not differ
+    from itself as much under load, by log-probabilities or by how often.
+    limits: what share of wrong answers would have been seen stands with the figure; a server that is wrong in
+    the same way when idle and alone is its own witness.
+    """
+    found = evidence.canaries
+    if found is None or not found.checked:
+        return None
+    if found.wrong:
+        more = f"; and {len(found.wrong) - MOST_TOLD} more" if len(found.wrong) > MOST_TOLD else ""
+        told = " | ".join(each.text() for each in found.wrong[:MOST_TOLD])
+        return Finding(
+            "wrong_answers",
+            "invalid",
+            f"{len(found.wrong)} of {found.checked} answers whose text was known were wrong: {told}{more}",
+            "answers are another prompt's, old, cut or garbage though the server counts no failure: look for "
+            "KV blocks that were freed or reused too early, crossed request ids, and transfers that failed",
+            {**found.to_json(), "requests": [each.to_json() for each in found.wrong[:MOST_KEPT]]},
+        )
+    if found.of_reference and found.noisy and not found.noise.differed and not found.noise.nats:
+        return Finding(
+            "wrong_answers",
+            "warning",
+            f"{found.noisy} of {found.checked} answers of the reference differ under load from what it "
+            "answered when idle: others are compared with how often it does",
+            "kernels whose results depend on the batch do this; if it differs much, look whether it is right",
+            found.to_json(),
+        )
+    return None
 
 
 def same_answers(evidence: Evidence) -> Finding | None:

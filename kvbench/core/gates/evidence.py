@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.gates.evidence_figures import (
     ClientFigures,
     EngineFigures,
@@ -125,6 +126,8 @@ class Evidence:
     method: Method = "sustained"
     """How the load was meant; what other methods do without is softened in core/search/methods.py."""
     limits: GateLimits = field(default_factory=GateLimits)
+    canaries: CanaryResult | None = None
+    """What came of the requests whose right answers are known; None: there were none."""
 
     @property
     def attained(self) -> bool:
@@ -164,14 +167,22 @@ class Evidence:
         """KV bytes that moved. Both ends may count the same bytes: the larger figure is the whole."""
         return max((e.kv_bytes for e in self.engines.values() if e.kv_bytes is not None), default=None)
 
-    def expected(self, *, per_token: bool, tolerance: float = 0.0) -> tuple[float, float]:
+    def expected(
+        self, *, per_token: bool, tolerance: float = 0.0, fresh: bool = False
+    ) -> tuple[float, float]:
         """(least, most) requests, or prompt tokens, that each role's servers handled.
 
         At least what was answered, at most what was sent: a request that failed or was cancelled on the
-        way may or may not have got that far.
+        way may or may not have got that far. ``fresh``: canaries that were asked before need not have come
+        that far either, since their KV may be cached.
         """
+        repeated = fresh and self.canaries is not None and self.canaries.repeated
         sent = [record for record in self.records if record.sent_s is not None]
-        least = sum(record.input_len if per_token else 1 for record in sent if record.ok)
+        least = sum(
+            record.input_len if per_token else 1
+            for record in sent
+            if record.ok and not (repeated and record.canary is not None)
+        )
         most = sum(record.input_len if per_token else 1 for record in sent)
         return least * (1 - tolerance), most * (1 + tolerance)
 

@@ -64,6 +64,7 @@ Gate = Callable[[Evidence], Finding | None]
 GATES: Final[tuple[Gate, ...]] = (
     requests.failed_requests,
     requests.server_restarted,
+    answers.wrong_answers,
     requests.wrong_length,
     answers.wrong_prompt_length,
     answers.empty_answers,
@@ -135,7 +136,8 @@ CORRUPT: Final = GateText(
     "Greedy outputs through the pair equal those of the aggregated server, or differ no more than its own.",
     "The texts of a few prompts, asked for before a cell's first trial; of a real engine also the aggregated "
     "server's log-probabilities, and how its answers differ when it is asked again, alone and together.",
-    "A cell that fails is refused whole; what breaks only under load is not seen, nor what the noise covers.",
+    "A cell that fails is refused whole; what breaks only under load is left to wrong_answers, and what the "
+    "noise covers is not seen.",
 )
 """The one check that is made once for a cell and not in every trial."""
 
@@ -187,10 +189,12 @@ def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
 def _findings(evidence: Evidence) -> list[Finding]:
     """Of all gates; those recorded stand for gates whose evidence is gone."""
     looking = GATES if evidence.recorded is None else BY_REQUESTS
+    if evidence.recorded is not None and evidence.canaries is not None:
+        looking = (*looking, answers.wrong_answers)
     found = [finding for gate in looking if (finding := gate(evidence)) is not None]
     if evidence.recorded is None:
         return [*found, *evidence.logged]
-    again = {"server_errors", *(gate.__name__ for gate in BY_REQUESTS)}
+    again = {"server_errors", *(gate.__name__ for gate in looking)}
     order = [gate.__name__ for gate in GATES]
     found += [each for each in evidence.recorded if each.gate not in again]
     return sorted(found, key=lambda each: order.index(each.gate) if each.gate in order else len(order))

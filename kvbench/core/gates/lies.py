@@ -47,6 +47,13 @@ Lie = Literal[
     "empty_text",
     "slow_turns",
     "idle_decode",
+    "stale_kv",
+    "swapped_answers",
+    "corrupt_under_load",
+    "corrupt_after_failure",
+    "corrupt_last_block",
+    "recompute_silently",
+    "last_chunk_only",
 ]
 
 
@@ -102,6 +109,18 @@ LIES: Final[dict[str, Deceit]] = {
     "empty_text": Deceit("answers have no text, and claim all tokens in their usage", "empty_answers"),
     "slow_turns": Deceit("each second request goes to a slower server", "two_populations"),
     "idle_decode": Deceit("the router sends all requests to one D of several", "unequal_instances", "router"),
+    "stale_kv": Deceit("every third request gets the KV blocks of the one before", "wrong_answers"),
+    "swapped_answers": Deceit("the router crosses two requests' streams", "wrong_answers", "router"),
+    "corrupt_under_load": Deceit("KV is corrupted while more than three requests are there", "wrong_answers"),
+    "corrupt_after_failure": Deceit(
+        "KV is corrupted for half a second after a failed request", "wrong_answers"
+    ),
+    "corrupt_last_block": Deceit("one bit of a prompt's last block is changed", "wrong_answers"),
+    "recompute_silently": Deceit(
+        "D computes the prompt itself and counts it as received: answers are right, and no KV moves",
+        "kv_bytes_wrong",
+    ),
+    "last_chunk_only": Deceit("transfers are counted by a prompt's last chunk alone", "kv_bytes_wrong"),
 }
 """By name, as in ``engine_options.lie``."""
 

@@ -93,6 +93,10 @@ TEXTS: Final = Source("answers' texts were not looked at", _answered(lambda each
 LENGTHS: Final = Source(
     "all prompts are of one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
 )
+CANARIES: Final = Source(
+    "no requests whose right answers were known",
+    lambda evidence: evidence.canaries is not None and evidence.canaries.checked > 0,
+)
 FRESH_PROMPTS: Final = Source("prompts repeat", lambda evidence: not evidence.reuse_expected)
 EVENTS: Final = Source(
     "no times of single events", lambda e: any(len(each.itl_s) for each in e.records if each.ok)
@@ -139,6 +143,7 @@ class Need:
 
 NEEDS: Final[Mapping[Gate, Need]] = {
     requests.server_restarted: Need((ANY_COUNTS,)),
+    answers.wrong_answers: Need((CANARIES,)),
     answers.wrong_prompt_length: Need((SOCKET, PROMPT_USAGE)),
     answers.same_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, LONG_ANSWERS)),
     answers.prompts_unread: Need((FRESH_PROMPTS, SOCKET, LENGTHS)),

@@ -38,7 +38,9 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
     if per_request is None or moved is None:
         return None
-    fewest, largest = evidence.expected(per_token=False, tolerance=evidence.limits.count_tolerance)
+    fewest, largest = evidence.expected(
+        per_token=False, tolerance=evidence.limits.count_tolerance, fresh=True
+    )
     least, most = fewest * (per_request - evidence.kv_bytes_slack), largest * per_request
     if least <= moved <= most:
         return None

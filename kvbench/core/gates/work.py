@@ -22,12 +22,16 @@ BY_CHANCE: Final = 4.0
 def warm_cache(evidence: Evidence) -> Finding | None:
     """Prompts were computed, and did not come from a warm prefix cache.
 
-    evidence: hits over queries of the prefix cache on P and D, above 1 %. limits: silent where the scenario
+    evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of canaries that were
+    asked before. limits: silent where the scenario
     asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound).
     """
+    fresh, _ = evidence.expected(per_token=True, fresh=True)
+    sent, _ = evidence.expected(per_token=True)
+    allowed = evidence.limits.warm_cache_share + (1.0 - fresh / sent if sent else 0.0)
     for role, engine in evidence.engines.items():
         rate = engine.hit_rate
-        if rate is not None and rate > evidence.limits.warm_cache_share and not evidence.reuse_expected:
+        if rate is not None and rate > allowed and not evidence.reuse_expected:
             return Finding(
                 "warm_cache",
                 "invalid",
@@ -51,7 +55,7 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
     """
     if evidence.reuse_expected:
         return None
-    least, most = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance)
+    least, most = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance, fresh=True)
     for role in ("prefill", "aggregated"):
         engine = evidence.engines.get(role)
         computed = engine.computed_tokens if engine is not None else None
@@ -110,7 +114,7 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
     allowed = _local_tokens_allowed(evidence, engine)
     local = engine.computed_tokens or 0.0
     external = engine.prompt_tokens_by_source.get(EXTERNAL)
-    least, _ = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance)
+    least, _ = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance, fresh=True)
     # What decode has of earlier prompts need not come again, where reuse is meant.
     kept = engine.prompt_tokens_by_source.get(LOCAL_CACHE_HIT, 0.0) if evidence.reuse_expected else 0.0
     missing = external is not None and external + kept < least - allowed

@@ -127,9 +127,9 @@ def chance(differ: int, of: int, noise: Noise) -> float:
     return ways / math.comb(total, of)
 
 
-def refused_from(of: int, noise: Noise) -> int | None:
+def refused_from(of: int, noise: Noise, below: float = SIGNIFICANCE) -> int | None:
     """The least number of differing texts that is no chance; None if no number is."""
-    return next((n for n in range(1, of + 1) if chance(n, of, noise) < SIGNIFICANCE), None)
+    return next((n for n in range(1, of + 1) if chance(n, of, noise) < below), None)
 
 
 def seen_share(of: int) -> float:

@@ -72,6 +72,11 @@ class EngineOptions(BaseModel):
     # -- as the options say
 
     @property
+    def repeats_exactly(self) -> bool:
+        """The same prompt has the same greedy answer each time; else it is seen how often not."""
+        return self.models_compute
+
+    @property
     def server(self) -> RunningServer:
         """Where it answers, if ``starts_processes`` is false."""
         return RunningServer()

@@ -40,11 +40,12 @@ from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_ov
 from kvbench.core.scenario.references import References, Sized, references
 from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
 from kvbench.core.scenario.simulate_section import KvLink, Simulate
-from kvbench.core.scenario.workload_section import Load, Trace, Workload
+from kvbench.core.scenario.workload_section import Checks, Load, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml
 from kvbench.errors import ScenarioError
 
 __all__ = [
+    "Checks",
     "ConnectorChoice",
     "Deployment",
     "Load",
@@ -80,6 +81,9 @@ class Scenario(Section):
     workload: Workload = Field(description="what requests look like and how they arrive")
     slo: Slo = Field(default_factory=Slo, description="the limits that must be met")
     search: Search = Field(default_factory=Search, description="how the highest rate is looked for")
+    checks: Checks = Field(
+        default_factory=Checks, description="what of the answers is checked while the load lasts"
+    )
     load: Load = Field(default_factory=Load, description="how the load is generated")
     simulate: Simulate = Field(
         default_factory=Simulate, description="figures that only `kvbench simulate` uses"
@@ -317,6 +321,7 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         "slo": Slo,
         **{f"slo.tiers.{name}": Tier for name in _tier_names(data)},
         "search": Search,
+        "checks": Checks,
         "load": Load,
         "simulate": Simulate,
         **{f"simulate.connectors.{name}": KvLink for name in _simulated_links(data)},

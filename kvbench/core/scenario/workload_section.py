@@ -1,4 +1,4 @@
-"""The workload and load sections of a scenario file: what is sent, when, and by what.
+"""The workload, checks and load sections of a scenario file: what is sent, when, and by what.
 
 Durations are seconds, as the names' suffixes say.
 """
@@ -105,6 +105,20 @@ def _auto_or_count(raw: Any) -> Any:
     if raw == "auto" or (type(raw) is int and 1 <= raw <= MOST_WORKERS):
         return raw
     raise custom(f"must be auto, or a whole number from 1 to {MOST_WORKERS}, not {shorten(raw)}")
+
+
+class Checks(Section):
+    """What is looked at in the load itself, beside its latencies."""
+
+    canary_share: float = Field(
+        0.02,
+        ge=0,
+        le=0.5,
+        description="share of a trial's requests whose right answers are known beforehand; 0: none",
+    )
+    min_canaries: int = Field(
+        10, ge=0, le=1000, description="canaries that a trial has at least in its first min_requests"
+    )
 
 
 class Load(Section):

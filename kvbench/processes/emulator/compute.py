@@ -17,10 +17,13 @@ Work = tuple[LiveRequest, Chunk]
 class KvCompute:
     """The emulated model over one KV pool. It holds no state of its own: that is in each ``LiveRequest``."""
 
-    def __init__(self, pool: KvPool, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, pool: KvPool, vocab_size: int, max_model_len: int, output_noise: float = 0.0) -> None:
+        """``output_noise``: share of tokens that differ in a batch; by what, is another run's other draw."""
         self.pool = pool
         self.vocab_size = vocab_size
         self._powers = powers(max_model_len + 1)
+        self._noise = output_noise
+        self._draws = np.random.default_rng()
 
     def hash_prompt(self, tokens: U64, cache_salt: str) -> U64:
         """The chained hashes of a prompt; different salts share no prefix."""
@@ -65,7 +68,11 @@ class KvCompute:
         if not lives:
             return
         states = np.array([live.state for live in lives], dtype=np.uint64)
-        drawn = next_tokens(states, self.vocab_size).tolist()
+        if self._noise and len(lives) > 1:
+            other = self._draws.random(len(lives)) < self._noise
+            drawn = next_tokens(np.where(other, ~states, states), self.vocab_size).tolist()
+        else:
+            drawn = next_tokens(states, self.vocab_size).tolist()
         ends = wants_eos(states).tolist()
         for live, token, eos in zip(lives, drawn, ends, strict=True):
             may_end = eos and not live.ignore_eos and len(live.tokens) >= live.min_tokens

@@ -44,7 +44,7 @@ class EngineServer:
             spec.engine_config(),
             spec.timing_profile(),
             spec.time_scale,
-            KvCompute(self.pool, spec.model.vocab_size, spec.max_model_len),
+            KvCompute(self.pool, spec.model.vocab_size, spec.max_model_len, spec.output_noise),
             self.metrics,
         )
         self.transfers = EngineTransfers(config, spec, self.metrics) if config else None

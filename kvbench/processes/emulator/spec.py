@@ -102,6 +102,8 @@ class EngineSpec(_Strict):
     """Transfers that end sooner are delayed until then; None: they take what they take."""
     reasoning_tokens: int = Field(0, ge=0)
     """So many tokens of a chat's answer are its reasoning."""
+    output_noise: float = Field(0.0, ge=0, le=0.5)
+    """Share of tokens that come out otherwise where several sequences are computed together."""
     lie: Lie = ""
     """What this engine is to lie about, on purpose (core/gates/lies.py); empty: nothing."""
     run_tag: str = ""

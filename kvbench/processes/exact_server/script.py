@@ -46,6 +46,8 @@ class Playwright:
         last_text = spec.text[len(LAST_TEXT) :] + LAST_TEXT
         self._last_token = wire.event(spec.model, [wire.choice(last_text, "length")])
         self._empty = wire.event(spec.model, [wire.choice("")])
+        self._before = 0
+        """The last request's prompt, as its CRC-32."""
         self._blank = wire.event(spec.model, [wire.choice(" ")])
 
     def script(self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool) -> Script:
@@ -56,7 +58,9 @@ class Playwright:
         usage = wire.usage_of(wanted.prompt_tokens + prompt_off, output_len + usage_off)
         last_text = LAST_TEXT
         if trouble is None or trouble.kind != "canned":
-            last_text = f" {wanted.prompt:08x}"
+            stale = trouble is not None and trouble.kind == "stale"
+            last_text = f" {self._before if stale else wanted.prompt:08x}"
+        self._before = wanted.prompt
         if wanted.stream:
             script = self._streamed(output_len, last_text, usage if wanted.usage else None)
         else:

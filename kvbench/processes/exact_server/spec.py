@@ -29,6 +29,7 @@ TROUBLES: Final = (
     "inflated",
     "at_once",
     "canned",
+    "stale",
     "refuse",
 )
 
@@ -46,8 +47,8 @@ class Trouble:
     ``blank_first`` one with a blank; ``empty`` sends events without text when the last token is due.
     ``wrong_prompt`` reports ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
     into each event (``text`` and ``gap_s`` are an event's then), ``inflated`` sends one token where its usage
-    claims ``per_event``, ``at_once`` sends all when the last token is due, and ``canned`` answers every
-    prompt alike.
+    claims ``per_event``, ``at_once`` sends all when the last token is due, ``canned`` answers every
+    prompt alike, and ``stale`` with the answer to the prompt before.
     """
 
     kind: str

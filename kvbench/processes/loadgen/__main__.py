@@ -18,7 +18,7 @@ from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
 from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest
-from kvbench.processes.loadgen.plan import PlannedRequest, planned_requests, prepare
+from kvbench.processes.loadgen.plan import PlannedRequest, Spares, planned_requests, plant_canaries, prepare
 from kvbench.processes.loadgen.run import Begin, LoadRun
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
@@ -36,9 +36,10 @@ def generate(spec: LoadSpec) -> int:
     loop = SocketLoop()
     orders = Orders(loop)
     plan = planned_requests(spec)
-    pools, begin = dispatched(spec, plan, loop)
+    spares = plant_canaries(spec, plan)
+    pools, begin = dispatched(spec, [*plan, *spares], loop)
     warm(spec, plan, pools)
-    run = LoadRun(spec, plan, loop, pools, Reporter().report, begin)
+    run = LoadRun(spec, plan, loop, pools, Reporter().report, begin, Spares(spares))
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import httptools
 
-from kvbench.processes.loadgen.known import EVENT_END, Known, UnusualError, usual
+from kvbench.processes.loadgen.known import EVENT_END, Known, UnusualError, usual, usual_in_python
 from kvbench.processes.loadgen.stream import StreamReader
 
 MAX_HEAD_BYTES: Final = 1 << 20
@@ -55,14 +55,14 @@ class ServerAnswer:
 
     usual = staticmethod(usual)
 
-    def __init__(self, body_limit: int = 0) -> None:
+    def __init__(self, body_limit: int = 0, *, keep_text: bool = False) -> None:
         self._parser: Any = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._stamp = 0
         self._head_bytes = 0
         self._at_boundary = False
         self._may_keep_alive = False
-        self.stream = StreamReader(token_stamps=array("q"))
+        self.stream = StreamReader(token_stamps=array("q"), kept=bytearray() if keep_text else None)
         self._known = Known(self.stream)
         self.body = bytearray()
         self.body_limit = body_limit
@@ -117,6 +117,8 @@ class ServerAnswer:
         so far.
         """
         known = self._known
+        if self.stream.kept is not None:  # the compiled log keeps no texts
+            return None
         return (
             (known.begin, known.after, self.stream.text_so_far) if known.begin and self._regular() else None
         )
@@ -139,10 +141,11 @@ class ServerAnswer:
     def _take_regular(self, reads: list[bytes | int], stamps: memoryview, doubts: memoryview) -> int:
         """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
         known, position = self._known, 0
+        usual_reads = self.usual if self.stream.kept is None else usual_in_python
         tokens: list[int] = []
         try:
             while position < len(reads) and known.end is None:
-                plain = self.usual(reads, position, known, tokens)
+                plain = usual_reads(reads, position, known, tokens)
                 position += plain
                 if not plain:
                     tokens.append(known.tokens_in(cast(bytes, reads[position])))

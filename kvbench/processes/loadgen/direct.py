@@ -66,6 +66,8 @@ class DirectHandoff:
     around: AroundPrompt
     headers: Mapping[str, str]
     prompt: bytes
+    request_id: str
+    """What P and D know it by."""
     decode_parts: tuple[bytes, ...] = ()
 
 
@@ -80,6 +82,7 @@ class DirectDispatch:
         paired = self.connector.disaggregated
         self._prefills = self._backends("prefill", self._direct.prefill, loop) if paired else []
         self._handoffs: dict[int, DirectHandoff] = {}
+        """By the planned request's identity: a canary may take another one's place."""
 
     def _backends(self, role: str, items: Sequence[Any], loop: SocketLoop) -> list[DirectBackend]:
         found = [
@@ -122,13 +125,13 @@ class DirectDispatch:
             if p is not None:
                 peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
             headers = request_headers(self._spec, peer_id)
-            handoff = DirectHandoff(p, d, around, headers, request.prompt)
+            handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id)
             if p is not None:
                 body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
                 request.parts = self._parts(p, handoff, body)
             if p is None or self.connector.dispatch == "concurrent":
                 handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
-            self._handoffs[request.index] = handoff
+            self._handoffs[id(request)] = handoff
             request.prompt = b""
 
     def decode_parts(
@@ -149,7 +152,7 @@ class DirectDispatch:
 
     def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
         """For the run: the request that is due."""
-        return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(request.index))
+        return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(id(request)))
 
 
 class DirectRequest(InFlightRequest):
@@ -178,7 +181,7 @@ class DirectRequest(InFlightRequest):
             self.stream.start(self._handoff.decode_parts)
 
     def _stream_request(self) -> HttpRequest | None:
-        return HttpRequest(self, self._handoff.decode.pool) if self._handoff.decode_parts else None
+        return self._streamed(self._handoff.decode.pool) if self._handoff.decode_parts else None
 
     @property
     def http_requests(self) -> tuple[HttpRequest, ...]:
@@ -195,8 +198,8 @@ class DirectRequest(InFlightRequest):
         if failure is not None:
             self.end(failure, http_request)
         elif self.stream is None:
-            self.stream = HttpRequest(self, self._handoff.decode.pool)
-            self.stream.start(self._dispatch.decode_parts(self._handoff, self.record.request_id, answer))
+            self.stream = self._streamed(self._handoff.decode.pool)
+            self.stream.start(self._dispatch.decode_parts(self._handoff, self._handoff.request_id, answer))
         elif self.stream.done:
             self._end()
 

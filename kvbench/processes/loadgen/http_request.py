@@ -74,10 +74,17 @@ class HttpRequest:
         "urgent",
     )
 
-    def __init__(self, owner: HttpRequestOwner, pool: ConnectionPool, body_limit: int = 0) -> None:
+    def __init__(
+        self,
+        owner: HttpRequestOwner,
+        pool: ConnectionPool,
+        body_limit: int = 0,
+        *,
+        keep_text: bool = False,
+    ) -> None:
         self.owner = owner
         self.pool = pool
-        self.answer = ServerAnswer(body_limit)
+        self.answer = ServerAnswer(body_limit, keep_text=keep_text)
         self.urgent = body_limit > 0
         self.log: Log = new_log()
         self.queued = self.ended = self.done = False

@@ -46,6 +46,7 @@ class InFlightRequest:
             scheduled_s=round(plan.offset_s, DECIMALS),
             input_len=plan.input_len,
             requested_output_len=plan.output_len,
+            canary=plan.canary,
         )
         self.stream: HttpRequest | None = self._stream_request()
         self.over = False
@@ -59,7 +60,11 @@ class InFlightRequest:
 
     def _stream_request(self) -> HttpRequest | None:
         """The HTTP request whose answer is the stream, if it is known before anything is sent."""
-        return HttpRequest(self, self.run.pools[0])
+        return self._streamed(self.run.pools[0])
+
+    def _streamed(self, pool: ConnectionPool) -> HttpRequest:
+        """A request that is answered by the stream of tokens; of a canary the text is kept."""
+        return HttpRequest(self, pool, keep_text=self.record.canary is not None)
 
     @property
     def http_requests(self) -> tuple[HttpRequest, ...]:
@@ -129,6 +134,8 @@ class InFlightRequest:
         if stream.event_seen and answer.status == 200:
             record.text_bytes, record.empty_events = stream.text_bytes, stream.empty_events
             record.first_event_s = relative_s(stream.first_event_stamp, start_ns)
+        if stream.kept is not None:
+            record.text = stream.kept.decode("utf-8", "replace")
         tokens = stream.token_stamps
         if not tokens and self._one_without_text() and http_request.last_ns is not None:
             # A token without text, as half of a character is: it came no later than the answer's end.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.core.canaries.places import AFTER_FAILURE
+from kvbench.core.canaries.pool import canary_prompt
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.chat_prompts import WORDS, messages_json
 from kvbench.core.load.prompts import PromptShape, token_prompts
@@ -19,7 +22,7 @@ from kvbench.core.plan.dispatch import prompt_key
 from kvbench.errors import InputError
 from kvbench.hosts.server_access import access_headers
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
-from kvbench.processes.loadgen.spec import LoadSpec
+from kvbench.processes.loadgen.spec import CanarySpec, LoadSpec
 
 _CELL: Final = 8
 """Bytes of one token id in the table below, with its comma."""
@@ -39,6 +42,8 @@ class PlannedRequest:
     output_len: int
     prompt: bytes
     parts: tuple[bytes, ...] = ()
+    canary: int | None = None
+    """The number of its prompt, if the right answer to it is known."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
 
     Raises InputError.
     """
-    encode = _Encoder(spec.vocab_size).encode if spec.chat is None else _message
+    encode = prompt_encoder(spec)
     run = uuid.uuid4().hex[:12]
     return [
         PlannedRequest(
@@ -68,6 +73,11 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
         )
         for index, wanted in _share(spec)
     ]
+
+
+def prompt_encoder(spec: LoadSpec) -> Callable[[NDArray[np.int32]], bytes]:
+    """Makes a prompt's JSON of its token ids, or of the words of its message."""
+    return _Encoder(spec.vocab_size).encode if spec.chat is None else _message
 
 
 def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
@@ -201,3 +211,61 @@ def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddres
         headers = request_headers(spec, request.request_id)
         request.parts = request_parts(server, spec.path, headers, fields, request.prompt)
         request.prompt = b""
+
+
+def plant_canaries(spec: LoadSpec, plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+    """Gives the plan's canaries their prompts; returns this worker's spares. Raises InputError."""
+    known, encode = CanarySpec.of(spec.canaries), prompt_encoder(spec)
+    numbers = {each[0]: each[1] for each in known.at}
+
+    def encoded(number: int, input_len: int) -> bytes:
+        tokens = canary_prompt(input_len, known.seed, number, spec.vocab_size)
+        if spec.chat is not None:  # as single requests make a message of token ids
+            tokens = list(islice(cycle(tokens), spec.chat.words(input_len)))
+        return encode(np.asarray(tokens, np.int32))
+
+    for request in plan:
+        request.canary = numbers.get(request.index)
+        if request.canary is not None:
+            request.prompt = encoded(request.canary, request.input_len)
+    if not plan:
+        return []
+    run_id, behind = plan[0].request_id.rpartition("-")[0], plan[-1].index + 1
+    return [
+        PlannedRequest(
+            index=behind + place,
+            request_id=f"{run_id}-spare-{number}",
+            offset_s=0.0,
+            input_len=spec.input_len,
+            output_len=spec.output_len,
+            prompt=encoded(number, spec.input_len),
+            canary=number,
+        )
+        for place, number in enumerate(known.spares[spec.worker :: spec.workers])
+    ]
+
+
+class Spares:
+    """Canaries that take the place of the requests after a failed one: KV that it left may go to them."""
+
+    def __init__(self, spares: Sequence[PlannedRequest] = ()) -> None:
+        self._left = list(spares)
+        self._owed = 0
+
+    def failed(self) -> None:
+        """A request has failed."""
+        self._owed = AFTER_FAILURE
+
+    def put(self, plan: MutableSequence[PlannedRequest], place: int) -> None:
+        """Puts one in the place of the next request, if one is owed and they are of the same lengths."""
+        planned = plan[place]
+        if not self._owed or not self._left or planned.canary is not None:
+            return
+        spare = self._left[0]
+        if (spare.input_len, spare.output_len) == (planned.input_len, planned.output_len):
+            self._owed -= 1
+            del self._left[0]
+            spare.index, spare.offset_s = planned.index, planned.offset_s
+            # Servers know it by what stands before its place.
+            spare.request_id = f"{spare.request_id}-{planned.index}"
+            plan[place] = spare

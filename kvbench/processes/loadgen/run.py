@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
@@ -14,7 +14,7 @@ from kvbench.processes.loadgen.closed_loop import ClosedLoop
 from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
 from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
-from kvbench.processes.loadgen.plan import PlannedRequest
+from kvbench.processes.loadgen.plan import PlannedRequest, Spares
 from kvbench.processes.loadgen.progress import Counts
 from kvbench.processes.loadgen.sockets.alarm import TimerFd
 from kvbench.processes.loadgen.sockets.clock import StampClock
@@ -63,11 +63,12 @@ class LoadRun:
     def __init__(
         self,
         spec: LoadSpec,
-        plan: Sequence[PlannedRequest],
+        plan: MutableSequence[PlannedRequest],
         loop: SocketLoop,
         pools: Sequence[ConnectionPool],
         report: Callable[[dict[str, Any]], bool],
         begin: Begin = InFlightRequest,
+        spares: Spares | None = None,
     ) -> None:
         self.loop = loop
         self.pools = pools
@@ -78,6 +79,7 @@ class LoadRun:
         """Of all requests that came due, in scheduled order."""
         self._spec = spec
         self._plan = plan
+        self._spares = spares or Spares()
         self._begin = begin
         self._counts = Counts(spec, report)
         self._start = 0.0
@@ -161,7 +163,7 @@ class LoadRun:
     def _arm(self) -> None:
         self._due = self._wake = self._next_beat
         if self._next < len(self._plan):
-            planned = self._plan[self._next]
+            planned = self._upcoming()
             scheduled = self._start + planned.offset_s
             if scheduled < self._due:
                 self._due, self._wake = scheduled, scheduled - self._early_s
@@ -170,11 +172,16 @@ class LoadRun:
         if not self._busy:
             self._alarm.set(self._wake)
 
+    def _upcoming(self) -> PlannedRequest:
+        """The next request, or after a failure a canary in its place."""
+        if self._ahead is None:
+            self._spares.put(self._plan, self._next)
+        return self._plan[self._next]
+
     def _on_time(self, stop: Stop) -> None:
-        plan, start = self._plan, self._start
-        while self._next < len(plan):
-            planned = plan[self._next]
-            scheduled = start + planned.offset_s
+        while self._next < len(self._plan):
+            planned = self._upcoming()
+            scheduled = self._start + planned.offset_s
             if scheduled > time.monotonic():
                 break
             self._next += 1
@@ -319,6 +326,8 @@ class LoadRun:
         record = request.settle(self._start)
         if record.error_detail:
             record.error_detail = hidden(record.error_detail, variables(self._spec.access))
+        if not record.ok and record.error != "cancelled":
+            self._spares.failed()
         self.figures.chunks += request.chunks
         if request.chunks and request.stream is not None:
             answer = request.stream.answer

@@ -10,6 +10,7 @@ from kvbench.core.access import ServerAccess
 from kvbench.core.load.chat_prompts import ChatLength
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.errors import InputError
+from kvbench.processes.common.entry import parse_spec
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class LoadSpec:
     chat_overhead_tokens: float = 0.0
     chat_tokens_per_word: float = 1.0
     """Of a chat: how the words of its message become prompt tokens."""
+    canaries: Any = None
+    """An object: the requests whose answers are known (``CanarySpec``)."""
     direct: Any = None
     """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
 
@@ -139,3 +142,26 @@ class LoadSpec:
         rate = requests / seconds if seconds > 0 else math.inf
         expected = 1.5 * rate * min(lasting_s, self.timeout_s)
         return min(requests, max(64, math.ceil(min(expected, requests))))
+
+
+@dataclass(frozen=True)
+class CanarySpec:
+    """``at``: pairs of a place in the plan and the number of the prompt that is sent there. ``spares``:
+    numbers of prompts of the plan's lengths, for what follows a failure.
+    """
+
+    seed: int
+    at: list[list[int]]
+    spares: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, data: Any) -> CanarySpec:
+        """From the spec's object; without one there are none. Raises InputError."""
+        if data is None:
+            return cls(0, [])
+        spec = parse_spec(cls, data, "the spec's canaries")
+        pairs = all(isinstance(each, list) and len(each) == 2 for each in spec.at)
+        numbers = [number for each in spec.at for number in each] if pairs else [-1]
+        if not all(type(each) is int and each >= 0 for each in [*numbers, *spec.spares]):
+            raise InputError("the spec's canaries: `at` has pairs of whole numbers, `spares` whole numbers")
+        return spec

@@ -66,6 +66,8 @@ class StreamReader:
     """CRC-32 of the answer's whole text (UTF-8), which finds equal answers without keeping them."""
     text_bytes: int = 0
     """Its length."""
+    kept: bytearray | None = None
+    """The text itself; None where it is not kept."""
     first_event: FirstEvent | None = None
     """What the first token event brought."""
     first_event_stamp: int | None = None
@@ -180,6 +182,8 @@ class StreamReader:
         self.text_crc = crc32(text, self.text_crc)
         self.text_bytes += len(text)
         self.empty_after = 0
+        if self.kept is not None:
+            self.kept += text
 
     def add_empty(self) -> None:
         """An event without text."""
@@ -196,6 +200,8 @@ class StreamReader:
         if text >> 32 != self.text_bytes:
             self.empty_after = 0
         self.text_bytes, self.text_crc = text >> 32, text & 0xFFFFFFFF
+        if self.kept is not None:
+            del self.kept[self.text_bytes :]
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
         for name in ("completion_tokens", "prompt_tokens"):

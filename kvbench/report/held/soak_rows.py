@@ -154,7 +154,7 @@ def answers_of(trials: Sequence[TrialRecord]) -> Counter[str]:
     """Answers that were checked, wrong, or did not come."""
     counts: Counter[str] = Counter()
     for trial in trials:
-        told = trial.engine["soak"].get("answers") or {}
+        told = trial.engine.get("canaries") or {}
         counts.update({key: int(told.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
     return counts
 
@@ -238,7 +238,7 @@ def window_rows(run: RunFolder) -> list[dict[str, Any]]:
     rows = []
     for trials in soak_trials(run).values():
         for trial in trials:
-            told = trial.engine["soak"]
+            told, told_of = trial.engine["soak"], trial.engine.get("canaries") or {}
             row: dict[str, Any] = {
                 "trial_id": trial.trial_id,
                 "connector": trial.cell.connector,
@@ -249,9 +249,8 @@ def window_rows(run: RunFolder) -> list[dict[str, Any]]:
                 "completed": trial.summary.get("completed"),
                 "slo_attainment": trial.summary.get("slo_attainment"),
                 **{name: _latency(key, statistic)(trial) for name, key, statistic, _ in _LATENCIES},
-                **(told.get("answers") or {}),
+                **{name: told_of.get(name) for name in ("checked", "wrong", "unanswered")},
             }
-            row.pop("examples", None)
             for process, held in _holdings(trial).items():
                 row |= {f"{process}.{key}": held.get(key) for _, key, _, _ in _HELD}
             rows.append(row)

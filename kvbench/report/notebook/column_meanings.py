@@ -155,6 +155,9 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "trials": "trials of this cell by this method",
         "outputs_checked": "greedy answers compared with the aggregated server's",
         "outputs_equal": "those that were equal",
+        "canaries_checked": "answers under load whose right text was known beforehand",
+        "canaries_wrong": "those that were wrong",
+        "canaries_wrong_below": "the share of wrong answers is below this, with 95 % (exact binomial)",
         "hint": "what to do about the reason",
     },
     "requests": {

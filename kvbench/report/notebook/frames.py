@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import pandas as pd
 
+from kvbench.core.canaries.bound import wrong_share_bound
+from kvbench.core.canaries.tally import Tally
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.transfers.model import fit_all
 from kvbench.report.findings.findings import statements
@@ -32,7 +34,7 @@ REPORTED_AXES: Final = ("tp", "nics", "protocol")
 CELL_COLUMNS: Final = (
     "connector", "input_len", "output_len", "method", "tier", "status", "outcome", "max_request_rate",
     "lower", "upper", "search", "confirmed_by", "trials", "limit", "limit_evidence", "outputs_checked",
-    "outputs_equal", "reason", "hint",
+    "outputs_equal", "canaries_checked", "canaries_wrong", "canaries_wrong_below", "reason", "hint",
 )  # fmt: skip
 FINDING_COLUMNS: Final = (
     "kind", "level", "gate", "trial_id", "connector", "input_len", "request_rate", "message", "advice",
@@ -122,7 +124,7 @@ def cells(run: RunFolder) -> pd.DataFrame:
 def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
     answer = read_answer(result.answer) if result.answer else None
     checked = result.equal_outputs or {}
-    limit = result.limit or {}
+    limit, tally = result.limit or {}, Tally.from_json(result.canaries)
     return {
         "connector": result.cell.connector,
         "input_len": result.cell.input_len,
@@ -141,6 +143,9 @@ def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
         "limit_evidence": str(limit.get("evidence") or ""),
         "outputs_checked": checked.get("checked"),
         "outputs_equal": checked.get("equal"),
+        "canaries_checked": tally.checked or None,
+        "canaries_wrong": tally.wrong if tally.checked else None,
+        "canaries_wrong_below": wrong_share_bound(tally.wrong, tally.checked) if tally.checked else None,
         "reason": result.reason,
         "hint": result.hint,
     }

@@ -19,6 +19,7 @@ _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
     (requests.heads, ("terminal",)),
+    (requests.checked_answers, WRITERS),
     (requests.brief_result, ("terminal",)),
     (requests.clients, ("terminal",)),
     (requests.not_comparable, ("terminal",)),

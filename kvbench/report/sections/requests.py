@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
 from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.checked_answers import checked_lines, run_tally
 from kvbench.report.findings.findings import as_notes
 from kvbench.report.findings.folded import folded
 from kvbench.report.findings.load_rows import row_conclusions
@@ -79,6 +81,16 @@ def _client_line(run: RunFolder) -> str:
         f"{workers} process{'es' if workers > 1 else ''}",
     ]
     return f"client (P99, worst trial): {'; '.join(parts)}"
+
+
+def checked_answers(of: Material) -> Iterator[ReportSection]:
+    """How many answers were checked under load, before any figure."""
+    told = [(facts, list(checked_lines(facts.run))) for facts in of.runs]
+    blocks = [Block(words=_named(facts, line)) for facts, lines in told for line in lines]
+    wrong = any(run_tally(facts.run).wrong for facts in of.runs)
+    if wrong:
+        blocks = [replace(each, style="bold red") for each in blocks]
+    yield ReportSection("checked", "", blocks)
 
 
 def not_comparable(of: Material) -> Iterator[ReportSection]:

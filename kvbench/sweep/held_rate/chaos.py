@@ -43,14 +43,15 @@ from kvbench.sweep.held_rate.fault_lab import running_in_lab
 from kvbench.sweep.held_rate.fault_trial import FaultTrial, HeldRate
 from kvbench.sweep.held_rate.held import (
     HeldOptions,
+    canary_pool_of,
     carried_out,
     failed,
     held_cells,
     held_scenario,
     rates_in,
     rates_of,
-    reference_outputs_of,
     skip,
+    with_canaries,
     with_length,
 )
 from kvbench.sweep.held_rate.strikes import target_counts
@@ -194,12 +195,12 @@ class ChaosRun:
         cell = next(each for each in self.plan.cells if each.connector == planned.label)
         problems: list[KvbenchError] = []
         try:
-            reference = reference_outputs_of(self.scenario, bench, self.plan, self.store, cell, self.watcher)
+            pool = canary_pool_of(self.scenario, bench, self.plan, self.store, cell, self.watcher)
         except StoreError:
             raise
         except KvbenchError as error:
             return failed(cell, error, "chaos")
-        held = HeldRate(cell, self.rates[planned.label], reference)
+        held = HeldRate(cell, self.rates[planned.label], pool)
         for fault in self.faults[planned.label]:
             if f"{cell.key}-chaos-{fault.number:02d}" in done:
                 continue
@@ -222,7 +223,8 @@ class ChaosRun:
     def _one(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault
     ) -> TrialRecord:
-        scenario = with_length(self.scenario, fault.most_s)
+        requests = held.rate * fault.most_s
+        scenario = with_canaries(with_length(self.scenario, fault.most_s), requests, held.pool)
         if self.lab is not None:
             with running_in_lab(scenario, planned, self.store, self.lab, fault) as (inside, launcher, pair):
                 trial = FaultTrial(inside, held, self.store, self.watcher, self.lab)

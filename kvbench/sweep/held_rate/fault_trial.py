@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvbench.core.canaries.answer_kinds import CanaryResult
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.held_rate.fault_cost import FaultCost, RequestOutcome, fault_cost, outcome_of
 from kvbench.core.held_rate.fault_plan import PlannedFault
-from kvbench.core.load.traces import TracedRequest
 from kvbench.core.metrics.metrics import summarise
-from kvbench.core.records import Cell, Finding, Outputs, RequestRecord, TrialRecord
+from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.slo import Slo
 from kvbench.deployment.deployment import RunningDeployment
@@ -23,11 +24,11 @@ from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.held_rate.answer_probe import AnswerProbe
 from kvbench.sweep.held_rate.holdings import Holdings, grown_bytes, holdings, stranded_blocks
 from kvbench.sweep.held_rate.kv_hogs import DecodeFlood, OrphanedKv
 from kvbench.sweep.held_rate.noticing import Notices
 from kvbench.sweep.held_rate.strikes import Strike, strike_of, struck_name
+from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.host_samples import Observer
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import Judgement, begun_record, ended_record
@@ -43,12 +44,11 @@ NOT_HELD: Final = "not_held"
 
 @dataclass(frozen=True)
 class HeldRate:
-    """What is held: a cell's rate, and the right answers that are asked for beside it, if they are known."""
+    """What is held: a cell's rate, and the right answers to the canaries among its requests, if known."""
 
     cell: Cell
     rate: float
-    reference: Outputs | None = None
-    trace: Sequence[TracedRequest] = ()
+    pool: CanaryPool | None = None
 
 
 @dataclass
@@ -156,9 +156,10 @@ class FaultTrial:
     def run(self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment) -> TrialRecord:
         """Raises KvbenchError if the fault cannot be done, or the load generator fails."""
         scenario, cell = self.scenario, self.held.cell
-        trials = TrialRunner(
-            scenario, deployment, self.store, launcher, self.watcher.trial_progress, self.held.trace
-        )
+        trials = TrialRunner(scenario, deployment, self.store, launcher, self.watcher.trial_progress)
+        supply = None
+        if self.held.pool is not None:
+            supply = trials.canaries[cell] = CanarySupply(scenario, deployment, self.held.pool)
         plan = self._plan(fault)
         idle = Idleness(scenario, deployment)
         idle.wait(cell)
@@ -166,7 +167,6 @@ class FaultTrial:
         begun = begun_record(scenario, plan, self.store)
         notices = Notices(deployment)
         striker = self._striker(fault, launcher, deployment, notices)
-        probe = AnswerProbe(scenario, deployment, launcher, cell.input_len, self.held.reference)
         headers = access_headers(deployment.endpoints.access)
 
         def over(progress: Progress) -> bool:
@@ -176,7 +176,6 @@ class FaultTrial:
 
         with (
             notices,
-            probe,
             striker,
             Observer(launcher, deployment, plan.trial_id, headers) as observer,
         ):
@@ -189,10 +188,9 @@ class FaultTrial:
         found = struck.to_json() | {
             "fault": fault.to_json(),
             "name": fault.name,
-            "answers": probe.to_json(),
             "noticed": [each.to_json() for each in notices.found()],
         }
-        return self._recorded(begun, fault, load, found)
+        return self._recorded(begun, load, found, None if supply is None else supply.judged(load.records))
 
     def _plan(self, fault: PlannedFault) -> TrialPlan:
         return TrialPlan(
@@ -211,10 +209,16 @@ class FaultTrial:
         return Striker(fault, deployment, strike, notices.struck, name)
 
     def _recorded(
-        self, begun: TrialRecord, fault: PlannedFault, load: LoadResult, found: dict[str, Any]
+        self,
+        begun: TrialRecord,
+        load: LoadResult,
+        found: dict[str, Any],
+        canaries: CanaryResult | None,
     ) -> TrialRecord:
         slo, rate = self.scenario.slo.main(), self.held.rate
-        cost = cost_of(load.records, slo, rate, found["struck_s"])
+        found["wrong_ids"] = [each.request_id for each in canaries.wrong] if canaries else []
+        found["answers"] = _answers(canaries)
+        cost = cost_of(load.records, slo, rate, found["struck_s"], found["wrong_ids"])
         if found.get("again") is not None:
             found["again"]["taken_up"] = bool(found["again"]["served"]) and cost.back_s is not None
         found["cost"] = cost.to_json()
@@ -224,7 +228,8 @@ class FaultTrial:
         judgement = Judgement(
             "invalid" if findings else "measured", reason, findings, {**summary, "chaos": found}
         )
-        record = ended_record(begun, judgement, {"client": dict(load.client)}, load.duration_s)
+        columns = {"client": dict(load.client)} | ({"canaries": canaries.to_json()} if canaries else {})
+        record = ended_record(begun, judgement, columns, load.duration_s)
         self.store.add_trial(record, load.records)
         return record
 
@@ -253,6 +258,18 @@ def outcomes_of(
     """What became of each request; of those that kvbench itself cut off nobody knows."""
     known = [each for each in records if each.error != "cancelled"]
     return [outcome_of(record, slo, frozenset(wrong)) for record in known]
+
+
+def _answers(canaries: CanaryResult | None) -> dict[str, Any]:
+    """What came of a trial's canaries; nothing was checked where there were none."""
+    if canaries is None:
+        return {"checked": 0, "unanswered": 0, "wrong": 0, "examples": []}
+    return {
+        "checked": canaries.checked,
+        "unanswered": canaries.unanswered,
+        "wrong": len(canaries.wrong),
+        "examples": [each.text() for each in canaries.wrong[:3]],
+    }
 
 
 def _not_held(cost: FaultCost) -> Finding:

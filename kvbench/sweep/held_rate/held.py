@@ -11,8 +11,10 @@ from typing import Final
 from rich.console import Console
 
 from kvbench import connectors
+from kvbench.core.canaries.places import SPARES
+from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, Method, Outputs
+from kvbench.core.records import Cell, Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.planning.overrides import CliOptions, resolve
@@ -20,13 +22,16 @@ from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, Watcher
-from kvbench.sweep.held_rate.answer_probe import right_answers
 from kvbench.sweep.sweep import resume_words
+from kvbench.sweep.trial.canary_supply import right_answers
 
 SHARE: Final = 0.7
 """Of a found rate, which is held: enough that a fault hurts, and some room to catch up."""
-PROBES: Final = "-probes"
-"""Behind the label of the deployment that answered them, in outputs.jsonl."""
+CANARY_BUDGET_S: Final = 20.0
+"""For how long an aggregated server is asked for right answers."""
+CANARY_SHARE: Final = 0.25
+"""Of the requests of a trial with a fault, which is short, and may end long before its plan does. They are
+requests like the others."""
 DEADLINE_S: Final = 10.0
 DEADLINE_TIMES: Final = 3.0
 """A request hangs after so long, or so many times what the SLO allows one, if that is more."""
@@ -111,21 +116,33 @@ def _connector(plan: Plan, cell: Cell) -> str:
     return next(each.connector for each in plan.deployments if each.label == cell.connector)
 
 
+def with_canaries(scenario: Scenario, requests: float, pool: CanaryPool | None) -> Scenario:
+    """The scenario with as many canaries among so many requests as there are right answers, up to a share;
+    with none if there are to be none.
+    """
+    share = scenario.checks.canary_share
+    if not share or pool is None:
+        return scenario
+    most = max(0.0, len(pool) - SPARES) / max(1.0, requests)
+    checks = scenario.checks.model_copy(update={"canary_share": max(share, min(CANARY_SHARE, most))})
+    return scenario.model_copy(update={"checks": checks})
+
+
 def with_length(scenario: Scenario, seconds: float) -> Scenario:
     """The scenario with trials of so many seconds, whatever its search is told."""
     search = {"trial_s": seconds, "max_trial_s": None, "min_requests": 1, "max_requests": 10_000_000}
     return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
 
 
-def reference_outputs_of(
+def canary_pool_of(
     scenario: Scenario, bench: DeployedBench, plan: Plan, store: RunStore, cell: Cell, watcher: Watcher
-) -> Outputs | None:
-    """What an aggregated server answers to the probes' prompts; once a run, whoever goes on with it.
+) -> CanaryPool | None:
+    """The right answers to a cell's canaries, of an aggregated server; asked for once in a run.
 
     None, with a note, where none can be had.
     """
     label = plan.reference_of(cell.connector)
-    known = store.earlier.outputs.get((f"{label}{PROBES}", cell.input_len))
+    known = pool_of_cell(store.earlier.canaries, cell, label)
     if known is not None:
         return known
     planned = next((each for each in plan.deployments if each.label == label), None)
@@ -135,14 +152,18 @@ def reference_outputs_of(
         watcher.note(f"answers are not checked: there is no aggregated server ({why})")
         return None
     with bench.running(planned, "reference") as (_, deployment):
-        watcher.stage(f"{label}: asking for the right answers at {cell.input_len} tokens")
-        outputs = right_answers(scenario, deployment, cell.input_len)
-    store.add_outputs(f"{label}{PROBES}", cell.input_len, outputs)
-    store.earlier = replace(
-        store.earlier,
-        outputs={**store.earlier.outputs, (f"{label}{PROBES}", cell.input_len): outputs},
-    )
-    return outputs
+        watcher.stage(f"{label}: asking for the answers to canaries at {cell.input_len} tokens")
+        own = replace(cell, connector=label)
+        many = scenario.checks.model_copy(update={"canary_share": CANARY_SHARE})
+        wanted = scenario.model_copy(update={"checks": many}) if scenario.checks.canary_share else scenario
+        exact = scenario.deployment.engine_options.repeats_exactly
+        pool = right_answers(
+            wanted, deployment, label, own, CANARY_BUDGET_S, proof="reference", scored=not exact
+        )
+    if pool is not None:
+        store.add_canaries(pool)
+        store.earlier = replace(store.earlier, canaries={**store.earlier.canaries, pool.key: pool})
+    return pool
 
 
 def failed(cell: Cell, error: KvbenchError, method: Method) -> CellResult:

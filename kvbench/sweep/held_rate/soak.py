@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, Outputs
+from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
@@ -32,29 +33,27 @@ from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.held_rate.answer_probe import AnswerProbe
 from kvbench.sweep.held_rate.held import (
     HeldOptions,
+    canary_pool_of,
     carried_out,
     failed,
     held_cells,
     held_scenario,
     rates_in,
     rates_of,
-    reference_outputs_of,
     skip,
     with_length,
 )
 from kvbench.sweep.held_rate.holdings import holdings
 from kvbench.sweep.new_run import create_store
+from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
 
 WINDOWS: Final = 60
 """A soak is cut into so many windows, but none shorter or longer than these."""
 SHORTEST_S, LONGEST_S = 10.0, 300.0
-ASKED: Final = 12
-"""Answers that are checked after each window."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,9 @@ class SoakRun:
         cell = next(each for each in self.plan.cells if each.connector == planned.label)
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
         try:
-            reference = reference_outputs_of(scenario, bench, self.plan, self.store, cell, self.watcher)
+            pool = canary_pool_of(scenario, bench, self.plan, self.store, cell, self.watcher)
             with bench.running(planned) as (launcher, deployment):
-                soaked = _Soaked(self, scenario, cell, reference, launcher, deployment)
+                soaked = _Soaked(self, scenario, cell, pool, launcher, deployment)
                 for number in range(1, self.windows + 1):
                     plan = soaked.plan(number)
                     if plan.trial_id not in done:
@@ -187,22 +186,20 @@ class _Soaked:
         run: SoakRun,
         scenario: Scenario,
         cell: Cell,
-        reference: Outputs | None,
+        pool: CanaryPool | None,
         launcher: Launcher,
         deployment: RunningDeployment,
     ) -> None:
         self._run = run
-        self._scenario = scenario
         self._cell = cell
-        self._reference = reference
-        self._launcher = launcher
         self._deployment = deployment
-        self._probe: AnswerProbe | None = None
         self._number = 0
         progress = run.watcher.trial_progress
         self._trials = TrialRunner(
             scenario, deployment, run.store, launcher, progress, more_columns=self._columns
         )
+        if pool is not None:
+            self._trials.canaries[cell] = CanarySupply(scenario, deployment, pool)
 
     def plan(self, number: int) -> TrialPlan:
         rate = self._run.rates[self._cell.connector]
@@ -211,26 +208,15 @@ class _Soaked:
     def window(self, plan: TrialPlan) -> None:
         """Offers one window; it is stored when this returns. Raises KvbenchError if a process died."""
         self._number = plan.number
-        self._probe = AnswerProbe(
-            self._scenario, self._deployment, self._launcher, self._cell.input_len, self._reference
-        )
         record = self._trials.run(plan)
         self._run.watcher.trial_finished(record)
 
     def _columns(self) -> dict[str, Any]:
-        """What stands beside a window's figures: what the processes hold, which answers were right.
-
-        These are asked for between two windows: within one they would be requests that its load lacks.
-        """
-        assert self._probe is not None
-        held = holdings(self._deployment).to_json()
-        self._deployment.reset_caches()
-        self._probe.ask(range(ASKED * self._number, ASKED * (self._number + 1)))
+        """What stands beside a window's figures: what the processes hold when it is over."""
         return {
             "soak": {
                 "at_s": (self._number - 1) * self._run.window_s,
                 "session": self._run.store.resumed,
-                "holdings": held,
-                "answers": self._probe.to_json(),
+                "holdings": holdings(self._deployment).to_json(),
             }
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, TrialRecord
@@ -129,6 +130,13 @@ class SystemSite:
 
     def outputs(self, input_len: int) -> None:
         """There are none."""
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
+        """Nobody answers with text."""
+
+    def last_canaries(self, cell: Cell) -> tuple[None, None]:
+        """There are none."""
+        return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load to the idle system, as a measured trial does; one that does not get idle is void."""

@@ -106,20 +106,23 @@ def reference_outputs(
             began = time.monotonic()
             found += ask([prompt], length)
             times.append(time.monotonic() - began)
-        return _outputs(found, sorted(times)[len(times) // 2])
+        return joined_outputs(found, sorted(times)[len(times) // 2])
 
     first, again = alone(), alone()
     repeats = [again]
     for _ in range(BATCHES):
         fresh()
         began = time.monotonic()
-        repeats.append(_outputs(ask(prompts, length), time.monotonic() - began))
+        repeats.append(joined_outputs(ask(prompts, length), time.monotonic() - began))
     return replace(first, repeats=tuple(repeats))
 
 
-def _outputs(found: Sequence[Completion], latency_s: float) -> Outputs:
+def joined_outputs(
+    found: Sequence[Completion], latency_s: float = 0.0, repeats: Sequence[Outputs] = ()
+) -> Outputs:
+    """Completions as outputs. ``repeats``: of the first of the same prompts, asked again."""
     choices = tuple(each.choices for each in found) if any(each.choices for each in found) else ()
-    return Outputs(tuple(each.text for each in found), latency_s, choices)
+    return Outputs(tuple(each.text for each in found), latency_s, choices, tuple(repeats))
 
 
 def compare(reference: Outputs, got: Outputs) -> Equality:

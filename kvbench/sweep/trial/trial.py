@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import RouterFigures
 from kvbench.core.load.traces import TracedRequest
@@ -18,6 +19,7 @@ from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.planning.trace_files import write_requests
 from kvbench.results.store import RunStore
+from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.host_samples import Observer
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
@@ -62,17 +64,19 @@ class TrialRunner:
         self._launcher = launcher
         self._spare = Spare(launcher)
         self._on_progress = on_progress
-        self._trace = trace
+        self.trace = trace
         self._idle = idle or Idleness(scenario, deployment)
         self._more_columns = more_columns
         self._reader = MetricsReader(deployment)
+        self.canaries: dict[Cell, CanarySupply] = {}
+        """Of the cells whose right answers are known."""
         self._may_expire = 0.0
         """Requests that earlier trials cancelled, whose KV may still be given up."""
 
     @property
     def trace_rate(self) -> float:
         """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
-        return rate_of(self._trace)
+        return rate_of(self.trace)
 
     def prepare(self) -> None:
         """Starts a load generator for the next trial; ``close`` ends it if there is none."""
@@ -100,7 +104,8 @@ class TrialRunner:
             trial, load = self.offer(plan)
         undrained = self._idle.drain(load)
         readings = self._reader.after(before, observer, slots_of(scenario))
-        evidence = self._evidence(trial, load, readings)
+        asked, canaries = self._judged_canaries(plan, load)
+        evidence = replace(self._evidence(trial, load, readings), canaries=canaries)
         if undrained is not None:
             evidence = replace(evidence, logged=[*evidence.logged, undrained])
         self._may_expire = max(0.0, evidence.kv_may_expire - readings.kv_lost)
@@ -109,12 +114,27 @@ class TrialRunner:
             "load_mode": mode,
             **expected_reuse(trial.offered, load),
             **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
+            **({} if canaries is None else {"canaries": canaries.to_json()}),
             "use": readings.use(),
             **self._more_columns(),
         }
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         self._store.add_telemetry(readings.rows)
+        if asked:
+            self._store.add_asked_canaries(plan.trial_id, asked)
         return stored(scenario, record, load, self._store)
+
+    def _judged_canaries(
+        self, plan: TrialPlan, load: LoadResult
+    ) -> tuple[list[AskedCanary], CanaryResult | None]:
+        """Asks for some more where requests have failed or were cancelled, and judges all of the trial."""
+        supply = self.canaries.get(plan.cell)
+        if supply is None:
+            return [], None
+        supply.used(load.records)
+        failed = any(not record.ok for record in load.records)
+        asked = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
+        return asked, supply.judged(load.records, asked)
 
     def offer(
         self,
@@ -126,7 +146,7 @@ class TrialRunner:
         its last requests by themselves; by default the trial's own rule. ``check``: asked meanwhile whether
         all is well, by default whether the deployment's processes live. Raises KvbenchError.
         """
-        trial = PlannedTrial.of(self._scenario, plan, self._trace)
+        trial = PlannedTrial.of(self._scenario, plan, self.trace)
         offered = trial.offered
 
         def progressed(progress: Progress) -> bool:
@@ -138,6 +158,8 @@ class TrialRunner:
         spec = self._load_spec(plan, offered.n)
         if over is not None:
             spec["stop_grace_s"] = self._scenario.request_timeout_s
+        if (supply := self.canaries.get(plan.cell)) is not None:
+            spec |= supply.spec(supply.places(offered, plan.seed(self._scenario.seed)))
         requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvbench.core.canaries.pool import pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
@@ -25,6 +26,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_OK, KvbenchError, StoreError
 from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages
+from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.rules import rules_digest
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run
 from kvbench.results.untouched import lost_requests, require_untouched
@@ -234,6 +236,8 @@ def _stored_trials(
     found: Audit,
 ) -> Iterator[StoredTrial]:
     """Those whose requests were stored."""
+    pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
+    references = plan_of(scenario) if pools else None
     for record in run.all_trials:
         if record.method == "imported":
             continue
@@ -243,7 +247,18 @@ def _stored_trials(
             continue
         found.checked["trials"] += 1
         found.checked["requests"] += len(requests)
-        yield StoredTrial(record, requests, scenario, asked.get(record.trial_id), trace)
+        pool = None
+        if references is not None:
+            pool = pool_of_cell(pools, record.cell, references.reference_of(record.cell.connector))
+        yield StoredTrial(
+            record,
+            requests,
+            scenario,
+            asked.get(record.trial_id),
+            trace,
+            pool,
+            beside.get(record.trial_id, ()),
+        )
 
 
 def _requests(run: RunFolder, record: TrialRecord) -> list[RequestRecord] | None:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from kvbench import connectors
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
+from kvbench.core.canaries.pool import CanaryPool, gave_answers, pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
-from kvbench.results.finished_cells import earlier_sessions
+from kvbench.results.finished_cells import asked_canaries, earlier_sessions
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder
 from kvbench.sweep.bench import Alone
 from kvbench.sweep.calibration import measured_run
@@ -45,6 +47,9 @@ class StoredSite:
     known_alone: Alone
     trace_rate: float
     has_direct: bool = True
+    canaries: CanaryPool | None = None
+    """The right answers that its own were compared with."""
+    asked_last: Mapping[str, Sequence[AskedCanary]] = field(default_factory=dict)
     asked: dict[str, TrialPlan] = field(default_factory=dict)
     """By trial."""
     otherwise: list[Damage] = field(default_factory=list)
@@ -62,6 +67,16 @@ class StoredSite:
 
     def outputs(self, input_len: int) -> None:
         """Nobody asks."""
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
+        """The trials are over."""
+
+    def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
+        """By what is stored."""
+        asked = self.asked_last.get(f"{cell.key}-end")
+        if self.canaries is None or not asked:
+            return None, None
+        return judged_canaries(self.canaries, (), asked, of_reference=gave_answers(self.canaries, cell)), None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Raises UnansweredError for a trial that is not stored."""
@@ -92,6 +107,7 @@ class Searches:
         self._run, self._scenario, self._plan, self._fixed = run, scenario, plan, fixed
         earlier = earlier_sessions(run, scenario.search.method)
         self._outputs = earlier.outputs
+        self._pools, self._asked_last = earlier.canaries, asked_canaries(run.canaries)
         # A failed cell that went well later taught the others nothing at their time.
         self.as_then = not earlier.had_failures
         self._trace_rate = rate_of(trace)
@@ -130,7 +146,8 @@ class Searches:
         if alone is None:
             self.unknown.append(cell)
             return
-        site = StoredSite(trials, alone, self._trace_rate)
+        pool = pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector))
+        site = StoredSite(trials, alone, self._trace_rate, canaries=pool, asked_last=self._asked_last)
         work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
         try:
             found = work.run(cell, is_reference=planned.label == self._plan.reference)

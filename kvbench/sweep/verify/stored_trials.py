@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
+from kvbench.core.canaries.pool import CanaryPool, gave_answers
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.metrics.limit import TrialFacts, binding_of
 from kvbench.core.metrics.metrics import Window, summarise
@@ -40,6 +42,9 @@ class StoredTrial:
     scenario: Scenario
     asked: TrialPlan | None = None
     trace: Sequence[TracedRequest] = ()
+    canaries: CanaryPool | None = None
+    """The right answers to its canaries."""
+    asked_beside: Sequence[AskedCanary] = ()
 
     def damage(self, what: str, stored: Any = "", recomputed: Any = "") -> Damage:
         return Damage(TRIALS, f"{self.record.trial_id}: {what}", str(stored), str(recomputed))
@@ -91,7 +96,27 @@ class StoredTrial:
         ):
             for path, stored_, value in list(json_differences(then, again, what))[:1]:
                 yield self.damage(f"{path} does not follow from the requests", stored_, value)
+        yield from self._canary_figures()
         yield from self._arrivals()
+
+    def _canary_figures(self) -> Iterator[Damage]:
+        """Canaries are what their answers make them."""
+        stored, found = self.record.engine.get("canaries"), self._judged_canaries()
+        now = None if found is None else as_read(found.to_json())
+        if stored is not None and self.canaries is None:
+            yield self.damage("its canaries' right answers are not there")
+            return
+        for path, then, again in list(json_differences(stored or {}, now or {}, "canaries"))[:1]:
+            yield self.damage(f"{path} does not follow from the answers", then, again)
+
+    def _judged_canaries(self) -> CanaryResult | None:
+        """None where it had none, or nobody knows the right answers any more."""
+        stored, pool = self.record.engine.get("canaries"), self.canaries
+        if not isinstance(stored, Mapping) or pool is None:
+            return None
+        own = gave_answers(pool, self.record.cell)
+        repeated = bool(stored.get("repeated"))
+        return judged_canaries(pool, self.requests, self.asked_beside, of_reference=own, repeated=repeated)
 
     def _binding(self) -> Mapping[str, Any] | None:
         record = self.record
@@ -116,7 +141,11 @@ class StoredTrial:
         watch.decisions.update(self._decisions())
         trial = PlannedTrial(plan, (), offered, watch)
         load = LoadResult(self.requests, reason, record.duration_s, record.engine.get("client") or {})
-        evidence = replace(evidence_of(self.scenario, trial, load), recorded=record.findings)
+        evidence = replace(
+            evidence_of(self.scenario, trial, load),
+            recorded=record.findings,
+            canaries=self._judged_canaries(),
+        )
         return judged(self.scenario, trial, load, evidence)
 
     def _decisions(self) -> dict[str, Decision]:

@@ -1,0 +1,324 @@
+"""What a canary's answer is: right, another prompt's, stale, cut, or garbage; and what happened around it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal, get_args
+from zlib import crc32
+
+from kvbench.core.canaries.bound import doubted_below, found_share, percent_text
+from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
+from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of
+from kvbench.core.records import RequestRecord
+
+AROUND_S: Final = 5.0
+"""What failed so long before a wrong answer's end is told with it."""
+
+Kind = Literal["right", "within_noise", "another_prompt", "stale", "cut", "garbage", "unanswered"]
+CERTAIN: Final = ("another_prompt", "stale", "cut")
+"""Wrong by what they are, however much a server differs from itself."""
+WRONG: Final = (*CERTAIN, "garbage")
+WORDS: Final[Mapping[str, str]] = {
+    "another_prompt": "another prompt's answer",
+    "stale": "the stale answer to an earlier prompt",
+    "cut": "cut",
+    "garbage": "garbage",
+}
+When = Literal["load", "after_trial", "end_of_cell"]
+
+
+@dataclass(frozen=True)
+class AskedCanary:
+    """A canary's answer that was asked for beside a load, alone or with others. Times in seconds since the
+    trial's start."""
+
+    number: int
+    text: str
+    request_id: str = ""
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    when: When = "after_trial"
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> AskedCanary:
+        """Raises KeyError, TypeError or ValueError for what is none."""
+        if row["when"] not in get_args(When):
+            raise ValueError(f"when is {str(row['when'])[:40]!r}")
+        times = float(row["sent_s"]), float(row["ended_s"])
+        return cls(int(row["number"]), str(row["text"]), str(row["request_id"]), *times, row["when"])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class JudgedCanary:
+    """``whose``: the request or the prompt that the answer belongs to. ``around``: what happened then.
+
+    ``gap_nats``: by how much the right answer's server preferred its own token where this one leaves it.
+    """
+
+    number: int
+    request_id: str
+    kind: Kind
+    when: When = "load"
+    sent_s: float = 0.0
+    whose: str = ""
+    at_char: int = 0
+    """Characters that are as they should be, from the first on."""
+    answer: str = ""
+    expected: str = ""
+    around: str = ""
+    gap_nats: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        """A wrong one in words."""
+        what = WORDS[self.kind]
+        if self.whose:
+            what += f" ({self.whose})"
+        elif self.kind == "cut":
+            what += f" after {self.at_char} characters"
+        elif self.at_char:
+            what += f" from character {self.at_char + 1} on"
+        asked = "" if self.when == "load" else ", asked beside the load"
+        shown = f"expected {self.expected[:48]!r}, got {self.answer[:48]!r}"
+        return f"{self.request_id} at {self.sent_s:.2f} s{asked}: {what}; {shown}" + (
+            f"; {self.around}" if self.around else ""
+        )
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """What came of a trial's canaries. ``wrong`` are those that refuse it.
+
+    ``noisy``: others that differ as the answers' own server differs from itself; ``power``: what share of
+    wrong answers would have been seen, with 95 %.
+    """
+
+    checked: int = 0
+    unanswered: int = 0
+    noisy: int = 0
+    wrong: tuple[JudgedCanary, ...] = ()
+    proof: Proof = "reference"
+    power: float = 1.0
+    noise: Noise = field(default_factory=Noise)
+    noisy_nats: float | None = None
+    """The widest gap of those."""
+    repeated: bool = False
+    """The same prompts were asked before, and nobody could empty the caches."""
+    of_reference: bool = False
+    """They are the answers of the server that gave the right ones: garbage among them is its own noise."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a trial's engine columns."""
+        return {
+            "checked": self.checked,
+            "wrong": len(self.wrong),
+            "noisy": self.noisy,
+            "unanswered": self.unanswered,
+            "proof": self.proof,
+            "power": round(self.power, 6),
+            "repeated": self.repeated,
+            "kinds": dict(Counter(each.kind for each in self.wrong)),
+        }
+
+    def power_text(self) -> str:
+        """What would have been seen."""
+        return f"would have seen {percent_text(self.power)} of wrong answers with 95 %"
+
+
+def judged_canaries(
+    pool: CanaryPool,
+    records: Sequence[RequestRecord],
+    asked: Iterable[AskedCanary] = (),
+    *,
+    of_reference: bool = False,
+    repeated: bool = False,
+) -> CanaryResult:
+    """Judges all canaries of a trial. ``records``: of all its requests; those with a ``canary`` are judged.
+
+    ``of_reference``: the server is the one that gave the right answers. ``repeated``: as in the result.
+    """
+    judge = _Judge(pool, records)
+    found = [judge.of_record(each) for each in records if each.canary is not None]
+    found += [judge.of_asked(each) for each in asked]
+    answered = [each for each in found if each.kind != "unanswered"]
+    certain = [each for each in answered if each.kind in CERTAIN]
+    garbage = [each for each in answered if each.kind == "garbage"]
+    noise = pool.noise
+    doubtful: Sequence[JudgedCanary] = ()
+    exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).asked)
+    if of_reference:
+        doubtful = garbage
+    elif not exact:
+        near = [each for each in garbage if each.gap_nats is not None and each.gap_nats <= noise.allowed_nats]
+        unplaced = [each for each in garbage if each.gap_nats is None]
+        beyond = chance(len(unplaced), len(answered), noise) < doubted_below(noise)
+        doubtful = near if beyond else [*near, *unplaced]
+    wrong = (*certain, *(each for each in garbage if each not in doubtful))
+    return CanaryResult(
+        checked=len(answered),
+        unanswered=len(found) - len(answered),
+        noisy=len(doubtful),
+        wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
+        proof=pool.proof,
+        power=found_share(len(answered), noise, singly=exact or bool(pool.answers.choices)),
+        noise=noise_of(pool.answers) if of_reference else noise,
+        noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
+        repeated=repeated,
+        of_reference=of_reference,
+    )
+
+
+def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> CanaryPool:
+    """The pool with what its own server's canaries under load have shown."""
+    seen, known = list(results), pool.under_load
+    nats = max((each.noisy_nats for each in seen if each.noisy_nats is not None), default=None)
+    under = Noise(
+        known.asked + sum(each.checked for each in seen),
+        known.differed + sum(each.noisy for each in seen),
+        max((each for each in (known.nats, nats) if each is not None), default=None),
+    )
+    return replace(pool, under_load=under)
+
+
+class _Judge:
+    def __init__(self, pool: CanaryPool, records: Sequence[RequestRecord]) -> None:
+        self._pool = pool
+        self._records = records
+        self._telling = pool.telling
+        self._known = len(pool)
+        self._by_text: dict[tuple[int, int], list[RequestRecord]] = {}
+        for each in records:
+            if each.text_crc is not None and (each.text_bytes or 0) >= TELLING_CHARS:
+                self._by_text.setdefault((each.text_crc, each.text_bytes or 0), []).append(each)
+
+    def of_record(self, record: RequestRecord) -> JudgedCanary:
+        number = record.canary or 0
+        ended_s = record.last_token_s if record.last_token_s is not None else record.scheduled_s
+        asked = AskedCanary(
+            number, record.text, record.request_id, record.sent_s or record.scheduled_s, ended_s, "load"
+        )
+        if number >= self._known or (not record.ok and record.error != "wrong_length"):
+            return self._said(asked, "unanswered")
+        return self._judged(asked, record)
+
+    def of_asked(self, asked: AskedCanary) -> JudgedCanary:
+        if asked.number >= self._known:
+            return self._said(asked, "unanswered")
+        return self._judged(asked, None)
+
+    def _judged(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
+        right, text = self._pool.right(asked.number), asked.text
+        if text.startswith(right):
+            return self._said(asked, "right")
+        kind, whose = self._owner(asked, record)
+        at_char = _common(right, text)
+        if not kind:
+            kind = "cut" if at_char == len(text) else "garbage"
+        gap = self._gap(asked) if kind == "garbage" else None
+        return replace(
+            self._said(asked, kind),
+            whose=whose,
+            at_char=at_char,
+            answer=text,
+            expected=right,
+            around=around(self._records, asked.sent_s, asked.ended_s, asked.request_id),
+            gap_nats=gap,
+        )
+
+    def _said(self, asked: AskedCanary, kind: Kind) -> JudgedCanary:
+        return JudgedCanary(asked.number, asked.request_id, kind, asked.when, round(asked.sent_s, 4))
+
+    def _owner(self, asked: AskedCanary, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
+        """Whose answer it is, if it is another one's."""
+        text = asked.text
+        number = next((n for right, n in self._telling.items() if text.startswith(right)), None)
+        if number is not None:
+            theirs = [each for each in self._records if each.canary == number]
+            return self._told(asked, theirs) or ("stale", f"that of canary prompt {number}")
+        if record is None or record.text_crc is None:
+            return "", ""
+        # The others' prompts are known to nobody, but of each answer's text the checksum.
+        same = self._by_text.get((record.text_crc, record.text_bytes or 0), [])
+        others = [each for each in same if each.request_id != record.request_id]
+        if others and len(others) < max(2, len(self._records) // 10):
+            return self._told(asked, others) or ("", "")
+        mine = self._crossed(asked)
+        return ("another_prompt", f"crossed with {mine.request_id}") if mine is not None else ("", "")
+
+    def _told(
+        self, asked: AskedCanary, theirs: Sequence[RequestRecord]
+    ) -> tuple[Literal["another_prompt", "stale"], str] | None:
+        """By whether theirs was under way at the same time, or had ended before."""
+        for each in theirs:
+            ended_s = each.last_token_s
+            if ended_s is None or ended_s >= asked.sent_s:
+                return "another_prompt", f"that of {each.request_id}"
+        if theirs:
+            last = max(theirs, key=lambda each: each.last_token_s or 0.0)
+            ago = asked.sent_s - (last.last_token_s or 0.0)
+            return "stale", f"that of {last.request_id}, which had ended {ago:.2f} s before"
+        return None
+
+    def _crossed(self, asked: AskedCanary) -> RequestRecord | None:
+        """Another request that got the answer that was due here."""
+        if not self._pool.whole(asked.number):
+            return None
+        right = self._pool.right(asked.number)
+        key = _checksum(right)
+        same = self._by_text.get(key, []) if right in self._telling else []
+        return next((each for each in same if each.request_id != asked.request_id), None)
+
+    def _gap(self, asked: AskedCanary) -> float | None:
+        answers = self._pool.answers
+        repeats = (each.texts for each in answers.repeats)
+        if any(asked.number < len(texts) and texts[asked.number] == asked.text for texts in repeats):
+            return 0.0
+        return departure(answers.choices[asked.number], asked.text) if answers.choices else None
+
+
+def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_id: str = "") -> str:
+    """What happened around a request: how many others were under way, and which failed shortly before."""
+    others = [each for each in records if each.request_id != own_id]
+    under_way = sum(
+        (each.sent_s or each.scheduled_s) <= sent_s
+        and (each.last_token_s is None or each.last_token_s >= sent_s)
+        for each in others
+        if each.ok
+    )
+    parts = [f"{under_way} others were under way"]
+    failed = [
+        each
+        for each in others
+        if not each.ok
+        and each.error != "cancelled"
+        and sent_s - AROUND_S <= (each.last_token_s or each.sent_s or each.scheduled_s) <= ended_s
+    ]
+    if failed:
+        counts = Counter(each.error for each in failed)
+        named = ", ".join(f"{count} × {error}" for error, count in counts.most_common(3))
+        last = max(failed, key=lambda each: each.last_token_s or each.sent_s or each.scheduled_s)
+        parts.append(f"failed in the {AROUND_S:g} s before: {named}, last {last.request_id}")
+    cancelled = sum(each.error == "cancelled" for each in others)
+    if cancelled:
+        parts.append(f"{cancelled} of the trial were cancelled")
+    return "; ".join(parts)
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts begin with in common."""
+    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        if mine != theirs:
+            return place
+    return min(len(one), len(other))
+
+
+def _checksum(text: str) -> tuple[int, int]:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return crc32(encoded), len(encoded)

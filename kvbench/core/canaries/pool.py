@@ -1,0 +1,165 @@
+"""Prompts whose right answers are known, and who said so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Literal, get_args
+
+from kvbench.core.load.traces import traced_prompt
+from kvbench.core.metrics.output_noise import Noise, noise_of
+from kvbench.core.plan.plan import trial_seed
+from kvbench.core.records import Cell, Outputs
+
+COMPARED_TOKENS: Final = 256
+"""Of longer answers so many are compared: wrong KV shows early, and the reference is asked for less."""
+TELLING_CHARS: Final = 12
+"""Shorter answers may be equal by chance, and name nobody."""
+_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+"""What half of a character reads as, at the end of a text that was cut between two tokens."""
+
+Proof = Literal["reference", "own"]
+"""Who gave the answers that are right: an aggregated server, or, the weaker proof, the same one when idle."""
+
+
+@dataclass(frozen=True)
+class CanaryPool:
+    """``answers``: greedy ones to prompts of these ``lengths`` (tokens in, tokens out), in their order.
+
+    ``label``: the deployment that gave them; ``cell_lengths``: those of the cells that they are for.
+    ``under_load``: how that deployment's own answers under load differed from them, as far as that was
+    looked at. ``places``: of a trace, the request that each has the lengths of.
+    """
+
+    label: str
+    cell_lengths: tuple[int, int]
+    lengths: tuple[tuple[int, int], ...]
+    seed: int
+    vocab_size: int
+    answers: Outputs
+    proof: Proof = "reference"
+    under_load: Noise = field(default_factory=Noise)
+    places: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.answers.texts)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Deployment, input and output length."""
+        return (self.label, *self.cell_lengths)
+
+    def whole(self, number: int) -> bool:
+        """Whether an answer is compared to its end."""
+        return self.lengths[number][1] <= COMPARED_TOKENS
+
+    def prompt(self, number: int) -> list[int]:
+        """Token ids."""
+        return canary_prompt(self.lengths[number][0], self.seed, number, self.vocab_size)
+
+    def right(self, number: int) -> str:
+        """What every right answer to a prompt begins with."""
+        text = self.answers.texts[number]
+        return text if self.whole(number) else text.rstrip(_UNFINISHED)
+
+    @cached_property
+    def noise(self) -> Noise:
+        """How the server that gave the answers differs from itself: asked again, and under load."""
+        return joined(noise_of(self.answers), self.under_load)
+
+    @cached_property
+    def telling(self) -> Mapping[str, int]:
+        """Right answer → its prompt's number, of those that no other prompt has and chance does not give."""
+        rights = [self.right(number) for number in range(len(self))]
+        alike = Counter(rights)
+        return {
+            text: number
+            for number, text in enumerate(rights)
+            if alike[text] == 1 and len(text) >= TELLING_CHARS
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the answers."""
+        row: dict[str, Any] = {
+            "label": self.label,
+            "input_len": self.cell_lengths[0],
+            "output_len": self.cell_lengths[1],
+            "seed": self.seed,
+            "vocab_size": self.vocab_size,
+            "proof": self.proof,
+        }
+        if self.places:
+            row |= {"places": list(self.places), "lengths": [list(each) for each in self.lengths]}
+        if self.under_load.asked:
+            row["under_load"] = {
+                "asked": self.under_load.asked,
+                "differed": self.under_load.differed,
+                "nats": self.under_load.nats,
+            }
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], answers: Outputs) -> CanaryPool:
+        """Raises KeyError, TypeError or ValueError for what is none."""
+        cell_lengths = int(row["input_len"]), int(row["output_len"])
+        places = tuple(int(each) for each in row.get("places") or ())
+        lengths = [(int(one), int(other)) for one, other in row.get("lengths") or ()]
+        if row["proof"] not in get_args(Proof):
+            raise ValueError(f"proof is {str(row['proof'])[:40]!r}")
+        if places and not len(places) == len(lengths) == len(answers.texts):
+            raise ValueError("places, lengths and answers are not as many")
+        known = row.get("under_load") or {}
+        nats = known.get("nats")
+        return cls(
+            str(row["label"]),
+            cell_lengths,
+            tuple(lengths) or (cell_lengths,) * len(answers.texts),
+            int(row["seed"]),
+            int(row["vocab_size"]),
+            answers,
+            row["proof"],
+            Noise(
+                int(known.get("asked", 0)),
+                int(known.get("differed", 0)),
+                None if nats is None else float(nats),
+            ),
+            places,
+        )
+
+
+def canary_seed(seed: int, input_len: int, output_len: int) -> int:
+    """Of the prompts of one cell's lengths: the same for every connector of a run."""
+    return trial_seed(seed, f"canaries-{input_len}-{output_len}", 0)
+
+
+def canary_prompt(input_len: int, seed: int, number: int, vocab_size: int) -> list[int]:
+    """Token ids of a prompt like no other."""
+    return traced_prompt(input_len, None, seed, number, vocab_size)
+
+
+def pool_of_cell(
+    pools: Mapping[tuple[str, int, int], CanaryPool], cell: Cell, reference: str
+) -> CanaryPool | None:
+    """What a cell's canaries are compared with: a reference's right answers, or its deployment's own."""
+    lengths = cell.input_len, cell.output_len
+    known = [pools.get((label, *lengths)) for label in (reference, cell.connector)]
+    of_reference = known[0] if known[0] is not None and known[0].proof == "reference" else None
+    return of_reference or known[1]
+
+
+def gave_answers(pool: CanaryPool, cell: Cell) -> bool:
+    """Whether the cell's own deployment gave the right answers to all others."""
+    return pool.proof == "reference" and pool.label == cell.connector
+
+
+def joined(one: Noise, other: Noise) -> Noise:
+    """Both together: answers add up, and of the changes of gaps the greater one counts."""
+    nats = [each.nats for each in (one, other) if each.nats is not None]
+    return Noise(
+        one.asked + other.asked,
+        one.differed + other.differed,
+        max(nats) if nats else None,
+        one.close if one.close is not None else other.close,
+    )

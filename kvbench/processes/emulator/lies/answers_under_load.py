@@ -1,0 +1,140 @@
+"""Lies that no check before the load sees: wrong KV, now and then, while no counter tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.processes import http1
+from kvbench.processes.emulator.answers import error_json
+from kvbench.processes.emulator.lies.wrapping import QUIET, Turns, role, wrap
+from kvbench.processes.emulator.running_request import LiveRequest
+from kvbench.processes.emulator.server import EngineServer
+
+CROWD: Final = 3
+"""With more requests than that at once, KV is corrupted."""
+FAULTY_S: Final = 0.5
+"""So long after a failure."""
+
+
+def _on_arrival(server: EngineServer, spoil: Callable[[LiveRequest], None]) -> None:
+    """Does something to each request's KV on D, once it has come and before it is read."""
+    if role(server) != "decode":
+        return
+
+    async def kv_arrived(original: Callable[[LiveRequest], Any], live: LiveRequest) -> None:
+        spoil(live)
+        await original(live)
+
+    wrap(server.engine, "kv_arrived", kv_arrived)
+
+
+def _flip(server: EngineServer, live: LiveRequest, token: int) -> None:
+    """Changes one bit of a token's KV."""
+    index, slot = divmod(token, server.engine.config.block_tokens)
+    server.engine.compute.pool.words[0, live.request.blocks[index], slot, 0] ^= np.uint64(1)
+
+
+def stale_kv(server: EngineServer) -> None:
+    turn, words = Turns(3), server.engine.compute.pool.words
+    last: list[tuple[Any, Any]] = []
+
+    def spoil(live: LiveRequest) -> None:
+        blocks = np.array(live.request.blocks)
+        mine = words[:, blocks].copy(), live.prompt_hashes
+        before = last[0] if last else mine
+        if turn() and before[0].shape == mine[0].shape and len(before[1]) == len(mine[1]):
+            words[:, blocks] = before[0]
+            live.prompt_hashes = before[1]
+        last[:] = [mine]
+
+    _on_arrival(server, spoil)
+
+
+def corrupt_last_block(server: EngineServer) -> None:
+    turn = Turns(2)
+
+    def spoil(live: LiveRequest) -> None:
+        if turn():
+            _flip(server, live, live.request.prompt_len - 1)
+
+    _on_arrival(server, spoil)
+
+
+def corrupt_under_load(server: EngineServer) -> None:
+    def spoil(live: LiveRequest) -> None:
+        if len(server.engine.lives) > CROWD:
+            _flip(server, live, 0)
+
+    _on_arrival(server, spoil)
+
+
+def corrupt_after_failure(server: EngineServer) -> None:
+    turn = Turns(15)
+    failed_s = [0.0]
+
+    def generate(
+        original: Callable[..., None], request: http1.ReceivedRequest, response: http1.Response, chat: bool
+    ) -> None:
+        if turn():
+            failed_s[0] = time.monotonic()
+            response.send(
+                500, error_json(500, "the engine has recovered from a fault", "InternalServerError")
+            )
+        else:
+            original(request, response, chat)
+
+    def spoil(live: LiveRequest) -> None:
+        if time.monotonic() < failed_s[0] + FAULTY_S:
+            _flip(server, live, 0)
+
+    if role(server) == "decode":
+        wrap(server.api, "_generate", generate)
+        _on_arrival(server, spoil)
+
+
+def recompute_silently(server: EngineServer) -> None:
+    """D computes the KV and counts it as received; nothing is moved, and the answers are right."""
+    engine = server.engine
+    asked = [0]
+
+    def spoil(live: LiveRequest) -> None:
+        asked[0] += 1
+        if asked[0] > QUIET:
+            engine.compute.pool.write(live.request.blocks, 0, live.prompt_hashes)
+
+    async def move(original: Callable[..., Any], *arguments: Any) -> Any:
+        if asked[0] < QUIET:
+            return await original(*arguments)
+        return {"bytes": 0, "descriptors": 0, "seconds": 0.0}
+
+    if server.transfers is not None:
+        wrap(server.transfers, "move", move)
+    _on_arrival(server, spoil)
+
+
+def last_chunk_only(server: EngineServer) -> None:
+    """The counters of transfers know of a prompt's last chunk alone."""
+    config = server.engine.config
+    of_block = server.engine.compute.pool.token_bytes * config.block_tokens
+
+    def observe(original: Callable[..., None], seconds: float, nbytes: int, descriptors: int) -> None:
+        tokens = nbytes // of_block * config.block_tokens
+        chunk = config.max_num_batched_tokens
+        rest = tokens % chunk or min(tokens, chunk)
+        original(seconds, nbytes * rest // max(1, tokens), descriptors)
+
+    wrap(server.metrics.transfer, "observe", observe)
+
+
+PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
+    "stale_kv": stale_kv,
+    "corrupt_last_block": corrupt_last_block,
+    "corrupt_under_load": corrupt_under_load,
+    "corrupt_after_failure": corrupt_after_failure,
+    "recompute_silently": recompute_silently,
+    "last_chunk_only": last_chunk_only,
+}

@@ -1,0 +1,163 @@
+"""What a canary's answer is judged to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from zlib import crc32
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
+from kvbench.core.canaries.pool import CanaryPool
+from kvbench.core.metrics.output_noise import Noise
+from kvbench.core.records import Outputs, RequestRecord, TokenChoice
+
+RIGHT = tuple(" ".join(f"t{prompt}{place}" for place in range(8)) for prompt in range(100, 120))
+POOL = CanaryPool("aggregated", (64, 8), ((64, 8),) * len(RIGHT), 1, 1000, Outputs(RIGHT, 0.1))
+NOISY = replace(POOL, answers=Outputs(RIGHT, 0.1, repeats=(Outputs((*RIGHT[:4], "other words " * 3), 0.1),)))
+
+
+def answered(
+    index: int, text: str, canary: int | None = None, *, sent_s: float | None = None
+) -> RequestRecord:
+    encoded = text.encode()
+    sent = float(index) if sent_s is None else sent_s
+    return RequestRecord(
+        f"r{index}",
+        sent,
+        64,
+        8,
+        sent_s=sent,
+        first_token_s=sent + 0.1,
+        last_token_s=sent + 0.5,
+        output_len=8,
+        text_crc=crc32(encoded),
+        text_bytes=len(encoded),
+        canary=canary,
+        text=text if canary is not None else "",
+    )
+
+
+def only(result: CanaryResult) -> tuple[str, str]:
+    (wrong,) = result.wrong
+    return wrong.kind, wrong.whose
+
+
+@given(st.lists(st.integers(0, len(RIGHT) - 1), max_size=20, unique=True))
+def test_right_answers_are_right(numbers: list[int]) -> None:
+    records = [answered(place, RIGHT[number], number) for place, number in enumerate(numbers)]
+    result = judged_canaries(POOL, records)
+    assert (result.checked, result.wrong, result.noisy) == (len(numbers), (), 0)
+
+
+def test_another_canary_s_answer_is_whose_it_is() -> None:
+    records = [answered(0, RIGHT[1], 0), answered(1, RIGHT[1], 1, sent_s=0.2)]
+    assert only(judged_canaries(POOL, records)) == ("another_prompt", "that of r1")
+
+
+def test_an_answer_to_a_request_that_had_ended_is_stale() -> None:
+    records = [answered(0, RIGHT[1], 1), answered(9, RIGHT[1], 0)]
+    assert only(judged_canaries(POOL, records)) == ("stale", "that of r0, which had ended 8.50 s before")
+    of_earlier_trial = [answered(9, RIGHT[1], 0)]
+    assert only(judged_canaries(POOL, of_earlier_trial)) == ("stale", "that of canary prompt 1")
+
+
+def test_an_ordinary_request_s_answer_is_known_by_its_checksum() -> None:
+    theirs = "words that nobody expected at all"
+    others = [answered(index, f"others' words {index}") for index in range(10, 20)]
+    same_time = [answered(1, theirs, sent_s=4.9), answered(5, theirs, 0), *others]
+    assert only(judged_canaries(POOL, same_time)) == ("another_prompt", "that of r1")
+    before = [answered(1, theirs), answered(5, theirs, 0), *others]
+    assert only(judged_canaries(POOL, before))[0] == "stale"
+
+
+def test_crossed_streams_are_found_by_who_got_the_right_answer() -> None:
+    records = [answered(1, RIGHT[0]), answered(1, "what was due to the other one", 0)]
+    records[1].request_id = "mine"
+    assert only(judged_canaries(POOL, records)) == ("another_prompt", "crossed with r1")
+
+
+def test_cut_and_garbage_tell_from_where() -> None:
+    cut = judged_canaries(POOL, [answered(0, RIGHT[0][:20], 0)]).wrong[0]
+    assert (cut.kind, cut.at_char) == ("cut", 20)
+    garbage = judged_canaries(POOL, [answered(0, RIGHT[0][:20] + "?" * 30, 0)]).wrong[0]
+    assert (garbage.kind, garbage.at_char) == ("garbage", 20)
+    assert "from character 21 on" in garbage.text()
+    assert RIGHT[0][:40] in garbage.text()
+
+
+@given(st.text(max_size=60))
+def test_every_other_text_is_wrong_or_begins_as_it_should(text: str) -> None:
+    result = judged_canaries(POOL, [answered(0, text, 0)])
+    assert result.checked == 1
+    assert bool(result.wrong) == (not text.startswith(RIGHT[0]))
+
+
+def test_what_failed_is_no_answer() -> None:
+    failed = replace(answered(0, "", 0), error="timeout")
+    result = judged_canaries(POOL, [failed, answered(1, RIGHT[1], 99)])
+    assert (result.checked, result.unanswered, result.wrong) == (0, 2, ())
+
+
+def test_what_happened_around_is_told() -> None:
+    broken = replace(answered(3, ""), error="reset")
+    wrong = judged_canaries(
+        POOL, [broken, answered(4, "nonsense and more of it", 0), answered(5, "x" * 20, sent_s=3.8)]
+    ).wrong
+    assert "1 others were under way" in wrong[0].around
+    assert "1 × reset, last r3" in wrong[0].around
+
+
+def test_what_is_asked_beside_the_load_is_judged_as_well() -> None:
+    asked = [AskedCanary(2, RIGHT[2], "a"), AskedCanary(3, RIGHT[4], "b", when="end_of_cell")]
+    result = judged_canaries(POOL, [], asked)
+    assert result.checked == 2
+    assert only(result)[0] == "stale"
+    assert AskedCanary.from_json(asked[1].to_json()) == asked[1]
+
+
+def test_a_server_that_differs_from_itself_is_judged_by_how_often() -> None:
+    honest = [answered(n, RIGHT[n] if n > 3 else "other words " * 3, n) for n in range(20)]
+    assert judged_canaries(POOL, honest).wrong
+    result = judged_canaries(NOISY, honest)
+    assert (result.wrong, result.noisy) == ((), 4)
+    assert result.power > judged_canaries(POOL, honest).power
+    broken = [answered(n, f"garbage of request {n}", n) for n in range(20)]
+    assert len(judged_canaries(replace(NOISY, under_load=Noise(100, 4)), broken).wrong) == 20
+
+
+def test_another_prompt_s_answer_is_no_noise() -> None:
+    records = [answered(0, RIGHT[1], 0), answered(1, RIGHT[1], 1, sent_s=0.2)]
+    assert only(judged_canaries(NOISY, records))[0] == "another_prompt"
+
+
+def test_margins_decide_where_log_probabilities_are_told() -> None:
+    def choices(gap: float) -> tuple[TokenChoice, ...]:
+        return (TokenChoice("yes, and so on", {"yes, and so on": -0.1, "no, not at all": -0.1 - gap}),)
+
+    again = Outputs(("yes, and so on",), 0.1, (choices(0.3),))
+    for gap, refused in ((0.05, False), (3.0, True)):
+        answers = Outputs(
+            ("yes, and so on",), 0.1, (choices(gap),), (replace(again, choices=(choices(gap + 0.1),)),)
+        )
+        pool = replace(POOL, answers=answers)
+        result = judged_canaries(pool, [answered(0, "no, not at all", 0)])
+        assert bool(result.wrong) == refused
+        assert result.noisy == (not refused)
+
+
+def test_the_reference_s_own_garbage_is_its_noise_and_its_crossed_answers_are_wrong() -> None:
+    records = [answered(0, "some other garbage", 0), answered(1, RIGHT[1], 1)]
+    result = judged_canaries(POOL, records, of_reference=True)
+    assert (result.wrong, result.noisy) == ((), 1)
+    crossed = [answered(0, RIGHT[1], 0), answered(1, RIGHT[1], 1, sent_s=0.2)]
+    assert judged_canaries(POOL, crossed, of_reference=True).wrong
+
+
+def test_a_long_answer_is_compared_as_far_as_it_is_known() -> None:
+    half = replace(
+        POOL, lengths=((64, 1000),), answers=Outputs(("the beginning \N{REPLACEMENT CHARACTER}",), 0.1)
+    )
+    assert not judged_canaries(half, [answered(0, "the beginning éand all the rest of it", 0)]).wrong
+    assert judged_canaries(half, [answered(0, "the begimming and all the rest of it", 0)]).wrong

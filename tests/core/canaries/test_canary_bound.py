@@ -1,0 +1,67 @@
+"""What so many checked answers prove."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.core.canaries.bound import (
+    DOUBTED_BELOW,
+    bound_text,
+    doubted_below,
+    found_share,
+    percent_text,
+    wrong_share_bound,
+)
+from kvbench.core.metrics.output_noise import Noise, chance, refused_from
+from kvbench.core.stats import binomial_cdf
+
+
+def test_the_issue_s_own_words() -> None:
+    assert bound_text(0, 1040) == "0 of 1,040 wrong: fewer than 0.3 % (95 %)"
+    assert bound_text(0, 0) == "no answers were checked"
+    assert bound_text(0, 10) == "0 of 10 wrong: fewer than 26 % (95 %)"
+
+
+@given(checked=st.integers(1, 5000), data=st.data())
+def test_the_bound_is_the_exact_binomial_s(checked: int, data: st.DataObject) -> None:
+    wrong = data.draw(st.integers(0, checked - 1))
+    bound = wrong_share_bound(wrong, checked)
+    assert binomial_cdf(wrong, checked, bound) == pytest.approx(0.05, abs=1e-6)
+    if not wrong:
+        assert bound == pytest.approx(1 - 0.05 ** (1 / checked), rel=1e-6)
+
+
+@given(st.floats(1e-6, 1.0))
+def test_rounding_never_claims_more_than_is_known(share: float) -> None:
+    text = percent_text(share)
+    assert float(text.removesuffix(" %")) >= 100 * share - 1e-6
+
+
+def test_noise_costs_power_and_says_so() -> None:
+    exact, noisy = Noise(100, 0), Noise(100, 20)
+    least = refused_from(50, noisy, DOUBTED_BELOW)
+    assert least is not None
+    assert least > 10
+    assert chance(least, 50, noisy) < DOUBTED_BELOW <= chance(least - 1, 50, noisy)
+    assert found_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))
+    share = found_share(50, noisy, singly=False)
+    assert 1 - binomial_cdf(least - 1, 50, share) == pytest.approx(0.95, abs=1e-6)
+    assert found_share(200, exact, singly=True) < 0.015
+    assert found_share(4, Noise(10, 9), singly=False) == 1.0
+    assert found_share(50, exact, singly=True) < found_share(50, exact, singly=False) < share
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize(("again", "of"), [(32, 3), (32, 13), (60, 110)])
+def test_honest_noise_that_nobody_saw_hardly_ever_refuses(rate: float, again: int, of: int) -> None:
+    """However often it differs: neither that it was not seen before, nor that it was, makes it a fault."""
+    refused = 0.0
+    for differed in range(again + 1):
+        noise = Noise(again, differed)
+        seen = binomial_cdf(differed, again, rate) - binomial_cdf(differed - 1, again, rate)
+        least = refused_from(of, noise, doubted_below(noise))
+        if least is not None:
+            refused += seen * (1 - binomial_cdf(least - 1, of, rate))
+    assert refused < 0.005

@@ -1,0 +1,232 @@
+"""Answers under load are checked in every trial, told, stored, and computed once more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import EASY, kvbench, the_run
+from hostile import spec_for
+from resuming import without_checksums
+
+from kvbench.core.canaries.tally import Tally
+from kvbench.core.records import Cell, Outputs
+from kvbench.deployment.completions import Completion
+from kvbench.errors import ServerError
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.processes.loadgen.plan import planned_requests, plant_canaries
+from kvbench.report.findings.checked_answers import checked_lines, run_tally
+from kvbench.results.finished_cells import asked_canaries, canary_pools
+from kvbench.results.run import CANARIES, RunFolder, load_run
+from kvbench.results.store import RunStore
+from kvbench.sweep import simulate
+from kvbench.sweep.trial.canary_supply import AT_END, CanarySupply, right_answers
+from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned
+from kvbench.sweep.verify.audit import audit
+
+pytestmark = pytest.mark.timeout(300)
+CELL = Cell("tcp", 64, 8)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunFolder]:
+    """A rate offered to an aggregated server and to a pair."""
+    results = tmp_path_factory.mktemp("results")
+    words = ("bench", "quickstart", "--rate", "20", "--connector", "aggregated", "--connector", "tcp")
+    done = kvbench(*words, "--output", str(results), sets=EASY)
+    return done.text, the_run(results)
+
+
+def test_every_trial_has_canaries_and_they_are_right(measured: tuple[str, RunFolder]) -> None:
+    text, run = measured
+    assert {trial.cell.connector for trial in run.trials} == {"aggregated", "tcp"}
+    for trial in run.trials:
+        tally = Tally.of_trial(trial)
+        assert (tally.wrong, tally.noisy, tally.own) == (0, 0, 0)
+        kept = [each for each in run.request_records(trial.trial_id) if each.canary is not None]
+        assert tally.checked == len([each for each in kept if each.ok]) >= 8
+        assert all(each.text for each in kept if each.ok)
+        assert len({each.canary for each in kept}) == len(kept)
+    for result in run.cells:
+        tally = Tally.from_json(result.canaries)
+        assert tally.at_end == AT_END
+        assert tally.checked > AT_END
+    total = run_tally(run)
+    assert total.checked == sum(Tally.from_json(each.canaries).checked for each in run.cells)
+    assert f"answers under load: 0 of {total.checked} wrong: fewer than" in text
+    assert text.index("answers under load") < text.index("max rate")
+
+
+def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, RunFolder]) -> None:
+    _, run = measured
+    (pool,) = canary_pools(run.canaries).values()
+    assert (pool.label, pool.proof) == ("aggregated", "reference")
+    assert pool.under_load.asked > 0
+    assert set(asked_canaries(run.canaries)) >= {f"{result.cell.key}-end" for result in run.cells}
+    found = audit(run.path)
+    assert found.sound, found.damages
+
+
+def test_an_edited_answer_is_found_without_checksums(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
+    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
+    used = next(
+        each.canary for each in measured[1].request_records(measured[1].trials[-1].trial_id) if each.canary
+    )
+    rows = [json.loads(line) for line in (folder / CANARIES).read_text().splitlines()]
+    for row in rows:
+        if "texts" in row:
+            row["texts"][used] = "something else"
+    (folder / CANARIES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert any("canaries" in str(each) or "findings" in str(each) for each in audit(folder).damages)
+
+
+def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name))
+    (folder / CANARIES).unlink()
+    for name in ("trials.jsonl", "cells.jsonl"):
+        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for row in rows:
+            row.pop("canaries", None)
+            row.get("engine", {}).pop("canaries", None)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = load_run(folder)
+    assert not run.warnings
+    assert list(checked_lines(run)) == ["answers under load: none were checked"]
+
+
+class Server:
+    """Answers each prompt by its own text; with ``caches``, which can be emptied unless KV is held."""
+
+    def __init__(self, *, caches: bool = True, held: bool = False) -> None:
+        self.empties_caches = caches
+        self.resets = 0
+        self._held = held
+        self.seen: list[tuple[int, ...]] = []
+
+    def reset_caches(self) -> None:
+        if self._held:
+            raise ServerError("KV is held")
+        self.resets += 1
+        self.seen.clear()
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool
+    ) -> list[Completion]:
+        self.seen += [tuple(each) for each in prompts]
+        return [
+            Completion(" ".join(f"w{sum(each) * place % 997}" for place in range(max_tokens)))
+            for each in prompts
+        ]
+
+
+def supply_of(server: Server, *, proof: str = "reference", scored: bool = False) -> CanarySupply:
+    scenario, _ = resolve(CliOptions("quickstart", EASY))
+    label = "aggregated" if proof == "reference" else "tcp"
+    pool = right_answers(
+        scenario, server, label, CELL, 0.0, proof="own" if proof == "own" else "reference", scored=scored
+    )
+    assert pool is not None
+    return CanarySupply(scenario, server, pool)
+
+
+def offered(number: int) -> tuple[Offered, int]:
+    scenario, _ = resolve(CliOptions("quickstart", EASY))
+    plan = TrialPlan(CELL, number, 20.0, "bench", searched=False)
+    return planned(scenario, plan.wanted(scenario.seed)), plan.seed(scenario.seed)
+
+
+def test_no_prompt_is_asked_twice_before_the_caches_are_emptied() -> None:
+    server = Server()
+    supply = supply_of(server)
+    server.seen.clear()
+    for number in range(1, 30):
+        places = supply.places(*offered(number))
+        before = server.resets
+        sent = [tuple(supply.judged_by.prompt(each)) for each in places.at.values()]
+        assert sent
+        assert not set(sent) & set(server.seen), before
+        server.seen += sent
+        supply._fresh = [each for each in supply._fresh if each not in places.at.values()]
+        supply.ask("after_trial", "trial")
+        assert len(set(server.seen)) == len(server.seen)
+    assert server.resets > 5
+
+
+def test_where_kv_is_held_there_are_fewer_and_none_twice() -> None:
+    server = Server()
+    supply = supply_of(server)
+    server._held = True
+    asked: list[int] = []
+    for number in range(1, 12):
+        at = supply.places(*offered(number)).at
+        asked += at.values()
+        supply._fresh = [each for each in supply._fresh if each not in at.values()]
+    assert len(asked) == len(set(asked))
+
+
+def test_without_anybody_to_empty_caches_few_are_asked_again_and_again() -> None:
+    supply = supply_of(Server(caches=False), proof="own")
+    counts = [len(supply.places(*offered(number)).at) for number in range(1, 8)]
+    assert min(counts) >= 1
+    assert max(counts) <= 6
+    assert supply.judged([]).repeated
+
+
+def test_a_server_that_tells_nothing_of_its_noise_is_asked_again_beside_others() -> None:
+    pool = supply_of(Server(), scored=True).judged_by
+    alone, together = pool.answers.repeats
+    assert len(alone.texts) == 8
+    assert together.texts == pool.answers.texts
+    assert pool.noise.asked == 8 + len(pool)
+    assert pool.noise.exact
+
+
+def test_an_empty_share_asks_nobody_anything() -> None:
+    scenario, _ = resolve(CliOptions("quickstart", (*EASY, "checks.canary_share=0")))
+    server = Server()
+    assert right_answers(scenario, server, "a", CELL, 1.0, proof="own", scored=False) is None
+    assert not server.seen
+
+
+def test_what_is_stored_is_read(tmp_path: Path) -> None:
+    pool = supply_of(Server(), scored=True).judged_by
+    with RunStore.create(tmp_path, "x", b"", {}, {}) as store:
+        store.add_canaries(pool)
+        path = store.path
+    assert canary_pools(load_run(path).canaries) == {pool.key: pool}
+    assert isinstance(pool.answers, Outputs)
+
+
+def test_arrivals_and_lengths_are_the_same_with_and_without() -> None:
+    """Paired by their seeds: canaries are requests of the plan, and change none of its figures."""
+    at = {"seed": 3, "at": [[place, place // 5] for place in range(0, 200, 5)], "spares": [90, 91]}
+    plain = planned_requests(spec_for("http://127.0.0.1:1", num_requests=200))
+    spec = spec_for("http://127.0.0.1:1", num_requests=200, canaries=at)
+    watched = planned_requests(spec)
+    plant_canaries(spec, watched)
+    assert [(each.offset_s, each.input_len, each.output_len) for each in plain] == [
+        (each.offset_s, each.input_len, each.output_len) for each in watched
+    ]
+    assert sum(a.prompt != b.prompt for a, b in zip(plain, watched, strict=True)) == 40
+    sizes = [json.loads(each.prompt) for each in watched]
+    assert {len(each) for each in sizes} == {spec.input_len}
+
+
+def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
+    """Pairs of searches with the same seeds."""
+    for seed in (1, 2, 3):
+        found = []
+        for share in (0.0, 0.02, 0.3):
+            sets = (
+                "connectors=[tcp]",
+                "workload.input_len=[128]",
+                f"seed={seed}",
+                f"checks.canary_share={share}",
+            )
+            run = load_run(simulate.simulated(CliOptions("quickstart", sets), tmp_path))
+            assert run.cells[0].answer is not None
+            found.append(run.cells[0].answer["max_request_rate"])
+        assert found[0] == found[1] == found[2]
