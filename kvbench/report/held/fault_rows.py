@@ -39,8 +39,9 @@ class FaultFound:
         if trial.method != "chaos" or not isinstance(found, Mapping):
             return None
         try:
+            str(found["name"]), float(found["struck_s"])
             return cls(trial, FaultCost.from_json(found["cost"]), found)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             return None
 
 

@@ -48,7 +48,9 @@ def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
     """The windows of each pair, in their order."""
     found: dict[Cell, list[TrialRecord]] = {}
     for trial in run.all_trials:
-        if trial.method == "soak" and isinstance(trial.engine.get("soak"), Mapping):
+        told = trial.engine.get("soak")
+        known = isinstance(told, Mapping) and None not in (told.get("at_s"), told.get("session"))
+        if trial.method == "soak" and known:
             found.setdefault(trial.cell, []).append(trial)
     return found
 

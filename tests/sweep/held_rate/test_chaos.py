@@ -61,7 +61,7 @@ def test_what_each_fault_cost(done: tuple[Finished, RunFolder]) -> None:
     # Whoever is stopped for a second and a half answers late, and nothing is lost.
     assert frozen["cost"]["fates"]["lost"] == frozen["cost"]["fates"]["hung"] == 0
     assert frozen["cost"]["back_s"] is not None
-    assert restarted["answers"]["checked"] > 0
+    assert restarted["answers"]["checked"] > 5
     assert all(told["answers"]["wrong"] == 0 for told in each.values())
 
 
@@ -192,8 +192,11 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     """A pair whose KV arrives corrupt answers in time, and wrong."""
     finished = chaos(tmp_path, "freeze:router", sets=("deployment.engine_options.lie=corrupt_kv",))
     (told,) = found(the_run(tmp_path)).values()
-    assert told["answers"]["wrong"] == told["answers"]["checked"] > 0
-    assert "aggregated answered" in told["answers"]["examples"][0]
+    assert told["answers"]["wrong"] == told["answers"]["checked"] > 5
+    assert len(told["wrong_ids"]) == told["answers"]["wrong"]
+    assert told["answers"]["examples"][0]
+    # Wrong answers are no goodput, however fast: what the fault cost counts those after it.
+    assert 0 < told["cost"]["fates"]["wrong"] <= told["answers"]["wrong"]
     assert f"{told['answers']['wrong']} of {told['answers']['checked']} answers wrong" in finished.out
 
 

@@ -31,15 +31,15 @@ def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     assert len(run.all_trials) == 10
     assert {each.method for each in run.all_trials} == {"soak"}
     told = [each.engine["soak"] for each in run.all_trials]
-    assert all(each["answers"] == told[0]["answers"] for each in told)
-    assert told[0]["answers"]["checked"] == 12
-    assert told[0]["answers"]["wrong"] == 0
+    answers = [each.engine["canaries"] for each in run.all_trials]
+    assert all(each["checked"] >= 10 for each in answers)
+    assert all(each["wrong"] == 0 for each in answers)
     assert all(each["holdings"]["decode-0"]["rss_bytes"] > 1e7 for each in told)
     assert all(each["holdings"]["prefill-0"]["blocks"] == 0 for each in told)
     named = {(each.of, each.name) for each in soak_series(run)}
     assert {("", "TTFT P50 (ms)"), ("prefill-0", "memory (MB)"), ("router", "descriptors")} < named
     assert (run.path / "figures" / "soak.svg").stat().st_size > 5000
-    assert "0 of 120 answers wrong: fewer than" in done.out
+    assert f"0 of {sum(each['checked'] for each in answers)} answers wrong: fewer than" in done.out
     assert "What drifts" in (run.path / "report.md").read_text()
     # A busy machine may have windows refused, or slow down: then it says so, and ends with 1.
     assert done.status == (1 if soak_problems(run) else 0), done.text
