@@ -48,6 +48,8 @@ Method = Literal[
 a rate, with a fault in it, or one window of hours;
 "imported" is a result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
+HELD_METHODS: Final = ("chaos", "soak")
+"""Methods of runs at a held rate, whose kinds are called so, too."""
 
 ROUTER_TIMES: Final = (
     "router_received_s",

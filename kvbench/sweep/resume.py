@@ -23,7 +23,7 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.plan.time_left import TimeLeft
-from kvbench.core.records import Method
+from kvbench.core.records import HELD_METHODS, Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, StoreError
 from kvbench.hosts import environment
@@ -40,7 +40,7 @@ from kvbench.sweep.cell import Fixed
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.simulate import SimulatedBench
-from kvbench.sweep.sweep import HELD, Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
+from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
 from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
 from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 
@@ -191,7 +191,7 @@ def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
 
 def _require_kind(run: RunFolder, kind: str) -> None:
     own = str(run.manifest.get("kind"))
-    if own in HELD:
+    if own in HELD_METHODS:
         raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
     if own not in ("sweep", "bench", "simulate"):
         raise InputError(

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from rich.console import Console
 
@@ -18,7 +17,7 @@ from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect_text import prospect_text
 from kvbench.core.plan.time_left import TimeLeft
-from kvbench.core.records import Cell, Outputs
+from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.launchers.agents.wire import HostLostError
@@ -39,9 +38,6 @@ from kvbench.sweep.next_step import next_step
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.watchers.otlp import OtlpWatcher, meter
-
-HELD: Final = ("chaos", "soak")
-"""Kinds of runs at a held rate, which have commands of their own (held_rate/)."""
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> int:
@@ -114,7 +110,7 @@ def carry_out(
 
 def resume_words(kind: str, path: Path) -> str:
     """The command that goes on with a run."""
-    own = kind if kind in ("bench", *HELD) else "sweep"
+    own = kind if kind in ("bench", *HELD_METHODS) else "sweep"
     return f"kvbench {own} --resume {shlex.quote(str(path))}"
 
 

@@ -140,6 +140,25 @@ def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, s
     )
 
 
+def cost_of(
+    records: Iterable[RequestRecord],
+    slo: Slo,
+    rate: float,
+    struck_s: float,
+    wrong: Collection[str] = (),
+) -> FaultCost:
+    """What a fault at ``struck_s`` cost, by a trial's requests. ``wrong``: ids of those answered wrong."""
+    return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)
+
+
+def outcomes_of(
+    records: Iterable[RequestRecord], slo: Slo, wrong: Collection[str] = ()
+) -> list[RequestOutcome]:
+    """What became of each request; of those that kvbench itself cut off nobody knows."""
+    known = [each for each in records if each.error != "cancelled"]
+    return [outcome_of(record, slo, frozenset(wrong)) for record in known]
+
+
 def _failed_before(one: RequestOutcome, before: Sequence[RequestOutcome], struck_s: float) -> bool:
     """Of a request that failed nobody knows when; one that was due before others that were over was, too."""
     return bool(before) and one.due_s < struck_s and one.due_s < before[-1].due_s - _longest(before)

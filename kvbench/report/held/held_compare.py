@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvbench.core.held_rate.fault_change import ALPHA, FaultChange, fault_change
+from kvbench.core.records import HELD_METHODS
 from kvbench.errors import InputError
 from kvbench.report.held.fault_rows import FaultGroup, fault_groups
 from kvbench.report.held.soak_rows import drift_rows
@@ -13,7 +14,6 @@ from kvbench.report.tables.numbers import MISSING, number
 from kvbench.report.tables.table import Column, Table
 from kvbench.results.run import RunFolder
 
-HELD_KINDS: Final = ("chaos", "soak")
 FAULT_WORDS: Final = (
     "Goodput lost: the median of the repeats, in requests; told apart by ranks (Mann and Whitney), where the "
     f"chance is below {ALPHA:.0%}, which four repeats a side can show at the earliest."
@@ -50,7 +50,7 @@ def held_comparison(runs: Sequence[RunFolder]) -> Table | None:
     kind, for more than two, or at other rates.
     """
     kinds = {str(run.manifest.get("kind")) for run in runs}
-    if not kinds & set(HELD_KINDS):
+    if not kinds & set(HELD_METHODS):
         return None
     if len(kinds) > 1 or len(runs) != 2:
         found = ", ".join(sorted(kinds))

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvbench.report.held.fault_plot import faults_figure
-from kvbench.report.held.soak_plot import soak_figure
 from kvbench.report.plots.breakdown import breakdown_figure
 from kvbench.report.plots.distribution import distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
 from kvbench.report.plots.goodput import goodput_figure
+from kvbench.report.plots.held.fault_plot import faults_figure
+from kvbench.report.plots.held.soak_plot import soak_figure
 from kvbench.report.plots.latency import latency_figure
 from kvbench.report.plots.loads import loads_figure
 from kvbench.report.plots.nicshare import nic_share_figure

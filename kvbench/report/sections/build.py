@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvbench.report.held import fault_sections, soak_sections
-from kvbench.report.sections import any_run, gist, requests, transfers
+from kvbench.report.sections import any_run, fault_sections, gist, requests, soak_sections, transfers
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.side_by_side import Changes, short_name
 from kvbench.report.value import WRITERS, Report, ReportSection, Writer

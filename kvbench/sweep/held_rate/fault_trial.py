@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.pool import CanaryPool
-from kvbench.core.held_rate.fault_cost import FaultCost, RequestOutcome, fault_cost, outcome_of
+from kvbench.core.held_rate.fault_cost import FaultCost, cost_of
 from kvbench.core.held_rate.fault_plan import PlannedFault
 from kvbench.core.metrics.metrics import summarise
-from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
+from kvbench.core.records import Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.slo import Slo
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.lab.lab import Lab
@@ -239,25 +238,6 @@ def _settle(deployment: RunningDeployment) -> None:
     deadline = time.monotonic() + SETTLE_S
     while deployment.under_way() and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-
-
-def cost_of(
-    records: Sequence[RequestRecord],
-    slo: Slo,
-    rate: float,
-    struck_s: float,
-    wrong: Sequence[str] = (),
-) -> FaultCost:
-    """What a fault at ``struck_s`` cost, by the trial's requests. ``wrong``: ids of those answered wrong."""
-    return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)
-
-
-def outcomes_of(
-    records: Sequence[RequestRecord], slo: Slo, wrong: Sequence[str] = ()
-) -> list[RequestOutcome]:
-    """What became of each request; of those that kvbench itself cut off nobody knows."""
-    known = [each for each in records if each.error != "cancelled"]
-    return [outcome_of(record, slo, frozenset(wrong)) for record in known]
 
 
 def _answers(canaries: CanaryResult | None) -> dict[str, Any]:

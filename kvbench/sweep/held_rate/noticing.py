@@ -22,9 +22,7 @@ POLL_S: Final = 0.05
 MOST_LINES: Final = 5
 """Of one log; the first ones say it."""
 MOST_CHARS: Final = 240
-COMPLAINT: Final = re.compile(
-    r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|^\s*\(?[^()]{0,40}\)?\s*[EWF]\d{4}[ \t]"
-)
+COMPLAINT: Final = re.compile(r"\b(?:WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|\b[EWF]\d{4} \d\d:")
 """Python's levels, and the first letter of glog's lines (``E1122 01:03:45``)."""
 OWN: Final = "kvbench"
 CLIENT: Final = "client"

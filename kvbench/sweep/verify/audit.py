@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kvbench.core.canaries.pool import pool_of_cell
 from kvbench.core.load.traces import TracedRequest
-from kvbench.core.records import RequestRecord, TrialRecord
+from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, KvbenchError, StoreError
 from kvbench.planning.plan import plan_of
@@ -30,7 +30,6 @@ from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.rules import rules_digest
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run
 from kvbench.results.untouched import lost_requests, require_untouched
-from kvbench.sweep.sweep import HELD
 from kvbench.sweep.verify.stored_faults import held_damages
 from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 from kvbench.sweep.verify.stored_site import Searches
@@ -180,7 +179,7 @@ def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     by_rules: list[Damage] = []
     trace = _trace_of(scenario, found)
     asked = {}
-    held = run.manifest.get("kind") in HELD
+    held = run.manifest.get("kind") in HELD_METHODS
     if held:
         by_rules += held_damages(run, found.checked)
     elif run.manifest.get("asked") is None or trace is None:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvbench.core.held_rate.fault_cost import FaultCost
+from kvbench.core.held_rate.fault_cost import FaultCost, cost_of
 from kvbench.core.held_rate.fault_plan import faults_of
 from kvbench.errors import StoreError
 from kvbench.results.checksums import Damage
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.held_rate.fault_trial import cost_of
 from kvbench.sweep.verify.json_differences import as_read, json_differences
 
 MOST_SAID: Final = 3

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.core.held_rate.fault_cost import FATES, RequestOutcome, goodput_bins, outcome_of
+from kvbench.core.held_rate.fault_cost import FATES, RequestOutcome, goodput_bins, outcomes_of
 from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
@@ -132,7 +132,7 @@ def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> li
         records = run.request_records(trial.trial.trial_id)
     except StoreError:
         return []
-    known = [outcome_of(each, slo) for each in records if each.error != "cancelled"]
+    known = outcomes_of(records, slo, trial.found.get("wrong_ids") or ())
     return [replace(each, due_s=each.due_s + later_s) for each in known]
 
 
