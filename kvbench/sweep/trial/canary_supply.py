@@ -31,9 +31,11 @@ from kvbench.sweep.trial.output_check import joined_outputs
 TOGETHER: Final = 8
 """So many prompts are asked for at once; and so many again, to see how a server differs from itself."""
 AFTER_TRIAL: Final = 2
-"""Canaries after a trial in which requests failed or were cancelled."""
+"""At most so many canaries after a trial in which requests failed or were cancelled."""
 AT_END: Final = 8
 """And after the last one of a cell."""
+BESIDE: Final = 0.5
+"""All that are asked for beside the load are at most this part of the share, but one each time."""
 LEAST_REPEATED: Final = 2
 """Of prompts that are asked again and again, a trial has no more than the share, but so many."""
 MOST: Final = 512
@@ -172,6 +174,8 @@ class CanarySupply:
         self._of_reference = of_reference
         self._clock = clock
         self._fresh = list(range(len(pool)))
+        self._sent = self._beside = 0
+        """Requests of the cell's loads, and canaries beside them."""
         self._holds_kv = False
         """Caches could not be emptied, since KV of requests that were dropped is held."""
         self._repeats = not deployment.empties_caches and pool.proof == "own"
@@ -233,12 +237,14 @@ class CanarySupply:
 
     def used(self, records: Sequence[RequestRecord]) -> None:
         """What a load has sent is not fresh any more."""
+        self._sent += sum(each.sent_s is not None for each in records)
         sent = {each.canary for each in records if each.canary is not None and each.sent_s is not None}
         self._fresh = [number for number in self._fresh if number not in sent]
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
         """Asks for some beside a load. ``began_s``: when, in seconds since the trial's start."""
-        count = AFTER_TRIAL if when == "after_trial" else AT_END
+        allowed = int(BESIDE * self._scenario.checks.canary_share * self._sent) - self._beside
+        count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
         if len(self._fresh) < count:
             self._refill()
         numbers = self._fresh[-count:] if self._fresh else []
@@ -246,6 +252,7 @@ class CanarySupply:
         if not same:
             return []
         self._fresh = [number for number in self._fresh if number not in same]
+        self._beside += len(same)
         prompts = [self._pool.prompt(number) for number in same]
         length = min(COMPARED_TOKENS, self._pool.lengths[same[0]][1])
         began = self._clock()
