@@ -19,8 +19,9 @@ from kvbench.core.canaries.answer_kinds import (
     noise_under_load,
 )
 from kvbench.core.canaries.places import SPARES, CanaryPlaces, canary_places, placed, wanted_canaries
-from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt, canary_seed
+from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt
 from kvbench.core.load.traces import TracedRequest, expected_hits
+from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.completions import Completion
@@ -66,7 +67,7 @@ def right_answers(
     """Asks an idle deployment for the answers that canaries are compared with, for ``budget_s``.
 
     As many as a trial may need, but at least what the least trial needs. ``scored``: with log-probabilities,
-    and some again. None where there are to be no canaries. Raises ServerError.
+    and again. None where there are to be no canaries. Raises ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
@@ -77,45 +78,51 @@ def right_answers(
     places = _trace_places(trace, wanted)
     lengths = [(trace[place].input_len, trace[place].output_len) for place in places]
     lengths = lengths or [(cell.input_len, cell.output_len)] * wanted
-    seed = canary_seed(scenario.seed, cell.input_len, cell.output_len)
+    seed = trial_seed(scenario.seed, f"canaries-{cell.input_len}-{cell.output_len}", 0)
     vocab_size = scenario.model.vocab_size
-    prompts = [canary_prompt(each[0], seed, number, vocab_size) for number, each in enumerate(lengths)]
-    found: list[Completion] = []
-    began = time.monotonic()
 
     def asked(numbers: Sequence[int]) -> list[Completion]:
         most_tokens = max(min(COMPARED_TOKENS, lengths[number][1]) for number in numbers)
-        return deployment.complete_all([prompts[n] for n in numbers], most_tokens, scored=scored)
+        prompts = [canary_prompt(lengths[number][0], seed, number, vocab_size) for number in numbers]
+        return deployment.complete_all(prompts, most_tokens, scored=scored)
 
-    budget_s = budget_s / 2 if scored else budget_s
+    began = time.monotonic()
+    found: list[Completion] = []
     for batch in _batches(lengths):
-        if len(found) >= min(least, len(lengths)) and time.monotonic() - began > budget_s:
+        late = time.monotonic() - began > (budget_s / 2 if scored else budget_s)
+        if late and len(found) >= min(least, len(lengths)):
             break
         found += asked(batch)
-    repeats: list[Outputs] = []
-    if scored:
-        few = range(min(TOGETHER, len(found)))
-        repeats.append(joined_outputs([each for number in few for each in asked([number])]))
-        deployment.reset_caches()
-        again = {
-            number: answer
-            for batch in _others_together(len(found), lengths)
-            for number, answer in zip(batch, asked(batch), strict=True)
-        }
-        repeats.append(joined_outputs([again[number] for number in sorted(again)]))
+    seconds, count = time.monotonic() - began, len(found)
+    repeats = _asked_again(deployment, asked, lengths[:count]) if scored else []
     deployment.reset_caches()
-    count = len(found)
-    answers = joined_outputs(found, (time.monotonic() - began) / max(1, count), repeats)
     return CanaryPool(
         label,
         (cell.input_len, cell.output_len),
         tuple(lengths[:count]),
         seed,
         vocab_size,
-        answers,
+        joined_outputs(found, seconds / max(1, count), repeats),
         proof,
         places=tuple(places[:count]),
     )
+
+
+def _asked_again(
+    deployment: AskedDeployment,
+    asked: Callable[[Sequence[int]], list[Completion]],
+    lengths: Sequence[tuple[int, int]],
+) -> list[Outputs]:
+    """The first prompts alone, and all of them beside others than before."""
+    few = range(min(TOGETHER, len(lengths)))
+    alone = joined_outputs([each for number in few for each in asked([number])])
+    deployment.reset_caches()
+    again = {
+        number: answer
+        for batch in _others_together(lengths)
+        for number, answer in zip(batch, asked(batch), strict=True)
+    }
+    return [alone, joined_outputs([again[number] for number in sorted(again)])]
 
 
 def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -130,8 +137,9 @@ def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     return batches
 
 
-def _others_together(count: int, lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """The first ``count`` prompts in other batches than before, so that each is computed beside others."""
+def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """All prompts in other batches than before, so that each is computed beside others."""
+    count = len(lengths)
     step = max(1, count // TOGETHER)
     order = [number for start in range(step) for number in range(start, count, step)]
     for begin in range(0, count, TOGETHER):
