@@ -140,7 +140,8 @@ class Display:
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
         if self._time_left is not None and record.method in MAIN_METHODS:
-            self._time_left.trial_ended(record, standing.sure if standing else None)
+            so_far = (standing.sure, standing.width) if standing else (None, None)
+            self._time_left.trial_ended(record, *so_far)
         # Far from the answer an interval says nothing.
         told = standing if standing is not None and standing.upper < FAR * standing.lower else None
         self._standing = None if told is None else (record.cell, told)
