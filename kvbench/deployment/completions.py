@@ -45,7 +45,12 @@ def completion_of(answer: Mapping[str, Any]) -> Completion:
     if "text" in choice:
         return Completion(str(choice["text"]), _choices(choice))
     message = choice["message"]
-    said = [message.get(name) for name in ("reasoning", "content")]
+    reasoning = message.get("reasoning")
+    # As in streams: vLLM up to 0.13 has another name for it.
+    said = [
+        reasoning if isinstance(reasoning, str) else message.get("reasoning_content"),
+        message.get("content"),
+    ]
     return Completion("".join(text for text in said if isinstance(text, str)))
 
 

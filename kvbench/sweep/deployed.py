@@ -15,7 +15,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
-from kvbench.errors import Problem, StoreError
+from kvbench.errors import Problem, ServerError, StoreError
 from kvbench.hosts import environment
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
@@ -93,7 +93,18 @@ class DeployedSite:
             return None
         if known is None:
             self._watcher.stage(f"{cell.connector}: asking for the answers to canaries")
-            known = right_answers(
+            known = self._right_answers(cell)
+            if known is None:
+                return None
+            self._store.add_canaries(known)
+        own = known.proof == "reference" and known.label == self._deployment.plan.label
+        supplies[cell] = CanarySupply(self._scenario, self._deployment, known, of_reference=own)
+        return known
+
+    def _right_answers(self, cell: Cell) -> CanaryPool | None:
+        """What it answers to canaries' prompts; None where that cannot be had, which is said."""
+        try:
+            return right_answers(
                 self._scenario,
                 self._deployment,
                 self._deployment.plan.label,
@@ -103,12 +114,12 @@ class DeployedSite:
                 scored=not self._scenario.deployment.engine_options.repeats_exactly,
                 trace=self._trace,
             )
-            if known is None:
-                return None
-            self._store.add_canaries(known)
-        own = known.proof == "reference" and known.label == self._deployment.plan.label
-        supplies[cell] = CanarySupply(self._scenario, self._deployment, known, of_reference=own)
-        return known
+        except ServerError as error:
+            self._watcher.note(
+                f"{cell.key}: its answers under load are not checked, since canaries could not be asked for: "
+                f"{error.message}"
+            )
+            return None
 
     @property
     def _canary_budget_s(self) -> float:

@@ -192,7 +192,6 @@ class _Judge:
         self._pool = pool
         self._records = records
         self._telling = pool.telling
-        self._known = len(pool)
         self._by_text: dict[tuple[int, int], list[RequestRecord]] = {}
         for each in records:
             if each.text_crc is not None and (each.text_bytes or 0) >= TELLING_CHARS:
@@ -204,14 +203,17 @@ class _Judge:
         asked = AskedCanary(
             number, record.text, record.request_id, record.sent_s or record.scheduled_s, ended_s, "load"
         )
-        if number >= self._known or (not record.ok and record.error != "wrong_length"):
+        if not self._known(number) or (not record.ok and record.error != "wrong_length"):
             return self._said(asked, "unanswered")
         return self._judged(asked, record)
 
     def of_asked(self, asked: AskedCanary) -> JudgedCanary:
-        if asked.number >= self._known:
-            return self._said(asked, "unanswered")
-        return self._judged(asked, None)
+        known = self._known(asked.number)
+        return self._judged(asked, None) if known else self._said(asked, "unanswered")
+
+    def _known(self, number: int) -> bool:
+        """Whether a right answer says anything: every text begins with none."""
+        return number < len(self._pool) and bool(self._pool.right(number))
 
     def _judged(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
         right, text = self._pool.right(asked.number), asked.text

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, get_args
 
 from kvbench.core.load.traces import traced_prompt
 from kvbench.core.metrics.output_noise import Noise, noise_of
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs
 
 COMPARED_TOKENS: Final = 256
@@ -18,7 +17,7 @@ COMPARED_TOKENS: Final = 256
 TELLING_CHARS: Final = 12
 """Shorter answers may be equal by chance, and name nobody."""
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
-"""What half of a character reads as, at the end of a text that was cut between two tokens."""
+"""What half of a character reads as, at the end of a text: a stream may leave it out."""
 
 Proof = Literal["reference", "own"]
 """Who gave the answers that are right: an aggregated server, or, the weaker proof, the same one when idle."""
@@ -61,8 +60,7 @@ class CanaryPool:
 
     def right(self, number: int) -> str:
         """What every right answer to a prompt begins with."""
-        text = self.answers.texts[number]
-        return text if self.whole(number) else text.rstrip(_UNFINISHED)
+        return self.answers.texts[number].rstrip(_UNFINISHED)
 
     @cached_property
     def noise(self) -> Noise:
@@ -127,11 +125,6 @@ class CanaryPool:
             ),
             places,
         )
-
-
-def canary_seed(seed: int, input_len: int, output_len: int) -> int:
-    """Of the prompts of one cell's lengths: the same for every connector of a run."""
-    return trial_seed(seed, f"canaries-{input_len}-{output_len}", 0)
 
 
 def canary_prompt(input_len: int, seed: int, number: int, vocab_size: int) -> list[int]:

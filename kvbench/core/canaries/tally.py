@@ -66,7 +66,7 @@ class Tally:
         """For example ``0 of 1,040 wrong: fewer than 0.3 % (95 %)``, and what weakens it."""
         weak = []
         if self.noisy:
-            weak.append(f"{self.noisy:,} more differ no more than the reference from itself")
+            weak.append(f"{self.noisy:,} differ, no more than the reference from itself")
         if self.own:
             which = "" if self.own == self.checked else f" {self.own:,} of them"
             weak.append(f"compared{which} with what the same server answered when idle, the weaker proof")

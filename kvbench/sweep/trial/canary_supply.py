@@ -19,8 +19,9 @@ from kvbench.core.canaries.answer_kinds import (
     noise_under_load,
 )
 from kvbench.core.canaries.places import SPARES, CanaryPlaces, canary_places, placed, wanted_canaries
-from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt, canary_seed
+from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt
 from kvbench.core.load.traces import TracedRequest, expected_hits
+from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.completions import Completion
@@ -31,9 +32,11 @@ from kvbench.sweep.trial.output_check import joined_outputs
 TOGETHER: Final = 8
 """So many prompts are asked for at once; and so many again, to see how a server differs from itself."""
 AFTER_TRIAL: Final = 2
-"""Canaries after a trial in which requests failed or were cancelled."""
+"""At most so many canaries after a trial in which requests failed or were cancelled."""
 AT_END: Final = 8
 """And after the last one of a cell."""
+BESIDE: Final = 0.5
+"""All that are asked for beside the load are at most this part of the share, but one each time."""
 LEAST_REPEATED: Final = 2
 """Of prompts that are asked again and again, a trial has no more than the share, but so many."""
 MOST: Final = 512
@@ -64,7 +67,7 @@ def right_answers(
     """Asks an idle deployment for the answers that canaries are compared with, for ``budget_s``.
 
     As many as a trial may need, but at least what the least trial needs. ``scored``: with log-probabilities,
-    and some again. None where there are to be no canaries. Raises ServerError.
+    and again. None where there are to be no canaries. Raises ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
@@ -75,45 +78,51 @@ def right_answers(
     places = _trace_places(trace, wanted)
     lengths = [(trace[place].input_len, trace[place].output_len) for place in places]
     lengths = lengths or [(cell.input_len, cell.output_len)] * wanted
-    seed = canary_seed(scenario.seed, cell.input_len, cell.output_len)
+    seed = trial_seed(scenario.seed, f"canaries-{cell.input_len}-{cell.output_len}", 0)
     vocab_size = scenario.model.vocab_size
-    prompts = [canary_prompt(each[0], seed, number, vocab_size) for number, each in enumerate(lengths)]
-    found: list[Completion] = []
-    began = time.monotonic()
 
     def asked(numbers: Sequence[int]) -> list[Completion]:
         most_tokens = max(min(COMPARED_TOKENS, lengths[number][1]) for number in numbers)
-        return deployment.complete_all([prompts[n] for n in numbers], most_tokens, scored=scored)
+        prompts = [canary_prompt(lengths[number][0], seed, number, vocab_size) for number in numbers]
+        return deployment.complete_all(prompts, most_tokens, scored=scored)
 
-    budget_s = budget_s / 2 if scored else budget_s
+    began = time.monotonic()
+    found: list[Completion] = []
     for batch in _batches(lengths):
-        if len(found) >= min(least, len(lengths)) and time.monotonic() - began > budget_s:
+        late = time.monotonic() - began > (budget_s / 2 if scored else budget_s)
+        if late and len(found) >= min(least, len(lengths)):
             break
         found += asked(batch)
-    repeats: list[Outputs] = []
-    if scored:
-        few = range(min(TOGETHER, len(found)))
-        repeats.append(joined_outputs([each for number in few for each in asked([number])]))
-        deployment.reset_caches()
-        again = {
-            number: answer
-            for batch in _others_together(len(found), lengths)
-            for number, answer in zip(batch, asked(batch), strict=True)
-        }
-        repeats.append(joined_outputs([again[number] for number in sorted(again)]))
+    seconds, count = time.monotonic() - began, len(found)
+    repeats = _asked_again(deployment, asked, lengths[:count]) if scored else []
     deployment.reset_caches()
-    count = len(found)
-    answers = joined_outputs(found, (time.monotonic() - began) / max(1, count), repeats)
     return CanaryPool(
         label,
         (cell.input_len, cell.output_len),
         tuple(lengths[:count]),
         seed,
         vocab_size,
-        answers,
+        joined_outputs(found, seconds / max(1, count), repeats),
         proof,
         places=tuple(places[:count]),
     )
+
+
+def _asked_again(
+    deployment: AskedDeployment,
+    asked: Callable[[Sequence[int]], list[Completion]],
+    lengths: Sequence[tuple[int, int]],
+) -> list[Outputs]:
+    """The first prompts alone, and all of them beside others than before."""
+    few = range(min(TOGETHER, len(lengths)))
+    alone = joined_outputs([each for number in few for each in asked([number])])
+    deployment.reset_caches()
+    again = {
+        number: answer
+        for batch in _others_together(lengths)
+        for number, answer in zip(batch, asked(batch), strict=True)
+    }
+    return [alone, joined_outputs([again[number] for number in sorted(again)])]
 
 
 def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -128,8 +137,9 @@ def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     return batches
 
 
-def _others_together(count: int, lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """The first ``count`` prompts in other batches than before, so that each is computed beside others."""
+def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """All prompts in other batches than before, so that each is computed beside others."""
+    count = len(lengths)
     step = max(1, count // TOGETHER)
     order = [number for start in range(step) for number in range(start, count, step)]
     for begin in range(0, count, TOGETHER):
@@ -172,6 +182,8 @@ class CanarySupply:
         self._of_reference = of_reference
         self._clock = clock
         self._fresh = list(range(len(pool)))
+        self._sent = self._beside = 0
+        """Requests of the cell's loads, and canaries beside them."""
         self._holds_kv = False
         """Caches could not be emptied, since KV of requests that were dropped is held."""
         self._repeats = not deployment.empties_caches and pool.proof == "own"
@@ -233,12 +245,14 @@ class CanarySupply:
 
     def used(self, records: Sequence[RequestRecord]) -> None:
         """What a load has sent is not fresh any more."""
+        self._sent += sum(each.sent_s is not None for each in records)
         sent = {each.canary for each in records if each.canary is not None and each.sent_s is not None}
         self._fresh = [number for number in self._fresh if number not in sent]
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
         """Asks for some beside a load. ``began_s``: when, in seconds since the trial's start."""
-        count = AFTER_TRIAL if when == "after_trial" else AT_END
+        allowed = int(BESIDE * self._scenario.checks.canary_share * self._sent) - self._beside
+        count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
         if len(self._fresh) < count:
             self._refill()
         numbers = self._fresh[-count:] if self._fresh else []
@@ -246,6 +260,7 @@ class CanarySupply:
         if not same:
             return []
         self._fresh = [number for number in self._fresh if number not in same]
+        self._beside += len(same)
         prompts = [self._pool.prompt(number) for number in same]
         length = min(COMPARED_TOKENS, self._pool.lengths[same[0]][1])
         began = self._clock()

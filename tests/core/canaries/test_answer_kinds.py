@@ -161,3 +161,14 @@ def test_a_long_answer_is_compared_as_far_as_it_is_known() -> None:
     )
     assert not judged_canaries(half, [answered(0, "the beginning éand all the rest of it", 0)]).wrong
     assert judged_canaries(half, [answered(0, "the begimming and all the rest of it", 0)]).wrong
+
+
+def test_an_empty_right_answer_proves_nothing() -> None:
+    pool = replace(POOL, answers=Outputs(("", *RIGHT[1:]), 0.1))
+    result = judged_canaries(pool, [answered(0, "whatever came", 0), answered(1, RIGHT[1], 1)])
+    assert (result.checked, result.unanswered) == (1, 1)
+
+
+def test_half_a_character_at_the_end_may_be_left_out_of_a_stream() -> None:
+    pool = replace(POOL, answers=Outputs((RIGHT[0] + "\N{REPLACEMENT CHARACTER}", *RIGHT[1:]), 0.1))
+    assert not judged_canaries(pool, [answered(0, RIGHT[0], 0)]).wrong
