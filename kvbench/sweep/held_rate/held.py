@@ -41,7 +41,7 @@ DEADLINE_TIMES: Final = 3.0
 class HeldOptions:
     """``rate``: requests per second of every cell; else a ``share`` of those found in the run ``found``.
 
-    ``deadline_s``: of one request; None is the scenario's own, or what this module chooses.
+    ``deadline_s``: of one request; None is what this module chooses, or the scenario's own if that is less.
     """
 
     rate: float | None = None
@@ -75,10 +75,10 @@ def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]
     more = []
     if len(scenario.workload.input_len) > 1:
         more.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
-    if asked.deadline_s is not None:
-        more.append(f"workload.request_timeout_s={asked.deadline_s:g}")
-    elif scenario.workload.request_timeout_s is None:
-        more.append(f"workload.request_timeout_s={max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s):g}")
+    usual_s = min(scenario.request_timeout_s, max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s))
+    deadline_s = usual_s if asked.deadline_s is None else asked.deadline_s
+    if deadline_s != scenario.request_timeout_s:
+        more.append(f"workload.request_timeout_s={deadline_s:g}")
     return resolve(replace(cli, overrides=(*cli.overrides, *more))) if more else (scenario, source)
 
 
