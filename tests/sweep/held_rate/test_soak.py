@@ -6,12 +6,14 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from commands import Running, kvbench, tagged_processes, the_run, wait_until
 from processes import words_of
 
 from kvbench.report.held.soak_rows import soak_problems, soak_series
 from kvbench.results.run import load_run
 
+pytestmark = pytest.mark.timeout(300)
 EASY = (
     "connectors=[aggregated,tcp]",
     "workload.input_len=[64]",
