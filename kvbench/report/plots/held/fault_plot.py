@@ -50,9 +50,9 @@ def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None
     palette, slo = PALETTES[theme], slo_of(run).main()
     with style(palette):
         words = Words.of(run, "Goodput over time, with the faults")
-        size = (max(8.2, 1.2 + 4.2 * len(cells)), 1.35 * len(names))
+        size = (max(8.2, 1.2 + 4.2 * len(cells)), 1.45 * len(names))
         sheet = new_sheet(size, words, palette, ax, titled=True)
-        grid = sheet.panels(len(names), len(cells), wspace=0.14, hspace=0.38)
+        grid = sheet.panels(len(names), len(cells), wspace=0.14, hspace=0.55)
         for axes, name in zip(grid, names, strict=True):
             for axis, cell in zip(axes, cells, strict=True):
                 group = by_place.get((name, cell))
