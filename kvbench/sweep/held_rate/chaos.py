@@ -224,7 +224,7 @@ class ChaosRun:
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault
     ) -> TrialRecord:
         requests = held.rate * fault.most_s
-        scenario = with_canaries(with_length(self.scenario, fault.most_s), requests, held.pool)
+        scenario = with_canaries(with_length(self.scenario, fault.most_s, held.rate), requests, held.pool)
         if self.lab is not None:
             with running_in_lab(scenario, planned, self.store, self.lab, fault) as (inside, launcher, pair):
                 trial = FaultTrial(inside, held, self.store, self.watcher, self.lab)

@@ -128,9 +128,10 @@ def with_canaries(scenario: Scenario, requests: float, pool: CanaryPool | None) 
     return scenario.model_copy(update={"checks": checks})
 
 
-def with_length(scenario: Scenario, seconds: float) -> Scenario:
-    """The scenario with trials of so many seconds, whatever its search is told."""
-    search = {"trial_s": seconds, "max_trial_s": None, "min_requests": 1, "max_requests": 10_000_000}
+def with_length(scenario: Scenario, seconds: float, rate: float) -> Scenario:
+    """The scenario with trials of so many seconds at a rate, whatever its search is told."""
+    least = max(1, int(rate * seconds))
+    search = {"trial_s": seconds, "max_trial_s": None, "min_requests": least, "max_requests": 10_000_000}
     return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
 
 

@@ -146,7 +146,7 @@ class SoakRun:
 
     def run(self) -> list[CellResult]:
         """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
-        scenario = with_length(self.scenario, self.window_s)
+        scenario = with_length(self.scenario, self.window_s, min(self.rates.values()))
         bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
         results = []
         with bench.open():
