@@ -53,7 +53,7 @@ def runs(
     json_: JsonOption = False,
 ) -> None:
     """List the runs that were made, the latest first: when, what, how they ended."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from kvbench.results.run_list import listed_runs, output_folder
 
@@ -64,7 +64,8 @@ def runs(
         print(json.dumps([{**asdict(run), "path": str(run.path)} for run in shown], indent=2))
         return
     terminal = console()
-    table = Table("started (UTC)", "kind", "scenario", "status", "run", box=None, padding=(0, 2, 0, 0))
+    titles = ("started (UTC)", "kind", "scenario", "status", "run")
+    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, padding=(0, 2, 0, 0))
     for run in shown:
         started = f"{run.started_at[:10]} {run.started_at[11:16]}"
         status = run.problem or ", ".join((run.status, *run.labels))

@@ -202,7 +202,7 @@ def selftest(
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Write the figures as JSON to a file, too."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the figures as JSON to a file, too."),
     ] = None,
 ) -> int:
     """Measure this host's own error and ceiling against a server with an exact schedule."""

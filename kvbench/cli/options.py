@@ -59,7 +59,9 @@ ForceOption = Annotated[
 ]
 OutputOption = Annotated[
     Path,
-    typer.Option("--output", metavar="DIR", help="Where run folders are written.", envvar="KVBENCH_OUTPUT"),
+    typer.Option(
+        "--output", "-o", metavar="DIR", help="Where run folders are written.", envvar="KVBENCH_OUTPUT"
+    ),
 ]
 
 

@@ -121,7 +121,7 @@ def bundle(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="The archive to write; by default RUN-bundle.tar.gz here."
+            "--output", "-o", metavar="FILE", help="The archive to write; by default RUN-bundle.tar.gz here."
         ),
     ] = None,
     also: Annotated[
@@ -150,7 +150,7 @@ def export(
     ] = "prometheus",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Write to this file instead of printing."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead of printing."),
     ] = None,
 ) -> None:
     """Print a run's summary as Prometheus text, OpenTelemetry JSON or CSV, or hand it to MLflow."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from kvbench import connectors
 from kvbench.core.metrics.limit import limit_of_cell
 from kvbench.core.plan.plan import Plan
-from kvbench.core.plan.prospect import KnownCell, Prospect, prospect_of, seen_of, time_suffices
+from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospect_of, seen_of
 from kvbench.core.plan.prospect_text import shortfall_text
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
-from kvbench.core.search.search import Hint, RateSearch, SearchLimits
+from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
 from kvbench.results.run import CellResult
 from kvbench.sweep.bench import CellWorkOf, Site
 from kvbench.sweep.display import Watcher
@@ -201,7 +201,7 @@ class CellRunner:
 
     def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
         records: list[TrialRecord] = []
-        said = False
+        noted: bool | None = None
         earlier = self._knowledge.earlier
         stored = earlier.tried(attempt.cell, attempt.method)
         if stored:
@@ -237,18 +237,36 @@ class CellRunner:
                     latency_s = median_ms / 1e3
                 if not again:
                     self._watcher.trial_finished(record, strategy.standing())
-                said = said or self._foretell(attempt, strategy, records)
+                if noted is None:
+                    noted = self._foretell(attempt, strategy, records)
+                if not noted and len(records) == foreseen_after(search.max_trials):
+                    self._foresee(attempt, strategy)
         return records
 
-    def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool:
-        """Says as soon as it is known that the time will not do; False while it is not."""
+    def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool | None:
+        """Says as soon as it is known that the time cannot do, and returns whether; None before that."""
         found = self._prospect(attempt.method, strategy, "", records)
+        if found is None:
+            return None
         search = self._scenario.search
         at_the_end = records[-1].request_rate >= search.max_rate
-        if found is not None and not at_the_end and not time_suffices(search, found[1]):
-            slo = self._scenario.slo.main()
-            self._watcher.note(f"{attempt.cell.key}: {shortfall_text(search, slo, found[1], found[0])}")
-        return found is not None
+        if at_the_end or may_suffice(search, found[1]):
+            return False
+        slo = self._scenario.slo.main()
+        self._watcher.note(f"{attempt.cell.key}: {shortfall_text(search, slo, found[1], found[0])}")
+        return True
+
+    def _foresee(self, attempt: Attempt, strategy: Strategy) -> None:
+        """Says after some of a search's trials if all of them are likely not to do."""
+        standing, search = strategy.standing(), self._scenario.search
+        if standing is None or standing.width <= FORESEEN * search.precision or strategy.ask() is None:
+            return
+        done = foreseen_after(search.max_trials)
+        self._watcher.note(
+            f"{attempt.cell.key}: after {done} of {search.max_trials} trials it lies {standing.text()}; "
+            f"the rest are not likely to make this ±{100 * search.precision:.2g} % (raise search.max_trials "
+            "or search.precision, or lengthen the trials)"
+        )
 
     def _prospect(
         self, method: Method, strategy: Strategy, tier: str, records: Sequence[TrialRecord]
@@ -289,7 +307,6 @@ class CellRunner:
         for place, (tier, found) in enumerate(answers.items()):
             answer = dict(found)
             if (prospect := self._prospect(method, strategy, tier, records)) is not None:
-                answer["time_suffices"] = time_suffices(self._scenario.search, prospect[1])
                 answer["time_allows"] = round(prospect[1].moderate, 4)
             rate = answer["max_request_rate"]
             if main and place == 0 and rate is not None:

@@ -23,8 +23,8 @@ FAR: Final = 3.0
 
 
 def why(record: TrialRecord) -> str:
-    """What a trial's line says behind its verdict: the causes of its misses, why it was refused or could not
-    decide, or what a saturating probe has found.
+    """What a trial's line says behind its verdict: the causes of its misses, or that its queue grows; why it
+    was refused or could not decide; or what a saturating probe has found.
     """
     if record.verdict == "invalid":
         return record.reason
@@ -32,7 +32,9 @@ def why(record: TrialRecord) -> str:
         return _served(record)
     causes = record.summary.get("missed_by") or {}
     missed = missed_text(causes)
-    return "; ".join(filter(None, (_open(record), missed))) if record.verdict == "undecided" else missed
+    if record.verdict == "undecided":
+        return "; ".join(filter(None, (_open(record), missed)))
+    return missed or (record.reason if record.verdict == "missed" else "")
 
 
 def _load_text(record: TrialRecord) -> str:
@@ -138,7 +140,8 @@ class Display:
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
         if self._time_left is not None and record.method in MAIN_METHODS:
-            self._time_left.trial_ended(record, standing.sure if standing else None)
+            so_far = (standing.sure, standing.width) if standing else (None, None)
+            self._time_left.trial_ended(record, *so_far)
         # Far from the answer an interval says nothing.
         told = standing if standing is not None and standing.upper < FAR * standing.lower else None
         self._standing = None if told is None else (record.cell, told)

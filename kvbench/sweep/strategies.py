@@ -52,6 +52,11 @@ class Standing:
     upper: float
     sure: float
 
+    @property
+    def width(self) -> float:
+        """Relative half-width."""
+        return (self.upper / self.lower - 1) / 2
+
     def text(self) -> str:
         """``between 58 and 67 req/s``."""
         return f"between {self.lower:.3g} and {self.upper:.3g} req/s"

@@ -145,6 +145,8 @@ def searching_sweep(
     fixed: Fixed | None = None,
 ) -> Sweep:
     """The sweep on any bench in which rates are searched for, or ``fixed`` is offered."""
+    if fixed is not None:
+        plan = replace(plan, prospects=())  # nothing is searched for: no precision to foretell
     return Sweep(scenario, plan, store, watcher, bench, searched_cells(scenario, plan, watcher, fixed))
 
 

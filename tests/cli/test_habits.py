@@ -139,6 +139,19 @@ def test_commands_stand_in_groups() -> None:
     assert "<bool>" not in text
 
 
+def test_a_narrow_terminal_cuts_no_path_of_a_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = CliRunner().invoke(app, ["runs", str(results)], env={"COLUMNS": "60", "FORCE_COLOR": "1"})
+    assert shown.exit_code == 0
+    assert "…" not in shown.output
+
+
+@pytest.mark.parametrize("command", ["sweep", "bench", "simulate", "microbench", "init"])
+def test_o_is_short_for_output(command: str) -> None:
+    flags = [each for one in typer.main.get_command(app).commands[command].params for each in one.opts]  # type: ignore[attr-defined]
+    assert ("-o" in flags) == ("--output" in flags)
+
+
 def test_the_environment_names_the_folder_for_runs(tmp_path: Path) -> None:
     done = run_command(
         *("simulate", "quickstart", "--rate", "5", "--connector", "nixl", "--set", "workload.input_len=64"),

@@ -83,6 +83,19 @@ def test_an_answer_that_is_called_confirmed_rests_on_a_trial_that_was_met(
     assert result.confirmed_by in met
 
 
+def test_what_proves_that_a_burst_is_no_rate_is_a_rate_that_was_held() -> None:
+    run = RUNS["burst-or-sustained"]
+    (sustained,), (burst,) = (
+        [each for each in [*run.cells, *run.other_cells] if each.method == method]
+        for method in ("sustained", "burst")
+    )
+    assert sustained.answer is not None
+    assert burst.answer is not None
+    assert sustained.answer["status"] == "converged"
+    assert claims_a_met_rate(sustained)
+    assert burst.answer["max_request_rate"] > 1.5 * sustained.answer["upper"]
+
+
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
 def test_a_rate_below_which_an_answer_lies_was_missed(run: RunFolder, result: CellResult) -> None:
     assert result.answer is not None

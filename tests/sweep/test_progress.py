@@ -53,6 +53,10 @@ def test_plain_lines_hold_no_control_characters() -> None:
 def test_a_refused_trial_says_why_and_a_missed_one_what() -> None:
     assert why(trial("invalid")) == "the client was late"
     assert why(trial("missed")) == "1 missed TPOT, 7 missed TTFT"
+    grown = trial("missed")
+    grown.summary["missed_by"] = {}
+    grown.reason = "the queue grows by 4.46 requests a second of 15.7 offered"
+    assert why(grown) == grown.reason
 
 
 def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> None:

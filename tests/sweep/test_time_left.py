@@ -40,7 +40,8 @@ class Clock(Silent):
             if left_s is not None:
                 self.shown.append((self.now_s + in_trial_s, record.cell, left_s))
         self.now_s += record.duration_s
-        self.left.trial_ended(record, standing.sure if standing else None)
+        known = (standing.sure, standing.width) if standing else (None, None)
+        self.left.trial_ended(record, *known)
 
     def cell_finished(self, result: CellResult) -> None:
         self.left.cell_ended(result.cell)

@@ -162,9 +162,11 @@ def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) ->
     if len(over_tpot) > len(over_ttft):
         return _tpot(over_tpot, at, tpot_ms or 0.0, facts)
     if not over_ttft:
-        over_ttft = _late_tail(judged)
-        if not over_ttft or not _grows(judged):
+        # A queue may be seen to grow before it is long: in the steady part, or else on the way there.
+        judged = next((each for each in (judged, list(records)) if _grows(each)), [])
+        if not judged:
             return Binding("none", f"{at}, no limit was broken")
+        over_ttft = _late_tail(judged)
     return _ttft(over_ttft, judged, at, facts, records)
 
 

@@ -165,8 +165,9 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
     return None
 
 
-def time_suffices(search: Search, prospect: Prospect) -> bool:
-    """Whether the trials allow the precision asked for, on a system of moderate variation."""
+def may_suffice(search: Search, prospect: Prospect) -> bool:
+    """Whether the trials allow the precision asked for on a system of moderate variation; how much a system
+    varies is known after some trials only (``RateSearch.foreseen``)."""
     return prospect.moderate <= ENOUGH * search.precision
 
 

@@ -1,6 +1,7 @@
 """How long a sweep will take yet: the plan's estimate, corrected by every trial that has ended.
 
-A cell's search needs the more trials the less sure its answer is, each about as long as a trial near the
+A cell's search needs the more trials the less sure its answer is, and once it has had some, as many as narrow
+its interval to the precision asked for (by the root of their number), each about as long as a trial near the
 answer (``core.plan.prospect``). Before a cell's first trial its time is that of cells like it. All of it is
 in the seconds of trials; what goes by besides (launches, checks, a simulation's own speed) is learnt as a
 *pace*: seconds gone by for each second of trials.
@@ -26,6 +27,8 @@ NEAR_TRIALS: Final = 3
 MOST_NEEDED: Final = 0.6
 """Of ``max_trials``, so many a search takes beyond the next one while it knows nothing, and evenly fewer as
 it grows sure: fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
+FROM, TO = 2, 6
+"""After so many trials an interval's width begins to say how many more it takes, and says it alone."""
 _TRIALS: Final = "trials"
 
 
@@ -36,6 +39,7 @@ class _Measured:
     records: list[TrialRecord] = field(default_factory=list)
     prospect: Prospect | None = None
     sure: float | None = None
+    width: float | None = None
     ended: bool = False
 
     @property
@@ -61,11 +65,13 @@ class TimeLeft:
         self._begun: tuple[tuple[Cell, int] | None, float] = None, 0.0
         """Of the trial under way: its cell and place there, and the time left when it began."""
 
-    def trial_ended(self, record: TrialRecord, sure: float | None = None) -> None:
-        """``sure``: how probable it is by now that the search's answer is within its precision, if known."""
+    def trial_ended(self, record: TrialRecord, sure: float | None = None, width: float | None = None) -> None:
+        """If known, ``sure``: how probable it is by now that the search's answer is within its precision, and
+        ``width``: the relative half-width of its interval.
+        """
         known = self._known.setdefault(record.cell, _Measured())
         known.records.append(record)
-        known.sure = sure
+        known.sure, known.width = sure, width
         if known.prospect is None and (seen := seen_of(known.records)) is not None:
             slo = next(iter(self._plan.scenario.slo.by_tier().values()))
             known.prospect = prospect_of(self._plan.scenario, slo, seen)
@@ -130,7 +136,13 @@ class TimeLeft:
         if search.method == "fixed":
             return max(1.0, len(search.rates) - done)
         unsure = max(0.0, 1 - (known.sure or 0.0) / SURE)
-        return min(1 + MOST_NEEDED * search.max_trials * unsure, max(1, search.max_trials - done))
+        needed = 1 + MOST_NEEDED * search.max_trials * unsure
+        if known.width is not None:
+            tried = sum(record.purpose != "ceiling" for record in known.records)
+            weight = min(max((tried - FROM) / (TO - FROM), 0.0), 1.0)
+            more = tried * ((known.width / search.precision) ** 2 - 1)
+            needed = max(1.0, (1 - weight) * needed + weight * more)
+        return min(needed, max(1, search.max_trials - done))
 
     def _cell_of_others_s(self, cell: Cell) -> float:
         """A cell's time by those that are like it: of the same length, or else of the same connector."""

@@ -177,6 +177,7 @@ class SearchAnswer:
     ``level``: how probable it is that the interval holds the rate; None where it is not known. ``posterior``:
     equally probable rates, in order; ``posterior_at_first``: the same of the beginning of a search that has
     ended, since a system may wander; ``wanders``: how probable that is by the last trials' posterior.
+    ``time_suffices``: whether the trials seemed to be enough when some were done (``RateSearch.foreseen``).
     """
 
     max_request_rate: float | None
@@ -196,6 +197,7 @@ class SearchAnswer:
     posterior: tuple[float, ...] = ()
     wanders: float | None = None
     posterior_at_first: tuple[float, ...] = ()
+    time_suffices: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         row = asdict(self)

@@ -42,6 +42,16 @@ CEILING_MOST: Final = 1000.0
 """But no more than that, or the client and the router are what is flooded."""
 CEILING_SHARE: Final = 0.9
 """The first trial after it offers this share of what it completed."""
+FORESEEN_AFTER: Final = 3 / 8
+FORESEEN: Final = 2.0
+"""After that share of its trials a search is likely to converge whose interval is so many times the precision
+wide at most (its half-width). LAB (118 searches of the seed develop): 17 of 20 of those did, and 20 of the
+other 98; what is said before any trial foretells nothing of it: a system's variation is not known then."""
+
+
+def foreseen_after(max_trials: int) -> int:
+    """After how many trials it is told whether they will do."""
+    return math.ceil(FORESEEN_AFTER * max_trials)
 
 
 class RateSearch:
@@ -58,6 +68,7 @@ class RateSearch:
         self._start = self._history.inside(limits.start_rate if hint is None else hint.rate)
         self._ceiling = ceiling and not self._trusted
         self._pending: Probe | None = None
+        self._foreseen: bool | None = None
 
     @property
     def limits(self) -> SearchLimits:
@@ -96,13 +107,26 @@ class RateSearch:
         outcome = TrialOutcome(rate, verdict, purpose, measured, thorough)
         self._history = replace(self._history, outcomes=(*self.history, outcome))
         self._pending = None
+        if len(self.history) == foreseen_after(self.limits.max_trials):
+            found = self.estimate()
+            self._foreseen = found is not None and found.width <= FORESEEN * self.limits.precision
 
     def estimate(self) -> RateEstimate | None:
         """The posterior of the rate looked for; None before anything was measured."""
         return self._history.estimate
 
+    @property
+    def foreseen(self) -> bool | None:
+        """Whether the trials allowed are likely to do for the precision; None before it can be told."""
+        return self._foreseen
+
     def answer(self) -> SearchAnswer:
         """The best answer so far; honest, if not sharp, before the end."""
+        found = self._answer()
+        sooner = True if found.status == "converged" else None
+        return replace(found, time_suffices=sooner if self._foreseen is None else self._foreseen)
+
+    def _answer(self) -> SearchAnswer:
         history, finished = self._history, self.ask() is None
         answer = by_verdicts.answer(history, finished=finished)
         if history.estimate is None or answer.status in ("censored", "slo_unattainable"):

@@ -251,12 +251,13 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
 
 def print_checks(checks: Sequence[Check], console: Console, *, as_json: bool = False) -> int:
     """Print every finding with its fix; returns the exit code: 1 if something does not work without one."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if as_json:
         console.file.write(json.dumps({"checks": [vars(check) for check in checks]}, indent=2) + "\n")
     else:
-        table = Table("", "what", "finding", "fix", box=None, pad_edge=False)
+        titles = ("", "what", "finding", "fix")
+        table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
         for check in checks:
             table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
         console.print(table)

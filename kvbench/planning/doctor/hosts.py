@@ -272,9 +272,10 @@ def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict
 
 def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     """Each NIC's way to the one of the same place on the other hosts."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("NIC", "to", "round trip", "one TCP flow", box=None, pad_edge=False)
+    titles = ("NIC", "to", "round trip", "one TCP flow")
+    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
     for (one, other), found in pairs.items():
         cells = ["[red]no[/red]", ""]
         if "error" not in found:
@@ -293,10 +294,11 @@ def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[
 
 def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     """Who reaches whom, from the row's host to the column's: round trip, and a plain TCP flow."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     names = list(dict.fromkeys(one for one, _ in pairs))
-    table = Table("from \\ to", *map(escape, names), box=None, pad_edge=False)
+    titles = ("from \\ to", *map(escape, names))
+    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
     for one in names:
         cells = []
         for other in names:

@@ -118,7 +118,7 @@ def gather(
     able = preferred(engine) if elsewhere else able_connectors(engine, machine)
     for each in able:
         if each.reason:
-            console.print(f"  {each.name} cannot run here: {each.reason}. Mend: {each.fix}", markup=False)
+            console.print(f"  {each.name} cannot run here: {each.reason}. Fix: {each.fix}", markup=False)
     runs = tuple(each.name for each in able if not each.reason)
     if not runs:
         raise InputError("no connector can run here", hint="`kvbench doctor` says what is missing")

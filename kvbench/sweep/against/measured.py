@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -146,7 +147,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
             bench = RowBench(DeployedBench(scenario, plan, store, display))
             sweep = Sweep(
                 scenario,
-                plan,
+                replace(plan, prospects=()),  # nothing is searched for
                 store,
                 display,
                 bench,

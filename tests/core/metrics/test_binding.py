@@ -124,6 +124,16 @@ def test_a_growing_queue_within_the_limits_is_a_limit_too(seed: int) -> None:
     assert named(PAIR, 50.0, seed, slo=Slo(60_000, 1000, 0.9)).limit == "prefill"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_queue_that_was_seen_to_grow_before_the_steady_part_began_is_a_limit(seed: int) -> None:
+    offsets = planned_offsets(60.0, 240, 1.0, seed).tolist()
+    outcome = simulate(PAIR, SimulatedLoad.alike(offsets, 1024, 16, 60.0))
+    loose = Slo(60_000, None, 0.9)
+    facts = facts_of(outcome, 60.0, loose)
+    few = replace(facts, window=Window(offsets[-4], offsets[-1]))
+    assert binding_of(outcome.records, loose, few).limit == "prefill"
+
+
 def test_a_trial_that_was_stopped_before_the_late_ones_were_answered_is_still_read() -> None:
     offsets = planned_offsets(45.0, 400, 1.0, 3).tolist()
     outcome = simulate(PAIR, SimulatedLoad.alike(offsets, 1024, 16, 60.0), lambda tick: tick.t_s >= 2.0)

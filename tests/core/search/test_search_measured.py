@@ -25,6 +25,7 @@ from kvbench.core.search.search import (
     SearchLimits,
     TrialFigures,
     TrialOutcome,
+    foreseen_after,
 )
 
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
@@ -138,6 +139,25 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
         assert answer.upper is not None
         inside += answer.lower <= 30 <= answer.upper
     assert inside >= 48  # 54 expected
+
+
+def test_after_some_trials_it_is_foreseen_whether_all_will_do() -> None:
+    limits = replace(LIMITS, max_trials=16)
+
+    def foreseen(steepness: float, effective: int, seed: int) -> RateSearch:
+        search = RateSearch(limits)
+        trial = queue(30, seed, steepness=steepness, effective=effective)
+        while (probe := search.ask()) is not None and len(search.history) < foreseen_after(16):
+            assert search.foreseen is None
+            search.tell(probe.rate, *trial(probe))
+        return search
+
+    assert foreseen_after(16) == 6
+    for seed in range(3):
+        sharp, flat = foreseen(40.0, 200, seed).answer(), foreseen(3.0, 8, seed).answer()
+        assert sharp.time_suffices is True
+        assert flat.time_suffices is False
+    assert RateSearch(limits).answer().time_suffices is None
 
 
 def test_the_way_of_a_cold_start_with_a_ceiling() -> None:

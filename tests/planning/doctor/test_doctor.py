@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvbench import connectors
 from kvbench.planning.doctor.doctor import (
@@ -22,9 +24,11 @@ from kvbench.planning.doctor.doctor import (
     gpu_check,
     open_files_check,
     ports_check,
+    print_checks,
     rdma_checks,
     shm_check,
 )
+from kvbench.planning.doctor.hosts import matrix, nic_table
 
 
 def test_on_this_machine_each_finding_is_complete() -> None:
@@ -138,3 +142,22 @@ def test_gpus() -> None:
     assert "needs none" in gpu_check([]).detail
     told = gpu_check([{"name": "NVIDIA H200", "driver_version": "580"}] * 8).detail
     assert told == ", ".join(["NVIDIA H200"] * 5) + " and 3 more, driver 580"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_width_cuts_what_a_finding_says(width: int) -> None:
+    long = "/a/long/path/to/some/library/of/a/virtual/environment/lib/python3.11/site-packages/x.so"
+    pair = {"rtt_s": 0.000123, "bytes_per_s": 123.45e9}
+    pairs = {
+        ("a-long-host-name-1", "a-long-host-name-2"): pair,
+        ("a-long-host-name-2", "a-long-host-name-1"): pair,
+    }
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    assert print_checks([Check("library", "missing", long, f"remove {long}")], console) == 1
+    console.print(matrix(pairs), nic_table(pairs))
+    shown = stream.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    # However it is folded: each digit of two rates and two round trips, told by both tables, is there.
+    assert sum(shown.count(each) for each in "0123456789") >= 2 * 2 * (len("12345") + len("012"))
