@@ -57,7 +57,7 @@ def watched(name: str, folder: Path, **settings: Any) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("name", ["quickstart", "xpyd"])
+@pytest.mark.parametrize("name", ["quickstart", "xpyd", "burst-or-sustained"])
 def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, tmp_path: Path) -> None:
     clock = watched(name, tmp_path)
     total_s = clock.now_s
@@ -68,12 +68,10 @@ def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, t
             assert left_s <= 1.2 * lowest, (cell, left_s, lowest)
             lowest = min(lowest, left_s)
     half_s, _, left_s = min(clock.shown, key=lambda each: abs(each[0] - total_s / 2))
-    # Of xpyd, whose cells differ most, a little more than 30 %. A search that goes on to max_trials, as that
-    # of burst-or-sustained does, is not foreseen: there the time left is too short by half.
-    assert left_s == pytest.approx(total_s - half_s, rel=0.4 if name == "xpyd" else 0.3)
+    assert left_s == pytest.approx(total_s - half_s, rel=0.3)
     # Within a trial it counts down by about the time that goes by.
     falls = [a[2] - b[2] for a, b in zip(clock.shown, clock.shown[1:], strict=False) if a[1] == b[1]]
-    assert sum(fall > 0 for fall in falls) > 0.8 * len(falls)
+    assert sum(fall > 0 for fall in falls) > 0.75 * len(falls)
 
 
 def test_a_run_in_real_time_begins_with_the_plans_estimate_of_launches(tmp_path: Path) -> None:

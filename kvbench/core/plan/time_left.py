@@ -27,7 +27,10 @@ NEAR_TRIALS: Final = 3
 MOST_NEEDED: Final = 0.6
 """Of ``max_trials``, so many a search takes beyond the next one while it knows nothing, and evenly fewer as
 it grows sure: fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
-FROM, TO = 2, 6
+LONGER: Final = 0.25
+"""Power of its prompts' length by which a cell takes longer: of 0.2 to 0.5, the one that was right most often
+at half time in nine simulated sweeps (quickstart, xpyd, burst-or-sustained; 7 within 30 %)."""
+FROM, TO = 2.0, 6.0
 """After so many trials an interval's width begins to say how many more it takes, and says it alone."""
 _TRIALS: Final = "trials"
 
@@ -117,7 +120,11 @@ class TimeLeft:
         known = self._of(cell)
         if not known.records:
             return self._cell_of_others_s(cell)
-        return self._next_trial_s(known) * self._trials_left(known)
+        own_s = self._next_trial_s(known) * self._trials_left(known)
+        if known.prospect is None:
+            # Far from the answer trials are short, and say nothing of those to come.
+            return max(own_s, self._cell_of_others_s(cell) - known.spent_s)
+        return own_s
 
     def _next_trial_s(self, known: _Measured) -> float:
         usual_s = [record.duration_s for record in known.records if record.purpose != "ceiling"]
@@ -145,9 +152,12 @@ class TimeLeft:
         return min(needed, max(1, search.max_trials - done))
 
     def _cell_of_others_s(self, cell: Cell) -> float:
-        """A cell's time by those that are like it: of the same length, or else of the same connector."""
+        """A cell's time by those that are like it: of the same length, or else of the same connector, and
+        then longer, the longer its prompts are: such requests take longer, and come at a lower rate.
+        """
         known = {
-            other: each.spent_s + (0.0 if each.ended else self._cell_left_s(other))
+            other: (each.spent_s + (0.0 if each.ended else self._cell_left_s(other)))
+            * (cell.input_len / other.input_len) ** LONGER
             for other, each in self._known.items()
             if each.records and (each.ended or each.prospect is not None)
         }
