@@ -131,12 +131,17 @@ def print_commands(
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:
         raise InputError("an external server is started by somebody else: there is no command to print")
-    planned = _chosen(plan_of(scenario))
+    plan = plan_of(scenario)
+    planned = _chosen(plan)
     elsewhere = deployment.several_hosts or not is_here(deployment.host)
     planned = with_ports(planned, "127.0.0.1" if elsewhere else deployment.host)
     print(f"# {planned.label}: {len(planned.instances)} instance(s), start them in this order")
     for note in engine_warnings(scenario):
         print(f"# note: {note}")
+    try:
+        require_gpus(replace(plan, deployments=(planned,)))
+    except InputError as error:
+        print(f"# note: {error.message}: these commands are for a machine with more")
     for spec in process_specs(scenario, planned, Path(".")):
         if elsewhere and spec.argv[0] == sys.executable:
             spec = replace(spec, argv=("python3", *spec.argv[1:]))

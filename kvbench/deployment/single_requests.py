@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
@@ -28,6 +29,10 @@ from kvbench.hosts.server_hints import failure_hint, status_hint, status_text
 
 PROBE_WORDS: Final = (64, 320)
 """Of the two messages that a chat's tokens are learned from; less where the workload is shorter."""
+COMPILE_S: Final = 180.0
+"""vLLM compiles a kernel for log-probabilities when they are first asked for (``torch.compile`` in its
+``v1/sample/ops/logprobs.py``, also with ``--enforce-eager``): it may last longer than a request may."""
+GATEWAY_TIMEOUT: Final = 504
 
 
 class SingleRequests:
@@ -88,13 +93,24 @@ class SingleRequests:
         model, timeout_s = self._scenario.model.served_model_name, self._scenario.request_timeout_s
         scored = scored and not self._chats
 
+        begun = time.monotonic()
+
         def post(prompt: Mapping[str, Any]) -> httpx.Response:
-            asked = greedy_body(model, prompt, max_tokens, scored=scored)
-            response = self._client.post(self._url, json=asked, timeout=timeout_s)
-            if scored and response.status_code in REFUSALS:
-                plain = greedy_body(model, prompt, max_tokens)
-                return self._client.post(self._url, json=plain, timeout=timeout_s)
-            return response
+            plain = greedy_body(model, prompt, max_tokens)
+            while scored:
+                asked = greedy_body(model, prompt, max_tokens, scored=True)
+                late = time.monotonic() - begun > COMPILE_S
+                try:
+                    response = self._client.post(self._url, json=asked, timeout=timeout_s)
+                except httpx.ReadTimeout:
+                    if late:
+                        raise
+                    continue
+                if response.status_code in REFUSALS:
+                    break
+                if late or response.status_code != GATEWAY_TIMEOUT:
+                    return response
+            return self._client.post(self._url, json=plain, timeout=timeout_s)
 
         def post_all() -> list[httpx.Response]:
             with ThreadPoolExecutor(len(fields)) as together:

@@ -154,6 +154,29 @@ def test_commands_for_two_other_hosts_are_printed_here(ports: str, node: Path) -
     assert "--host 10.0.0.2" in done.out.replace("\\\n    ", "")
 
 
+@pytest.mark.parametrize(("gpus", "told"), [(8, False), (1, True)])
+def test_printed_commands_that_want_more_gpus_than_are_here_say_so(gpus: int, told: bool, node: Path) -> None:
+    """They may be for another machine; but GPU 1 of one is none."""
+    hgx.write_smi(node, gpus)
+    path = node / "pair.yaml"
+    path.write_text(PAIR)
+    done = kvbench("launch", str(path), "--print")
+    assert done.status == 0, done.text
+    assert "CUDA_VISIBLE_DEVICES=1" in done.out
+    note = "# note: nixl needs 2 GPUs (prefill 1 × 1, decode 1 × 1), and this host has 1: "
+    assert (note in done.out) == told, done.out
+
+
+PAIR = """
+version: 1
+model: qwen3-8b
+deployment: {engine: vllm, engine_options: {model: Qwen/Qwen3-8B, version: 0.13.0}}
+connectors: [nixl]
+workload: {input_len: [1024], output_len: 16}
+slo: {ttft_ms: 2000}
+"""
+
+
 # ---------------------------------------------------------------- two hosts
 
 

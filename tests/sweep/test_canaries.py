@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import EASY, kvbench, the_run
 from hostile import spec_for
 from resuming import without_checksums
 
 from kvbench.core.canaries.tally import Tally
+from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.deployment.completions import Completion
 from kvbench.errors import ServerError
@@ -26,6 +28,7 @@ from kvbench.sweep import simulate
 from kvbench.sweep.trial.canary_supply import AT_END, CanarySupply, right_answers
 from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned
 from kvbench.sweep.verify.audit import audit
+from tests.processes.exact_server.test_exact import exact, trouble
 
 pytestmark = pytest.mark.timeout(300)
 CELL = Cell("tcp", 64, 8)
@@ -243,3 +246,53 @@ def test_what_is_asked_beside_the_load_is_at_most_half_the_share() -> None:
         asked += len(supply.ask("after_trial", f"trial-{number}"))
     asked += len(supply.ask("end_of_cell", "end"))
     assert 11 < asked <= 0.01 * sent
+
+
+def test_a_trace_keeps_its_lengths_and_canaries_share_no_prompt() -> None:
+    scenario, _ = resolve(CliOptions("quickstart", EASY))
+    trace = [
+        TracedRequest(0.1 * place, 40 + place % 7, 4 + place % 3, (place // 2,) if place % 2 else None)
+        for place in range(400)
+    ]
+    server = Server()
+    pool = right_answers(
+        scenario, server, "aggregated", CELL, 60.0, proof="reference", scored=False, trace=trace
+    )
+    assert pool is not None
+    assert len(pool) == len(pool.places) >= 15
+    assert [pool.lengths[n] for n in range(len(pool))] == [
+        (trace[place].input_len, trace[place].output_len) for place in pool.places
+    ]
+    assert {len(pool.prompt(n)) for n in range(len(pool))} <= set(range(40, 47))
+    supply = CanarySupply(scenario, server, pool)
+    found = supply.places(Offered(np.array([each.offset_s for each in trace]), trace), 1)
+    assert set(found.at) == set(pool.places)
+    short = supply.places(Offered(np.array([each.offset_s for each in trace[:100]]), trace[:100]), 1)
+    assert set(short.at) == {place for place in pool.places if place < 100}
+    assert max(pool.places) > 330
+    assert sum(place <= 2 * scenario.search.min_requests for place in pool.places) >= 10
+
+
+def test_a_server_that_refuses_to_be_asked_is_measured_without(tmp_path: Path) -> None:
+    """One that turns several requests away at once, as by a limit of its rate."""
+    with exact(
+        tmp_path, first_token_s=0.01, gap_s=0.001, **trouble("status", at=list(range(8, 20)), status=429)
+    ) as server:
+        words = ("bench", "--base-url", server.url, "--input-len", "64", "--output-len", "8", "--rate", "20")
+        more = ("--ttft-ms", "2000", "--tpot-ms", "500", "--output", str(tmp_path / "results"))
+        done = kvbench(*words, *more, sets=("search.trial_s=2", "search.min_requests=30"))
+    assert "canaries could not be asked for" in done.text
+    assert "answers under load: none were checked" in done.text
+    assert the_run(tmp_path / "results").trials[0].verdict in ("met", "invalid")
+
+
+def test_a_foreign_server_is_compared_with_itself(tmp_path: Path) -> None:
+    with exact(tmp_path, first_token_s=0.01, gap_s=0.001) as server:
+        words = ("bench", "--base-url", server.url, "--input-len", "64", "--output-len", "8", "--rate", "30")
+        more = ("--ttft-ms", "2000", "--tpot-ms", "500", "--output", str(tmp_path / "results"))
+        done = kvbench(*words, *more, sets=("search.trial_s=3", "search.min_requests=80"))
+    assert "compared with what the same server answered when idle, the weaker proof" in done.text
+    run = the_run(tmp_path / "results")
+    tally = Tally.of_trial(run.trials[0])
+    assert tally.checked == tally.own >= 2
+    assert (tally.wrong, tally.noisy) == (0, 0)

@@ -75,7 +75,7 @@ def right_answers(
     least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + SPARES
     most = wanted_canaries(search.max_requests, checks.canary_share, checks.min_canaries) + SPARES
     wanted = min(MOST, max(least, most))
-    places = _trace_places(trace, wanted)
+    places = _trace_places(scenario, trace)[:wanted]
     lengths = [(trace[place].input_len, trace[place].output_len) for place in places]
     lengths = lengths or [(cell.input_len, cell.output_len)] * wanted
     seed = trial_seed(scenario.seed, f"canaries-{cell.input_len}-{cell.output_len}", 0)
@@ -150,14 +150,14 @@ def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
         yield from alike.values()
 
 
-def _trace_places(trace: Sequence[TracedRequest], wanted: int) -> list[int]:
-    """Requests of a trace, spread over it, that share no prompt with those before them."""
+def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[int]:
+    """Requests of a trace that share no prompt with those before them, at the places of canaries."""
     if not trace:
         return []
-    hits = list(expected_hits(trace))
-    fresh = [place for place, hit in enumerate(hits) if not hit]
-    step = max(1, len(fresh) // wanted)
-    return fresh[::step][:wanted]
+    fresh = [place for place, hit in enumerate(expected_hits(trace)) if not hit]
+    checks, early = scenario.checks, scenario.search.min_requests
+    found = canary_places(len(fresh), checks.canary_share, checks.min_canaries, early, scenario.seed)
+    return [fresh[each] for each in found]
 
 
 class CanarySupply:

@@ -38,6 +38,13 @@ def test_a_first_token_of_its_own_before_bundles_counts_once() -> None:
     assert tpot_ms(65, [8 * TOKEN_S] * 8, shape) == pytest.approx(1e3 * TOKEN_S)
 
 
+@pytest.mark.parametrize("prompt_bytes", [0, 40_000])
+def test_a_prompt_repeated_in_the_first_event_is_no_token_of_the_answer(prompt_bytes: int) -> None:
+    """Else 63 of 64 tokens would have come with it, and three bundles of 16 taken 80 ms a token."""
+    shape = StreamShape(first_text=112 + prompt_bytes, text=448 + prompt_bytes)
+    assert untimed_tokens(64, [0.08] * 3, shape) == pytest.approx(16)
+
+
 def test_what_the_first_usage_tells_is_believed_if_it_can_be() -> None:
     assert untimed_tokens(64, [0.08] * 3, StreamShape(told=16)) == 16
     assert untimed_tokens(64, [0.08] * 3, StreamShape(64, 256, told=64)) == 16  # of all tokens, in each event

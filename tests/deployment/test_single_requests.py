@@ -1,0 +1,110 @@
+"""Single requests to a server that answers late: what it compiles first, it may take its time for."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kvbench.deployment import single_requests
+from kvbench.deployment.single_requests import SingleRequests
+from kvbench.errors import ServerError
+from kvbench.hosts import web
+from kvbench.planning.overrides import CliOptions, resolve
+
+TIMEOUT_S = 0.5
+CHOICE = {"text": " a", "logprobs": {"tokens": [" a"], "token_logprobs": [0.0], "top_logprobs": [{}]}}
+
+
+class Compiling(ThreadingHTTPServer):
+    """Answers at once, but with log-probabilities not before it has compiled for so long after the first."""
+
+    daemon_threads = False  # so that server_close() waits for them
+
+    def __init__(self, compile_s: float, router: bool) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.compile_s, self.router = compile_s, router
+        self.begun: float | None = None
+        self.over = threading.Event()
+        self.asked: list[dict[str, Any]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Compiling
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "m", "max_model_len": 64}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        status = 200
+        if "logprobs" in body:
+            self.server.begun = self.server.begun or time.monotonic()
+            left_s = self.server.begun + self.server.compile_s - time.monotonic()
+            if self.server.router and left_s > 0.1:  # which gives its engine up before the client does
+                left_s, status = 0.1, 504
+            self.server.over.wait(max(0.0, left_s))
+        self.answer(status, {"choices": [CHOICE]} if status == 200 else {"error": {"message": "late"}})
+
+    def answer(self, status: int, said: dict[str, Any]) -> None:
+        content = json.dumps(said).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError:  # who asked has gone
+            return
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is printed."""
+
+
+@contextmanager
+def asked(compile_s: float, *, router: bool = False) -> Iterator[tuple[SingleRequests, Compiling]]:
+    server = Compiling(compile_s, router)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    sets = (f"workload.request_timeout_s={TIMEOUT_S}",)
+    cli = CliOptions(base_url=url, input_len="8", output_len=2, ttft_ms=100, overrides=sets)
+    try:
+        scenario, _ = resolve(cli)
+        with web.client() as client:
+            yield SingleRequests(scenario, client, url, lambda: None, lambda: ("", "")), server
+    finally:
+        server.over.set()
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_the_first_log_probabilities_may_take_longer_than_a_request(router: bool) -> None:
+    """As with vLLM, which compiles for them; with kvbench's router in between, which answers 504."""
+    with asked(3 * TIMEOUT_S, router=router) as (requests, server):
+        found = requests.complete([[1, 2], [3, 4]], 2, scored=True)
+    assert [each.text for each in found] == [" a", " a"]
+    assert all(each.choices for each in found)
+    assert len(server.asked) > 2
+
+
+def test_a_server_that_never_tells_them_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_requests, "COMPILE_S", 2 * TIMEOUT_S)
+    with asked(600.0) as (requests, server):
+        with pytest.raises(ServerError, match=r"ReadTimeout.*request_timeout_s is 0\.5"):
+            requests.complete([[1, 2]], 2, scored=True)
+        assert 3 <= len(server.asked) <= 5
+
+
+def test_a_request_without_them_has_its_timeout_and_no_more() -> None:
+    with asked(600.0) as (requests, server):
+        assert requests.complete([[1, 2]], 2)[0].text == " a"
+        assert "logprobs" not in server.asked[0]
