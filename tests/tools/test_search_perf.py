@@ -14,6 +14,7 @@ from tools.perf_search.rivals import RULES, Bench, run_rule
 from tools.perf_search.systems import SYSTEMS
 from tools.perf_search.trials import search
 
+pytestmark = pytest.mark.timeout(400)
 MD1 = SYSTEMS["md1"]
 
 

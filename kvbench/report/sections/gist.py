@@ -19,6 +19,14 @@ from kvbench.report.tables.vllm_bench import about, serve_values
 from kvbench.report.value import Block, ReportSection, Writer
 from kvbench.results.provenance import mark_of, scenario_of, slo_of
 
+_SEARCHED: Final = "highest request rate under the SLO"
+_HELD: Final = {
+    "bench": "one request rate",
+    "chaos": "what faults cost at a held rate",
+    "soak": "a held rate for long",
+}
+"""By the kind of a run that searches no rate: what it is about."""
+
 
 def titles(facts: Facts) -> Mapping[Writer, str]:
     """What each writer calls the run."""
@@ -31,7 +39,7 @@ def titles(facts: Facts) -> Mapping[Writer, str]:
         goal = ""
     else:
         what, goal = _measured(facts, kind), slo_of(run).text()
-        subject = "results that were read in" if facts.is_imported else "highest request rate under the SLO"
+        subject = "results that were read in" if facts.is_imported else _HELD.get(kind, _SEARCHED)
         heading = f"{scenario_of(run)}: {subject}{marked}"
     parts = dict.fromkeys((scenario_of(run), kind, goal))
     return {
@@ -45,11 +53,11 @@ def _measured(facts: Facts, kind: str) -> str:
     methods = {trial.method for trial in facts.run.all_trials}
     if facts.is_imported or "imported" in methods:
         return "imported results"
-    if kind == "bench":
-        return "one request rate"
+    if kind in _HELD:
+        return _HELD[kind]
     if methods and methods <= {"fixed", "equal_rate"}:
         return "listed request rates"
-    return "highest request rate under the SLO"
+    return _SEARCHED
 
 
 def of_requests(of: Material) -> Iterator[ReportSection]:

@@ -28,6 +28,7 @@ from kvbench.core.search.search import (
     foreseen_after,
 )
 
+pytestmark = pytest.mark.timeout(400)
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
 Outcome = tuple[VerdictKind, TrialFigures | None]
 Trial = Callable[[Probe], Outcome]
@@ -120,7 +121,7 @@ def queue(
 @pytest.mark.parametrize("ceiling", [False, True])
 def test_the_root_is_found_without_bias(ceiling: bool) -> None:
     found, trials = [], []
-    for seed in range(40):
+    for seed in range(24):
         answer = run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33))
         assert answer.status == "converged"
         assert answer.max_request_rate is not None
@@ -133,12 +134,12 @@ def test_the_root_is_found_without_bias(ceiling: bool) -> None:
 
 def test_the_interval_covers_as_often_as_it_says() -> None:
     inside = 0
-    for seed in range(60):
+    for seed in range(36):
         answer = run(RateSearch(LIMITS, ceiling=True), queue(30, seed, capacity=33))
         assert answer.lower is not None
         assert answer.upper is not None
         inside += answer.lower <= 30 <= answer.upper
-    assert inside >= 48  # 54 expected
+    assert inside >= 28  # 32 expected
 
 
 def test_after_some_trials_it_is_foreseen_whether_all_will_do() -> None:
