@@ -19,7 +19,7 @@ from kvbench.core.records import TrialRecord
 from kvbench.hosts import scratch
 from kvbench.results.run import RunFolder, load_run
 
-DEADLINE_S = 90.0
+DEADLINE_S = 150.0
 
 # A sweep whose outcome does not depend on how fast this machine is: rates that anything holds, and limits
 # wide enough for a busy machine. It ends at max_rate, censored, after two trials a cell.

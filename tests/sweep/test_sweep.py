@@ -19,7 +19,7 @@ from kvbench.hosts import scratch
 from kvbench.results.run import RunFolder
 from kvbench.sweep.trial.output_check import compare
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def sweep(results: Path, *words: str, sets: tuple[str, ...] = ()) -> tuple[int, str, RunFolder]:
