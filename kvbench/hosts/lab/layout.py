@@ -22,7 +22,7 @@ QUEUE: Final = "20ms"
 CORE_BITS_PER_S: Final = 5e9
 """What one core carries of shaped veth traffic: on two, 2 × 5 Gbit/s gave 92 % of the rate, 4 × 5 gave 84."""
 
-_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
+_RATE: Final = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?")
 _PREFIX: Final = re.compile(r"\d{1,3}\.\d{1,3}")

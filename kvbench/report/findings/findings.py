@@ -14,6 +14,7 @@ from typing import Final
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.report.findings.drift import drifts
+from kvbench.report.findings.faults import fault_statements
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
 from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.tables.methods import method_tables
@@ -32,6 +33,10 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
     """All findings of one run. ``rows``: its result table, where that is at hand."""
     if run.manifest.get("kind") == "microbench":
         return transfer_statements(run.transfer_records())
+    if run.manifest.get("kind") == "chaos":
+        return [*fault_statements(run), *refused(run), *disturbed(run)]
+    if run.manifest.get("kind") == "soak":
+        return [Statement("untold", "alone", "who is ahead: a soak holds one rate of one pair"), *refused(run), *disturbed(run)]
     rows = summary_table(run) if rows is None else rows
     own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
     found = [
