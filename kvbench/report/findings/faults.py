@@ -71,9 +71,12 @@ def _ahead(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
         if max(losses[1]) < min(losses[0]):
             one, other, losses = other, one, losses[::-1]
         if max(losses[0]) < min(losses[1]):
-            yield one.name, (
-                f"{one.cell.connector} loses less goodput by {one.name} than {other.cell.connector}: "
-                f"{_between(losses[0])} against {_between(losses[1])} requests"
+            yield (
+                one.name,
+                (
+                    f"{one.cell.connector} loses less goodput by {one.name} than {other.cell.connector}: "
+                    f"{_between(losses[0])} against {_between(losses[1])} requests"
+                ),
             )
 
 

@@ -36,7 +36,11 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
     if run.manifest.get("kind") == "chaos":
         return [*fault_statements(run), *refused(run), *disturbed(run)]
     if run.manifest.get("kind") == "soak":
-        return [Statement("untold", "alone", "who is ahead: a soak holds one rate of one pair"), *refused(run), *disturbed(run)]
+        return [
+            Statement("untold", "alone", "who is ahead: a soak holds one rate of one pair"),
+            *refused(run),
+            *disturbed(run),
+        ]
     rows = summary_table(run) if rows is None else rows
     own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
     found = [
