@@ -14,7 +14,7 @@ from typing import Final
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.report.findings.drift import drifts
-from kvbench.report.findings.faults import fault_statements
+from kvbench.report.findings.fault_costs import fault_statements
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
 from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.tables.methods import method_tables

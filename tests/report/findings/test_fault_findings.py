@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.findings.faults import ENOUGH, chance
+from kvbench.report.findings.fault_costs import ENOUGH, chance
 from kvbench.report.findings.findings import statements
 from kvbench.results.run import load_run
 
