@@ -54,16 +54,18 @@ STRETCH_AFTER: Final = 9
 STRETCH: Final = 3.0
 """After so many trials, so many times the length of the first thorough ones."""
 SOON: Final = 8
-SURE_SOON, SURE = 0.86, 0.9
+SURE_SOON, SURE = 0.82, 0.865
 """How probable it must be that the rate is within the precision, in the first trials, and later: who looks
 more often sees more by chance. Of drawn systems' answers (develop and check, 226 searches) 69 of 72 were
-then; with 0.86 for all, 86 of 93."""
+then; with 0.82 for all, 86 of 93."""
 LEAN: Final = 0.15
 LEAN_MOST: Final = 0.45
 """While the interval is wide: so much further from its median, as a share of the posterior, a trial goes for
 each one in a row before that was kept, or missed, as the one before; and at most. A median that is always
 kept is no median."""
-NEAR: Final = 1.7
+KEPT_IN_A_ROW: Final = 4
+"""So many trials in a row that were kept, and still it is not sure: what is missing is how far up it goes."""
+NEAR: Final = 1.85
 """In units of the precision: the interval's half-width from which on a trial may confirm."""
 CONFIRM_BELOW: Final = 0.1
 CONFIRM_STEP: Final = 0.06
@@ -84,7 +86,8 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return history.confirm_lowest()
     if not some_bad and highest >= limits.max_rate:
         return history.confirm_highest(highest)
-    sharp = estimate.width <= limits.precision * NEAR
+    near = estimate.width <= limits.precision * NEAR
+    sharp = near and not _always_kept(history)
     capacity, target = _capacity(history), estimate.median
     if not sharp:
         # Half way at most to where there is an answer already.
@@ -95,14 +98,17 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         beyond = min(estimate.upper, highest * (1 + limits.precision)) if len(tried) > 1 else 0.0
         target = min(max(target, step, beyond), highest * UP_MOST)
     elif not some_good:
-        near = any(_some_in_time(each) for each in tried if each.rate == lowest)
-        step = lowest / (DOWN_NEAR if near else step_factor(DOWN_COLD, len(tried)))
-        target = max(target, step) if near or len(tried) < 3 else step
+        close = any(_some_in_time(each) for each in tried if each.rate == lowest)
+        step = lowest / (DOWN_NEAR if close else step_factor(DOWN_COLD, len(tried)))
+        target = max(target, step) if close or len(tried) < 3 else step
     else:
         # What was over before a queue had built up has proved nothing, if the median says so.
         proved = max((each.rate for each in tried if each.thorough and _kept(each) is True), default=0.0)
         outside = good < bad and not min(good, proved) / BEYOND <= target <= bad * BEYOND
         target = math.sqrt(good * bad) if outside else target
+        if near and not sharp:
+            # Back to what was missed once: where that is kept now, the system is no longer what it was.
+            target = _return_to(history, estimate)
     unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
     if sharp and some_good and some_bad:
         target /= 1 + _aim_below(history) * limits.precision
@@ -136,6 +142,8 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
         status, reason = _unsettled(history, estimate, finished)
     limits, tried = history.limits, history.tried
     lower, upper = min(estimate.lower, rate), max(estimate.upper, rate)
+    if settled is None and lower < limits.min_rate:
+        lower = 0.0  # nothing below it was tried
     known: tuple[float | None, float | None, float | None, Literal["", "above", "below"]]
     known = (rate, lower, upper, "")
     if settled is None and all(each.verdict == "missed" for each in tried):
@@ -202,6 +210,22 @@ def _kept(outcome: TrialOutcome) -> bool | None:
         return None
     # Too few came back in all the trial's time to tell anything: it was far too much.
     return bool(measured.n) and measured.score is not None and measured.score >= 0
+
+
+def _always_kept(history: TrialHistory) -> bool:
+    """Whether all of the last trials were kept: confirming once more would tell nothing new."""
+    last = history.tried[-KEPT_IN_A_ROW:]
+    return len(last) == KEPT_IN_A_ROW and all(_kept(each) is True for each in last)
+
+
+def _return_to(history: TrialHistory, estimate: RateEstimate) -> float:
+    """The lowest rate that was missed, and not kept since; or beyond all that was kept."""
+    kept, missed = 0.0, math.inf
+    for each in reversed(history.tried):
+        known = _kept(each)
+        kept = max(kept, each.rate) if known else kept
+        missed = min(missed, each.rate) if known is False and each.rate > kept else missed
+    return min(missed, max(kept, estimate.upper) * BEYOND)
 
 
 def _leaning(history: TrialHistory, estimate: RateEstimate) -> float:

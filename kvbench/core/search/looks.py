@@ -22,6 +22,9 @@ FloatArray = npt.NDArray[np.float64]
 Verdict = Literal["met", "missed", "undecided"]
 
 MET_REQUESTS: Final = 40
+TAIL_REQUESTS: Final = 1.25
+"""Of all judged, at least so many lie in the tail that may break a limit: one, and what the gates' window is
+shorter by."""
 PENDING: Final = 0.02
 """With a larger share pending, a margin's quantile is not known."""
 MAX_SCORE: Final = 20.0
@@ -84,7 +87,9 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     reach = _reach(certainty, how.sections, error) if known else math.inf
     by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
     verdict: Verdict = "undecided"
-    if n >= MET_REQUESTS and (lower >= target or (by_margin and share >= target and score > reach)):
+    # By margins a tail of which no request was seen would be "kept": the gates refuse that (too_few_requests).
+    seen = target == 1.0 or n * (1.0 - target) >= TAIL_REQUESTS
+    if n >= MET_REQUESTS and (lower >= target or (by_margin and seen and share >= target and score > reach)):
         verdict = "met"
     elif upper < target or (by_margin and share < target and score < -reach):
         verdict = "missed"

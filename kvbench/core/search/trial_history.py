@@ -26,6 +26,8 @@ DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0)
 """Factors of the first, second, ... step away from the start; the last one repeats."""
 UNSURE_TRIALS: Final = 2
 """A rate is left alone after so many undecided trials without figures."""
+BELOW_LOWEST: Final = 10.0
+"""The rate looked for may lie so far below the lowest one allowed: what no trial may ask is no bound."""
 _DIGITS: Final = 4
 """Rates are rounded to so many significant digits: what is asked for is what is printed."""
 
@@ -116,7 +118,7 @@ class TrialHistory:
         return None if self.estimate is None else self._fitted(self.points[::-1])
 
     def _fitted(self, points: Sequence[RatePoint]) -> RateEstimate:
-        return fit(points, self.limits.min_rate / 1.05, self.limits.max_rate * 1.05, self.waitings)
+        return fit(points, self.limits.min_rate / BELOW_LOWEST, self.limits.max_rate * 1.05, self.waitings)
 
     @cached_property
     def bracket(self) -> Bracket:
