@@ -106,10 +106,11 @@ def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder
     assert list(checked_lines(run)) == ["answers under load: none were checked"]
 
 
-def compared(runs: Sequence[RunFolder], **asked: str) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    assert compare.command([run.path for run in runs], compare.CompareOptions(**asked), console) == 0
-    return str(console.file.getvalue())
+def compared(runs: Sequence[RunFolder], format_: str) -> str:
+    shown = io.StringIO()
+    asked = compare.CompareOptions(format=format_)
+    assert compare.command([run.path for run in runs], asked, Console(file=shown, width=200)) == 0
+    return shown.getvalue()
 
 
 def test_a_comparison_has_the_counts_of_both_side_by_side(
@@ -124,13 +125,13 @@ def test_a_comparison_has_the_counts_of_both_side_by_side(
     other = load_run(folder)
     total, changed = run_tally(run), run_tally(other)
     assert changed.wrong == len(rows)
-    first, *_ = json.loads(compared([run, other], format="json"))["answers"]
+    first, *_ = json.loads(compared([run, other], "json"))["answers"]
     assert first["cell"] == "all"
     assert (first["A"]["checked"], first["A"]["wrong"]) == (total.checked, 0)
     assert (first["B"]["checked"], first["B"]["wrong"]) == (changed.checked, changed.wrong)
     assert first["A"]["wrong_below"] == pytest.approx(1 - 0.05 ** (1 / total.checked))
     for format_ in ("terminal", "md", "latex"):
-        text = compared([run, other], format=format_)
+        text = compared([run, other], format_)
         assert f"0 of {total.checked}, " in text
         assert f"{changed.wrong} of {changed.checked}, " in text
         assert "tcp, 64 in, 4 out" in text
