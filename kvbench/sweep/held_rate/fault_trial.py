@@ -39,7 +39,7 @@ SETTLE_S: Final = 10.0
 """For how long the system may end what the load has left there, before it is read what it still holds."""
 LOOK_S: Final = 0.05
 COUNTS_NOTHING: Final = ("router", "metadata")
-"""Targets without a count of requests: those that the load had answered since tell whether they serve again."""
+"""Targets that count no requests: what the load had answered since tells whether they serve again."""
 NOT_HELD: Final = "not_held"
 
 
