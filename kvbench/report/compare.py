@@ -16,6 +16,7 @@ from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.foreign_text import markdown_words, visible
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
+from kvbench.report.before_after.answer_counts import answer_counts
 from kvbench.report.before_after.cell_changes import (
     WHAT,
     CellChange,
@@ -115,9 +116,15 @@ def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, 
         raise InputError("runs at a held rate are compared as a whole: leave --ci, --before and the axes out")
     differing = check_comparable(runs, force=asked.force)
     settings = setting_changes(runs[:1], runs[1:])
+    answers = _answers([("before", runs[:1]), ("after", runs[1:])])
     if asked.format != "terminal":
-        more = {"runs": [run.run_id for run in runs], "settings": [each._asdict() for each in settings]}
-        text = as_json([table], more) if asked.format == "json" else WRITERS[asked.format]([table])
+        more: dict[str, Any] = {
+            "runs": [run.run_id for run in runs],
+            "settings": [each._asdict() for each in settings],
+        }
+        more |= {"answers": answers[0].rows if answers else []}
+        shown = [table] if asked.format == "csv" else [table, *answers]
+        text = as_json([table], more) if asked.format == "json" else WRITERS[asked.format](shown)
         console.file.write(text)
         return EXIT_OK
     blocks = [
@@ -128,9 +135,20 @@ def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, 
         ),
         Block(f"\n{table.title}", table=table),
         *([Block(notes=[Note(table.words, style="dim")], bullets=False)] if table.words else []),
+        *_blocks(answers),
     ]
     print_sections([ReportSection("held", "", blocks)], console)
     return EXIT_OK
+
+
+def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
+    """What came of the checked answers, side by side; nothing where none were checked."""
+    found = answer_counts(sides)
+    return [found] if found is not None else []
+
+
+def _blocks(tables_: Sequence[Table]) -> list[Block]:
+    return [Block(f"\n{each.title}", table=each) for each in tables_]
 
 
 def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
@@ -180,6 +198,10 @@ class BeforeAfter:
         sides = (("before", self.before), ("after", self.after))
         return [f"{word}: {run.run_id} · {caption(run)}" for word, side in sides for run in side]
 
+    @property
+    def answers(self) -> list[Table]:
+        return _answers([("before", self.before), ("after", self.after)])
+
     def section(self) -> ReportSection:
         """What a terminal shows."""
         differing = [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in self.differing]
@@ -190,6 +212,7 @@ class BeforeAfter:
             Block("\nWhat was set otherwise", notes=changes),
             Block(f"\n{counts_text(self.cells)}", table=change_rows(self.cells)),
             Block(notes=[Note(f"{WHAT}.", style="dim")], bullets=False),
+            *_blocks(self.answers),
         ]
         return ReportSection("before_after", "", blocks)
 
@@ -207,6 +230,7 @@ class BeforeAfter:
                 "settings": [each._asdict() for each in self.settings],
                 "not_comparable": list(self.differing),
                 "cells": [each.flat() for each in self.cells],
+                "answers": [row for table in self.answers for row in table.rows],
             }
             if alarm is not None:
                 more |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
@@ -215,10 +239,16 @@ class BeforeAfter:
         lines = ["What was set otherwise:", *(f"- {each.text()}" for each in self.settings)]
         if format_ == "latex":
             commented = "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines])
-            return commented + WRITERS["latex"]([table])
+            return commented + WRITERS["latex"]([table, *self.answers])
         head = "\n\n".join(map(markdown_words, said))
         return "\n\n".join(
-            [head, "\n".join(map(markdown_words, lines)), WRITERS["md"]([table]), f"{WHAT}.\n"]
+            [
+                head,
+                "\n".join(map(markdown_words, lines)),
+                WRITERS["md"]([table]),
+                f"{WHAT}.\n",
+                *([WRITERS["md"](self.answers)] if self.answers else []),
+            ]
         )
 
 
@@ -264,13 +294,21 @@ def as_text(compared: Compared, asked: CompareOptions) -> str:
             "by": compared.by,
             "not_comparable": list(compared.differing),
             "conclusions": [statement.to_json() for statement in compared.statements],
+            "answers": [row for table in _answers_of(compared) for row in table.rows],
         }
         return as_json(found, more)
     said = [*_captions(compared), *(f"{NOT_COMPARABLE}: {line}" for line in compared.differing)]
     lines = [f"- {statement.text}" for statement in compared.statements]
     if asked.format == "latex":
-        return "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines]) + WRITERS["latex"](found)
-    return "\n".join([*map(markdown_words, [*said, "", *lines, ""]), WRITERS["md"](found)])
+        return "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines]) + WRITERS["latex"](
+            [*found, *_answers_of(compared)]
+        )
+    shown = WRITERS["md"]([*found, *_answers_of(compared)])
+    return "\n".join([*map(markdown_words, [*said, "", *lines, ""]), shown])
+
+
+def _answers_of(compared: Compared) -> list[Table]:
+    return _answers([(name or run.run_id, [run]) for run, name in compared.named])
 
 
 def _captions(compared: Compared) -> Iterable[str]:
@@ -294,7 +332,8 @@ def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
         conclusions += [Block(words, notes=notes)] if notes else []
     shown = [Block(f"\n{table.title}", table=_brief(table)) for table in tables(compared, asked)]
     none = Block(words="\nno load was measured whose figures could be compared")
-    print_sections([ReportSection("compared", "", [*heads, *conclusions, *(shown or [none])])], console)
+    blocks = [*heads, *conclusions, *(shown or [none]), *_blocks(_answers_of(compared))]
+    print_sections([ReportSection("compared", "", blocks)], console)
 
 
 def _brief(table: Table) -> Table:

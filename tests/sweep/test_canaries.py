@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,7 +13,10 @@ import pytest
 from commands import EASY, kvbench, the_run
 from hostile import spec_for
 from resuming import without_checksums
+from rich.console import Console
 
+from kvbench.core.canaries.bound import found_in_any, percent_text
+from kvbench.core.canaries.places import AFTER_FAILURE
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord
@@ -20,6 +24,7 @@ from kvbench.deployment.completions import Completion
 from kvbench.errors import ServerError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.loadgen.plan import planned_requests, plant_canaries
+from kvbench.report import compare
 from kvbench.report.findings.checked_answers import checked_lines, run_tally
 from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.run import CANARIES, RunFolder, load_run
@@ -61,6 +66,7 @@ def test_every_trial_has_canaries_and_they_are_right(measured: tuple[str, RunFol
     assert total.checked == sum(Tally.from_json(each.canaries).checked for each in run.cells)
     assert f"answers under load: 0 of {total.checked} wrong: fewer than" in text
     assert text.index("answers under load") < text.index("max rate")
+    assert "noise" not in text[text.index("answers under load") :].splitlines()[0]
 
 
 def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, RunFolder]) -> None:
@@ -98,6 +104,50 @@ def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder
     run = load_run(folder)
     assert not run.warnings
     assert list(checked_lines(run)) == ["answers under load: none were checked"]
+
+
+def compared(runs: Sequence[RunFolder], format_: str) -> str:
+    shown = io.StringIO()
+    asked = compare.CompareOptions(format=format_)
+    assert compare.command([run.path for run in runs], asked, Console(file=shown, width=200)) == 0
+    return shown.getvalue()
+
+
+def test_a_comparison_has_the_counts_of_both_side_by_side(
+    measured: tuple[str, RunFolder], tmp_path: Path
+) -> None:
+    _, run = measured
+    folder = without_checksums(Path(shutil.copytree(run.path, tmp_path / run.path.name)))
+    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["engine"]["canaries"] |= {"checked": 20, "wrong": 1}
+    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = load_run(folder)
+    total, changed = run_tally(run), run_tally(other)
+    assert changed.wrong == len(rows)
+    first, *_ = json.loads(compared([run, other], "json"))["answers"]
+    assert first["cell"] == "all"
+    assert (first["A"]["checked"], first["A"]["wrong"]) == (total.checked, 0)
+    assert (first["B"]["checked"], first["B"]["wrong"]) == (changed.checked, changed.wrong)
+    assert first["A"]["wrong_below"] == pytest.approx(1 - 0.05 ** (1 / total.checked))
+    for format_ in ("terminal", "md", "latex"):
+        text = compared([run, other], format_)
+        assert f"0 of {total.checked}, " in text
+        assert f"{changed.wrong} of {changed.checked}, " in text
+        assert "tcp, 64 in, 4 out" in text
+        assert "answers under load" in text
+
+
+def test_the_power_of_a_test_of_noise_is_told(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
+    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
+    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["engine"]["canaries"] |= {"checked": 100, "noise_test": {"refused_from": 4}}
+    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = next(checked_lines(load_run(folder)))
+    share = found_in_any([(100, 4)] * len(rows))
+    assert line.endswith(f"; the test of their noise would have seen {percent_text(share)} (95 %)")
+    assert found_in_any([(100, 4)]) > share > found_in_any([(100, 1)] * len(rows))
 
 
 class Server:
@@ -185,6 +235,16 @@ def test_a_server_that_tells_nothing_of_its_noise_is_asked_again_beside_others()
     assert together.texts == pool.answers.texts
     assert pool.noise.asked == 8 + len(pool)
     assert pool.noise.exact
+
+
+def test_a_short_bench_asks_for_the_canaries_of_one_trial_and_no_more() -> None:
+    scenario, _ = resolve(CliOptions("quickstart", EASY))
+    least = scenario.checks.min_canaries
+    server = Server()
+    assert len(supply_of(server).judged_by) == least + AFTER_FAILURE
+    assert len(server.seen) == 0  # emptied after them
+    supply = supply_of(server)
+    assert len(supply.places(*offered(1)).at) == least
 
 
 def test_an_empty_share_asks_nobody_anything() -> None:

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from kvbench.core.canaries.bound import doubted_below, found_share, percent_text
 from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
-from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of
+from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of, refused_from
 from kvbench.core.records import RequestRecord
 
 AROUND_S: Final = 5.0
@@ -106,6 +106,10 @@ class CanaryResult:
     wrong: tuple[JudgedCanary, ...] = ()
     proof: Proof = "reference"
     power: float = 1.0
+    refused_from: int = 1
+    """So many that differ are no noise; 1 where each is judged for itself, 0 where no number is enough."""
+    noise_tested: bool = False
+    """What differed was held against how the answers' own server differs from itself."""
     noise: Noise = field(default_factory=Noise)
     noisy_nats: float | None = None
     """The widest gap of those."""
@@ -123,6 +127,7 @@ class CanaryResult:
             "unanswered": self.unanswered,
             "proof": self.proof,
             "power": round(self.power, 6),
+            **({"noise_test": {"refused_from": self.refused_from}} if self.noise_tested else {}),
             "repeated": self.repeated,
             "kinds": dict(Counter(each.kind for each in self.wrong)),
         }
@@ -160,6 +165,8 @@ def judged_canaries(
         unplaced = [each for each in garbage if each.gap_nats is None]
         beyond = chance(len(unplaced), len(answered), noise) < doubted_below(noise)
         doubtful = near if beyond else [*near, *unplaced]
+    singly = exact or bool(pool.answers.choices)
+    least = 1 if singly else refused_from(len(answered), noise, doubted_below(noise)) or 0
     wrong = (*certain, *(each for each in garbage if each not in doubtful))
     return CanaryResult(
         checked=len(answered),
@@ -167,7 +174,9 @@ def judged_canaries(
         noisy=len(doubtful),
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
         proof=pool.proof,
-        power=found_share(len(answered), noise, singly=exact or bool(pool.answers.choices)),
+        power=found_share(len(answered), noise, singly=singly),
+        refused_from=least,
+        noise_tested=not exact and not of_reference,
         noise=noise_of(pool.answers) if of_reference else noise,
         noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
         repeated=repeated,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from kvbench.core.metrics.output_noise import SIGNIFICANCE, Noise, refused_from, seen_share
@@ -57,12 +58,20 @@ def found_share(of: int, noise: Noise, *, singly: bool) -> float:
     if singly:
         return seen_share(of)
     least = refused_from(of, noise, doubted_below(noise))
-    if least is None:
-        return 1.0
+    return 1.0 if least is None else found_in_any([(of, least)])
+
+
+def found_in_any(tests: Sequence[tuple[int, int]]) -> float:
+    """What share of answers a fault must change for one of some trials to be refused, with 95 %; 1 if none.
+
+    ``tests``: of each trial, the answers checked, and how many different ones refuse it.
+    """
+    possible = [(of, least) for of, least in tests if 0 < least <= of]
     low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
+    for _ in range(_BISECTIONS if possible else 0):
         middle = (low + high) / 2
-        if 1.0 - binomial_cdf(least - 1, of, middle) < CONFIDENCE:
+        unseen = math.prod(binomial_cdf(least - 1, of, middle) for of, least in possible)
+        if 1.0 - unseen < CONFIDENCE:
             low = middle
         else:
             high = middle

@@ -57,9 +57,11 @@ def canary_places(requests: int, share: float, least: int, early: int, seed: int
 def placed(places: Sequence[int], numbers: Sequence[int]) -> CanaryPlaces:
     """Puts prompts at places as far as there are any; what is left over are spares.
 
-    With too few of them every place gets its turn: they are thinned out, not cut off at the end.
+    With too few of them every place gets its turn: they are thinned out, not cut off at the end, and there
+    are spares for one failure.
     """
-    spares = min(SPARES, max(0, len(numbers) - 1) // 3) if len(numbers) < len(places) + SPARES else SPARES
+    few = min(AFTER_FAILURE, max(0, len(numbers) - 1) // 3)
+    spares = min(SPARES, max(few, len(numbers) - len(places)))
     usable = len(numbers) - spares
     if usable < len(places):
         kept = np.linspace(0, len(places) - 1, usable).round().astype(int).tolist() if usable > 0 else []

@@ -38,6 +38,8 @@ from kvbench.sweep.trial.trial import TrialRunner
 SETTLE_S: Final = 10.0
 """For how long the system may end what the load has left there, before it is read what it still holds."""
 LOOK_S: Final = 0.05
+COUNTS_NOTHING: Final = ("router", "metadata")
+"""Targets that count no requests: what the load had answered since tells whether they serve again."""
 NOT_HELD: Final = "not_held"
 
 
@@ -305,7 +307,7 @@ class _Struck:
             return None
         now: Mapping[str, Any] = self.after.to_json().get(striker.name, {})
         served = now.get("served")
-        if striker.fault.target == "router":
+        if striker.fault.target in COUNTS_NOTHING:
             ready_s = self._since(striker.ready_at, began, None)
             served = (
                 sum(each.ok and each.scheduled_s >= ready_s for each in self.load.records) if ready_s else 0

@@ -77,6 +77,12 @@ def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]
         more.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
     usual_s = min(scenario.request_timeout_s, max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s))
     deadline_s = usual_s if asked.deadline_s is None else asked.deadline_s
+    if asked.deadline_s is not None and deadline_s < scenario.allowed_s:
+        raise InputError(
+            f"--deadline {deadline_s:g} is less than the {scenario.allowed_s:g} s that the SLO allows one "
+            "request, so answers that are in time would be cut off",
+            hint="give at least that, leave it out, or set a tighter SLO",
+        )
     if deadline_s != scenario.request_timeout_s:
         more.append(f"workload.request_timeout_s={deadline_s:g}")
     return resolve(replace(cli, overrides=(*cli.overrides, *more))) if more else (scenario, source)

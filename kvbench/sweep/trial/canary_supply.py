@@ -18,7 +18,14 @@ from kvbench.core.canaries.answer_kinds import (
     judged_canaries,
     noise_under_load,
 )
-from kvbench.core.canaries.places import SPARES, CanaryPlaces, canary_places, placed, wanted_canaries
+from kvbench.core.canaries.places import (
+    AFTER_FAILURE,
+    SPARES,
+    CanaryPlaces,
+    canary_places,
+    placed,
+    wanted_canaries,
+)
 from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt
 from kvbench.core.load.traces import TracedRequest, expected_hits
 from kvbench.core.plan.plan import trial_seed
@@ -66,13 +73,13 @@ def right_answers(
 ) -> CanaryPool | None:
     """Asks an idle deployment for the answers that canaries are compared with, for ``budget_s``.
 
-    As many as a trial may need, but at least what the least trial needs. ``scored``: with log-probabilities,
-    and again. None where there are to be no canaries. Raises ServerError.
+    As many as a trial may need, but at least what the least trial needs, and two that may follow a failure.
+    ``scored``: with log-probabilities, and again. None where there are to be no canaries. Raises ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
         return None
-    least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + SPARES
+    least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + AFTER_FAILURE
     most = wanted_canaries(search.max_requests, checks.canary_share, checks.min_canaries) + SPARES
     wanted = min(MOST, max(least, most))
     places = _trace_places(scenario, trace)[:wanted]
@@ -88,11 +95,12 @@ def right_answers(
 
     began = time.monotonic()
     found: list[Completion] = []
+    enough = min(least, len(lengths))
     for batch in _batches(lengths):
         late = time.monotonic() - began > (budget_s / 2 if scored else budget_s)
-        if late and len(found) >= min(least, len(lengths)):
+        if late and len(found) >= enough:
             break
-        found += asked(batch)
+        found += asked(batch[: enough - len(found)] if late else batch)
     seconds, count = time.monotonic() - began, len(found)
     repeats = _asked_again(deployment, asked, lengths[:count]) if scored else []
     deployment.reset_caches()

@@ -10,6 +10,7 @@ from kvbench.core.canaries.bound import (
     DOUBTED_BELOW,
     bound_text,
     doubted_below,
+    found_in_any,
     found_share,
     percent_text,
     wrong_share_bound,
@@ -65,3 +66,19 @@ def test_honest_noise_that_nobody_saw_hardly_ever_refuses(rate: float, again: in
         if least is not None:
             refused += seen * (1 - binomial_cdf(least - 1, of, rate))
     assert refused < 0.005
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 8)), max_size=6))
+def test_several_trials_see_what_one_of_them_sees_and_more(tests: list[tuple[int, int]]) -> None:
+    share = found_in_any(tests)
+    possible = [(of, least) for of, least in tests if 0 < least <= of]
+    if not possible:
+        assert share == 1.0
+        return
+    unseen = 1.0
+    for of, least in possible:
+        unseen *= binomial_cdf(least - 1, of, share)
+    assert unseen == pytest.approx(0.05, abs=1e-6)
+    assert all(share <= found_in_any([each]) + 1e-9 for each in possible)
+    if all(least == 1 for _, least in possible):
+        assert share == pytest.approx(1 - 0.05 ** (1 / sum(of for of, _ in possible)), rel=1e-6)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.places import SPARES, canary_places, placed, wanted_canaries
+from kvbench.core.canaries.places import AFTER_FAILURE, SPARES, canary_places, placed, wanted_canaries
 
 
 @given(
@@ -47,13 +47,20 @@ def test_each_prompt_has_one_place_and_some_are_kept_for_failures(places: int, n
     assert len(set(used)) == len(used) <= numbers
     assert set(found.at) <= set(at)
     assert len(found.spares) <= SPARES
-    if numbers >= places + SPARES:
+    if numbers >= places + AFTER_FAILURE:
         assert set(found.at) == set(at)
-        assert len(found.spares) == SPARES
+        assert len(found.spares) == min(SPARES, numbers - places)
 
 
 def test_too_few_prompts_are_spread_over_the_whole_trial() -> None:
     found = placed(range(0, 1000, 10), range(12))
     assert min(found.at) == 0
     assert max(found.at) == 990
-    assert len(found.spares) == 3
+    assert len(found.spares) == AFTER_FAILURE
+
+
+def test_a_pool_for_one_trial_fills_its_places_and_keeps_what_follows_one_failure() -> None:
+    places = canary_places(320, 0.02, 10, 40, 3)
+    found = placed(places, range(len(places) + AFTER_FAILURE))
+    assert list(found.at) == places
+    assert len(found.spares) == AFTER_FAILURE
