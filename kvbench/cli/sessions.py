@@ -49,6 +49,14 @@ def corpus(
         int | None,
         typer.Option("--output-len", help="Tokens of answers without a length (aiperf).", min=1),
     ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option("--generate", metavar="N", help="Make N sessions after them, and tell of those.", min=1),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is made.", min=0)] = 0,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Write what is made, as agentic .jsonl.gz.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw reuse by size, as .png or .svg.")
     ] = None,
@@ -59,15 +67,21 @@ def corpus(
     from kvbench.core.units import parse_counts
     from kvbench.planning.corpus.corpus_files import load_corpus
     from kvbench.planning.corpus.corpus_table import corpus_report, print_report
+    from kvbench.planning.corpus.generated import made_after
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise InputError(f"{plot} is the name of no picture", hint="end it in .png or .svg")
-    figures = CorpusFigures(load_corpus(file, format_, output_len))
+    if write is not None and (generate is None or not write.name.endswith(".jsonl.gz")):
+        raise InputError("--write is for sessions that are made", hint="--generate N --write FILE.jsonl.gz")
+    sessions, source = load_corpus(file, format_, output_len), file.name
+    if generate is not None:
+        sessions, source = made_after(sessions, source, generate, seed, write)
+    figures = CorpusFigures(sessions)
     asked = parse_counts(tokens) if tokens else ()
-    report = corpus_report(file.name, figures, asked, gb or (), model)
+    report = corpus_report(source, figures, asked, gb or (), model)
     print_report(report, console(), as_json=json_)
     if plot is not None:
         from kvbench.report.plots.sessions.offered_plot import offered_reuse_figure
         from kvbench.report.plots.style import save
 
-        save(offered_reuse_figure(figures, file.name, report.model), plot)
+        save(offered_reuse_figure(figures, source, report.model), plot)

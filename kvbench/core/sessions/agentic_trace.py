@@ -1,9 +1,10 @@
 """Recorded conversations of coding agents, as kv-cache-tester writes and AgentX replays them.
 
 A JSON object a conversation: ``block_size`` tokens, ``hash_id_scope`` (``local``: ids are the conversation's
-own; ``global``: the corpus's), and ``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids``
-(one a block of its prompt), ``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An
-entry of type ``subagent`` has requests of its own, on the same clock; the request after it waited for them.
+own; ``global``: the corpus's), ``tool_tokens`` and ``system_tokens`` with which its prompts begin, and
+``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one a block of its prompt),
+``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An entry of
+type ``subagent`` has requests of its own, on the same clock; the request after it waited for them.
 Sources: github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
 docs/tutorials/weka-trace.md, which replays the same files.
 
@@ -13,9 +14,9 @@ sub-agents came between, the time since they were sent is a bound, and the small
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from kvbench.errors import InputError
 
 DEEPEST: Final = 8
 """Sub-agents of sub-agents."""
+_SHARED: Final = ("tool_tokens", "system_tokens")
 
 
 @dataclass
@@ -55,7 +57,8 @@ def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
         scopes.add(row.values.get("hash_id_scope", "local"))
         turns = _turns(row.rows("requests"), 0.0, block_tokens, left)
         if turns:
-            sessions.append(Session(row.name("id", otherwise=row.where), 0.0, turns))
+            shared = sum(row.tokens(key, least=0) for key in _SHARED if key in row.values)
+            sessions.append(Session(row.name("id", otherwise=row.where), 0.0, turns, shared))
     if len(sizes) != 1 or len(scopes) != 1:
         raise InputError(
             f"its conversations have blocks of {', '.join(map(str, sorted(sizes))) or 'no'} tokens "
@@ -65,6 +68,30 @@ def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
         )
     scope = _scope(str(scopes.pop()))
     return Corpus(tuple(sessions), sizes.pop(), scope, tuple(_notes(left, scope)))
+
+
+def agentic_lines(corpus: Corpus) -> Iterator[dict[str, Any]]:
+    """A corpus without sub-agents in this format, an object a session. Block ids are the corpus's own."""
+    for session in corpus.sessions:
+        yield {
+            "id": session.name,
+            "block_size": corpus.block_tokens,
+            "hash_id_scope": "global" if corpus.scope == "corpus" else "local",
+            "tool_tokens": 0,
+            "system_tokens": session.shared_len,
+            "requests": [
+                {
+                    "t": session.start_s + turn.sent_s,
+                    "type": "s",
+                    "in": turn.input_len,
+                    "out": turn.output_len,
+                    "hash_ids": turn.blocks.tolist(),
+                    "api_time": 0.0,
+                    "think_time": turn.think_time_s,
+                }
+                for turn in session.turns
+            ],
+        }
 
 
 def _scope(word: str) -> BlockScope:

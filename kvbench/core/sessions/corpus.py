@@ -46,6 +46,8 @@ class Session:
     name: str
     start_s: float
     turns: tuple[Turn, ...]
+    shared_len: int = 0
+    """Tokens of tools and system prompt at the beginning of its prompts, where the recording says so."""
 
     def requests(self) -> Iterator[tuple[float, Turn]]:
         """When each of its requests was sent, from the corpus's begin, and the request; sub-agents' too."""

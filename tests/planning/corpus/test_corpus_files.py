@@ -212,6 +212,19 @@ def test_the_excerpt_on_a_terminal() -> None:
     assert "unlimited" in done.out
 
 
+def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl.gz"
+    done = kvbench("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(path), "--json")
+    assert done.status == 0, done.err
+    made, read = json.loads(done.out), json.loads(kvbench("corpus", str(path), "--json").out)
+    assert made["sessions"] == 12
+    assert made["source"] == "12 sessions made after excerpt.jsonl.gz (seed 5)"
+    assert {**read, "source": "", "notes": []} == {**made, "source": "", "notes": []}
+    again = tmp_path / "again.jsonl.gz"
+    kvbench("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(again))
+    assert again.read_bytes() == path.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -219,6 +232,10 @@ def test_the_excerpt_on_a_terminal() -> None:
         (("--model", "llama-9"), "no model is called"),
         (("--format", "parquet"), "no format of a corpus"),
         (("--plot", "reuse.pdf"), "is the name of no picture"),
+        (("--write", "made.jsonl.gz"), "--write is for sessions that are made"),
+        (("--generate", "3", "--write", "made.csv"), "--write is for sessions that are made"),
+        (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "is not there"),
+        (("--generate", "100000000"), "or fewer"),
         (("--tokens", "few"), "no whole number"),
     ],
 )
