@@ -1,7 +1,7 @@
 """Reads a corpus of sessions from a file, packed with gzip or not, or from a folder of JSON files.
 
-A file has a JSON object a line, or is one JSON object or list. Its format is told by the keys of its first
-object; formats are described in ``core/sessions``.
+A file has a JSON object a line, is one JSON object or list, or is a Parquet table with a row an object. Its
+format is told by the keys of its first object; formats are described in ``core/sessions``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _KEYS: Final[tuple[tuple[str, CorpusFormat], ...]] = (
     ("session_id", "lengths"),
 )
 """A key of the first object → the format; the first that is there."""
+_BATCH: Final = 1024
 MOST_BYTES: Final = 2 * 2**30
-"""Unpacked. A larger corpus is refused while it is read."""
+"""Unpacked, of JSON. A larger corpus is refused while it is read."""
 
 
 def load_corpus(path: Path, kind: str = AUTO, output_len: int | None = None) -> Corpus:
@@ -91,7 +92,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each JSON value of a file, and where it stands; the members of a list one by one."""
+    """Each value of a file, and where it stands; the members of a list, or rows of a table, one by one."""
+    if path.suffix == ".parquet":
+        yield from _table_rows(path)
+        return
     lines = _lines(path)
     line, first = next(lines, (0, ""))
     if not line:
@@ -105,6 +109,26 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         return
     for line, text in lines:
         yield from _members(f"{path}:{line}", _checked(text, f"{path}:{line}"))
+
+
+def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a Parquet table, a batch at a time. An empty cell is a key that is not there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 0
+    try:
+        with pq.ParquetFile(path) as table:
+            for batch in table.iter_batches(_BATCH):
+                for values in batch.to_pylist():
+                    row += 1
+                    known = {name: value for name, value in values.items() if value is not None}
+                    yield f"{path}, row {row}", known
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(
+            f"the corpus {path} cannot be read as Parquet: {str(error).splitlines()[0]}",
+            hint="its path counts from where kvbench is started",
+        ) from error
 
 
 def _members(where: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from commands import kvbench
 from hypothesis import given
@@ -138,6 +140,25 @@ def test_grown_blocks_are_whole_and_begin_as_before(lengths: list[tuple[int, int
         shared = len(found[place - 1]) if grows else 0
         assert found[place][:shared] == found[place - 1][:shared]
         assert not set(found[place][shared:]) & {each for before in found[:place] for each in before}
+
+
+def test_a_parquet_table_is_read_row_by_row(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 20}]
+    rows = [{"id": "a", "conversations": talk}, {"id": "b", "conversations": talk}]
+    path = tmp_path / "chats.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    as_json = load_corpus(written(tmp_path, *rows))
+    assert CorpusFigures(load_corpus(path)).spreads() == CorpusFigures(as_json).spreads()
+    lengths: list[dict[str, float | None]] = [
+        {"session_id": 7, "input_len": 640, "output_len": 10, "think_time_s": None},
+        {"session_id": 7, "input_len": 700, "output_len": 10, "think_time_s": 2.5},
+    ]
+    pq.write_table(pa.Table.from_pylist(lengths), path)
+    (session,) = load_corpus(path).sessions
+    assert [(each.input_len, each.think_time_s) for each in session.turns] == [(640, 0.0), (700, 2.5)]
+    path.write_bytes(b"PAR1 no table")
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        load_corpus(path)
 
 
 def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
