@@ -31,6 +31,8 @@ from kvbench.errors import InputError
 BYTES_A_TOKEN: Final = 4
 _ANSWERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bard", "bing"})
 """Who answers in ShareGPT's files; all others ask, or are what is told to the model."""
+_INSTRUCTIONS: Final = "system"
+"""The role of an AIPerf turn that is no request, but stands before all of its session."""
 
 _ESTIMATED: Final = f"tokens are estimated from the texts, one for {BYTES_A_TOKEN} bytes"
 _GROWN: Final = (
@@ -66,7 +68,7 @@ def aiperf_corpus(rows: Iterable[CorpusRow], output_len: int | None = None) -> C
     for row in rows:
         turns = row.rows("turns")
         known, lengths = 0, list[_Lengths]()
-        if turns and turns[0].values.get("role") == "system":
+        if turns and turns[0].values.get("role") == _INSTRUCTIONS:
             known, turns = _tokens(turns[0].text("text")), turns[1:]
         for turn in turns:
             known += _tokens(turn.text("text"))
