@@ -1,0 +1,160 @@
+"""Sessions of any number, made after recorded ones: the same shapes, no two alike.
+
+A smoothed bootstrap of whole sessions. Each new session follows a recorded one, drawn at random: its turns in
+their order, what each keeps of the context and what it adds, answers and think times, so that what hangs
+together in a session still does. Each amount is then multiplied by a lognormal number (``SPREAD``), and so is
+the number of turns; turns beyond the recorded ones repeat some of its later ones. Nothing is assumed of the
+distributions, so that nothing is known of sessions that are longer or larger than any recorded one.
+
+What a turn keeps is a share of the longest prompt that its session had so far: a side question keeps little,
+the turn after it nearly all, a compacted context little from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.sessions.corpus import Corpus, Session, Turn
+from kvbench.core.sessions.figures import CorpusFigures
+from kvbench.core.sessions.session_plan import SessionPlan
+from kvbench.errors import InputError
+
+SPREAD: Final = 0.1
+"""Standard deviation of the logarithm of what each amount is multiplied by."""
+_STREAM: Final = 5
+"""Sets these random numbers apart from those of prompts and traces."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class SessionModel:
+    """Recorded sessions as arrays: one entry a turn, and a session's turns in a row."""
+
+    block_tokens: int
+    first: Ints
+    """Where each session's turns begin; one more than sessions."""
+    shared_len: Ints
+    """Of each session the tokens of tools and system prompt."""
+    kept_share: Floats
+    """Of the longest prompt so far."""
+    unseen_len: Ints
+    output_len: Ints
+    think_time_s: Floats
+    longest: int
+    """Tokens of the longest prompt: no context grows beyond."""
+
+    @property
+    def sessions(self) -> int:
+        return len(self.first) - 1
+
+    def generate(self, sessions: int, seed: int) -> SessionPlan:
+        """So many sessions; a function of model, number and seed alone. Raises InputError below 1."""
+        if sessions < 1:
+            raise InputError(f"{sessions} sessions cannot be made: ask for 1 at least")
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
+        donor = rng.integers(0, self.sessions, sessions)
+        recorded = np.diff(self.first)[donor]
+        turns = np.maximum(1, np.rint(recorded * _around_one(rng, sessions))).astype(np.int64)
+        first = np.concatenate([[0], np.cumsum(turns)])
+        source = self._sources(rng, donor, recorded, turns, first)
+        unseen = np.maximum(1, np.rint(self.unseen_len[source] * _around_one(rng, len(source))))
+        begins = first[:-1]
+        shared = self.shared_len[donor]
+        unseen[begins] = np.maximum(unseen[begins], shared + 1)
+        input_len, kept_len = self._grow(self.kept_share[source], unseen.astype(np.int64), turns, first)
+        answers = np.maximum(1, np.rint(self.output_len[source] * _around_one(rng, len(source))))
+        think_s = self.think_time_s[source] * _around_one(rng, len(source))
+        think_s[begins] = 0.0
+        return SessionPlan(
+            block_tokens=self.block_tokens,
+            first=first,
+            shared_len=shared.astype(np.int32),
+            input_len=input_len.astype(np.int32),
+            kept_len=kept_len.astype(np.int32),
+            output_len=answers.astype(np.int32),
+            think_time_s=think_s.astype(np.float32),
+        )
+
+    def generate_turns(self, turns: int, seed: int) -> SessionPlan:
+        """Sessions of so many turns or some more."""
+        sessions = max(1, math.ceil(turns / float(np.diff(self.first).mean())))
+        while True:
+            plan = self.generate(sessions, seed)
+            if plan.turns >= turns:
+                return plan
+            sessions += max(1, sessions // 50)
+
+    def _sources(
+        self, rng: np.random.Generator, donor: Ints, recorded: Ints, turns: Ints, first: Ints
+    ) -> Ints:
+        """Which recorded turn each new one follows."""
+        place = np.arange(first[-1]) - np.repeat(first[:-1], turns)
+        known = np.repeat(recorded, turns)
+        later = np.minimum(1 + (rng.random(len(place)) * (known - 1)).astype(np.int64), known - 1)
+        found: Ints = np.repeat(self.first[:-1][donor], turns) + np.where(place < known, place, later)
+        return found
+
+    def _grow(self, kept_share: Floats, unseen: Ints, turns: Ints, first: Ints) -> tuple[Ints, Ints]:
+        """Prompt lengths and what of each was there before, turn by turn over all sessions at once."""
+        size = self.block_tokens
+        input_len, kept_len = unseen.copy(), np.zeros(len(unseen), np.int64)
+        np.minimum(input_len, self.longest, out=input_len)
+        longest = input_len[first[:-1]]
+        for place in range(1, int(turns.max())):
+            going = np.flatnonzero(turns > place)
+            at = first[going] + place
+            added = np.minimum(unseen[at], self.longest)
+            kept = np.minimum(np.rint(kept_share[at] * longest[going] / size), longest[going] // size)
+            kept = np.minimum(kept.astype(np.int64) * size, (self.longest - added) // size * size)
+            kept_len[at], input_len[at] = kept, kept + added
+            longest[going] = np.maximum(longest[going], input_len[at])
+        return input_len, kept_len
+
+
+def _around_one(rng: np.random.Generator, count: int) -> Floats:
+    return np.exp(SPREAD * rng.standard_normal(count))
+
+
+def fitted_model(corpus: Corpus) -> SessionModel:
+    """The model of a corpus. Sub-agents are not in it. Raises InputError without a session of two turns."""
+    sessions = [each for each in corpus.sessions if each.turns]
+    if not any(len(each.turns) > 1 for each in sessions):
+        raise InputError(
+            "no session has a second turn: nothing can be learned of sessions from them",
+            hint="take a corpus whose requests belong to sessions; docs/sessions.md has the formats",
+        )
+    alone = Corpus(tuple(_without_subagents(each) for each in sessions), corpus.block_tokens, "session")
+    turns = [turn for each in alone.sessions for turn in each.turns]
+    unseen = np.array(CorpusFigures(alone).unseen(), np.int64)
+    input_len = np.array([each.input_len for each in turns], np.int64)
+    first = np.concatenate([[0], np.cumsum([len(each.turns) for each in sessions])])
+    before = np.concatenate([_longest_before(input_len[start:end]) for start, end in pairwise(first)])
+    return SessionModel(
+        block_tokens=corpus.block_tokens,
+        first=first,
+        shared_len=np.array([min(each.shared_len, each.turns[0].input_len) for each in sessions], np.int64),
+        kept_share=np.minimum(1.0, (input_len - unseen) / np.maximum(1, before)),
+        unseen_len=unseen,
+        output_len=np.array([each.output_len for each in turns], np.int64),
+        think_time_s=np.array([each.think_time_s for each in turns]),
+        longest=int(input_len.max()),
+    )
+
+
+def _without_subagents(session: Session) -> Session:
+    """Turns in the order in which they were sent."""
+    turns = [Turn(t.input_len, t.output_len, t.think_time_s, t.sent_s, t.blocks) for t in session.turns]
+    return Session(session.name, session.start_s, tuple(sorted(turns, key=lambda each: each.sent_s)))
+
+
+def _longest_before(input_len: Ints) -> Ints:
+    found: Ints = np.concatenate([[0], np.maximum.accumulate(input_len)[:-1]])
+    return found

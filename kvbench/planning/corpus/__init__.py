@@ -1,0 +1,1 @@
+"""Recorded corpora of sessions: read from files, and told on a terminal."""

@@ -1,0 +1,107 @@
+"""Sessions that are made: like the recorded ones, sound in themselves, the same for the same seed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core.sessions.corpus import Corpus, Session, Turn
+from kvbench.core.sessions.figures import CorpusFigures
+from kvbench.core.sessions.generator import fitted_model
+from kvbench.core.sessions.other_formats import grown_blocks
+from kvbench.core.sessions.session_plan import SessionPlan
+from kvbench.errors import InputError
+from kvbench.planning.corpus.corpus_files import load_corpus
+
+RECORDED = Path(__file__).parents[2] / "recorded/agentic/excerpt.jsonl.gz"
+SIZE = 16
+
+
+def session_of(lengths: list[tuple[int, int, float]], shared_len: int) -> Session:
+    blocks = grown_blocks([each[:2] for each in lengths], SIZE)
+    turns = [
+        Turn(input_len, output_len, think_s, float(place), held)
+        for place, ((input_len, output_len, think_s), held) in enumerate(zip(lengths, blocks, strict=True))
+    ]
+    return Session("a", 0.0, tuple(turns), shared_len)
+
+
+lengths = st.tuples(st.integers(1, 900), st.integers(0, 60), st.floats(0, 100))
+corpora = st.lists(
+    st.builds(session_of, st.lists(lengths, min_size=2, max_size=7), st.integers(0, 90)),
+    min_size=1,
+    max_size=4,
+).map(lambda sessions: Corpus(tuple(sessions), SIZE, "session"))
+
+
+def arrays(plan: SessionPlan) -> list[list[float]]:
+    columns = (plan.first, plan.shared_len, plan.input_len, plan.kept_len, plan.output_len, plan.think_time_s)
+    return [each.tolist() for each in columns]
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(1, 60), st.integers(0, 2**32))
+def test_a_plan_is_sound(corpus: Corpus, sessions: int, seed: int) -> None:
+    model = fitted_model(corpus)
+    plan = model.generate(sessions, seed)
+    assert arrays(plan) == arrays(model.generate(sessions, seed))
+    assert plan.sessions == sessions
+    assert plan.turns == plan.first[-1] == len(plan.think_time_s)
+    assert plan.input_len.min() >= 1
+    assert plan.output_len.min() >= 1
+    assert plan.input_len.max() <= model.longest
+    assert (plan.kept_len < plan.input_len).all()
+    assert not (plan.kept_len % SIZE).any()
+    for begin, end in pairwise(plan.first.tolist()):
+        assert end > begin
+        assert (plan.kept_len[begin], plan.think_time_s[begin]) == (0, 0)
+        longest = np.maximum.accumulate(plan.input_len[begin:end])
+        assert (plan.kept_len[begin + 1 : end] <= longest[:-1]).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(corpora, st.integers(1, 20), st.integers(0, 2**32))
+def test_its_blocks_say_what_its_lengths_say(corpus: Corpus, sessions: int, seed: int) -> None:
+    plan = fitted_model(corpus).generate(sessions, seed)
+    figures = CorpusFigures(plan.corpus())
+    assert figures.together.blocks == sum(length // SIZE for length in plan.input_len.tolist())
+    shares = [each.share() for each in figures.alone]
+    assert shares == pytest.approx(plan.session_reuse().tolist())
+    assert figures.together.found() >= sum(each.found() for each in figures.alone)
+
+
+def test_sessions_share_what_the_recording_says_they_share() -> None:
+    one = session_of([(320, 5, 0.0), (400, 5, 1.0)], 160)
+    made = fitted_model(Corpus((one,), SIZE, "session")).generate(9, 0).corpus()
+    firsts = [each.turns[0].blocks.tolist() for each in made.sessions]
+    assert len({tuple(each[:10]) for each in firsts}) == 1
+    assert len({each[10] for each in firsts}) == 9
+
+
+def test_a_plan_of_so_many_turns() -> None:
+    model = fitted_model(load_corpus(RECORDED))
+    plan = model.generate_turns(20_000, 3)
+    assert 20_000 <= plan.turns < 22_000
+
+
+def test_quartiles_are_the_recorded_ones() -> None:
+    """Of the three sessions of the excerpt, whose quartiles lie between few values: within a tenth."""
+    corpus = load_corpus(RECORDED)
+    made = CorpusFigures(fitted_model(corpus).generate(300, 1).corpus()).spreads()
+    for name, spread in CorpusFigures(corpus).spreads().items():
+        if name != "session_s":  # what is made has no times of answers
+            assert made[name].median == pytest.approx(spread.median, rel=0.1), name
+
+
+def test_single_requests_are_no_sessions() -> None:
+    alone = Corpus((session_of([(320, 5, 0.0)], 0),), SIZE, "session")
+    with pytest.raises(InputError, match="no session has a second turn"):
+        fitted_model(alone)
+    pair = fitted_model(Corpus((session_of([(320, 5, 0.0), (400, 5, 1.0)], 0),), SIZE, "session"))
+    with pytest.raises(InputError, match="ask for 1 at least"):
+        pair.generate(0, 1)

@@ -1,0 +1,153 @@
+"""What making sessions costs, and how like recorded ones they are: ``make perf-sessions``. It judges nothing.
+
+A plan of a million turns is made in a process of its own: time and largest memory. Then a corpus is cut in
+halves at random, again and again; sessions are made after one half and compared with the other, which the
+generator has not seen: the quartiles of turns, lengths and reuse. Beside it stands how far the two recorded
+halves differ by themselves, which no generator can be better than. Give a corpus with ``--corpus FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.core.sessions.corpus import Corpus
+from kvbench.core.sessions.figures import CorpusFigures
+from kvbench.core.sessions.generator import fitted_model
+from kvbench.core.sessions.session_plan import SessionPlan
+from kvbench.planning.corpus.corpus_files import load_corpus
+
+EXCERPT = Path(__file__).parents[1] / "tests/recorded/agentic/excerpt.jsonl.gz"
+DEADLINE_S = 300.0
+QUARTILES = (0.25, 0.5, 0.75)
+MADE = 2_000
+FEWEST = 8
+"""Sessions of a corpus that can be cut in halves."""
+
+Figures = dict[str, NDArray[np.float64]]
+
+
+def plan_alone(path: Path, turns: int) -> None:
+    """Make the plan and print what it took."""
+    model = fitted_model(load_corpus(path))
+    begun = time.perf_counter()
+    plan = model.generate_turns(turns, seed=1)
+    took_s = time.perf_counter() - begun
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    print(f"{plan.turns:,} turns of {plan.sessions:,} sessions: {took_s:.2f} s, {peak_mb:.0f} MB at most")
+
+
+def recorded(corpus: Corpus) -> Figures:
+    """Quartiles of a corpus."""
+    figures = CorpusFigures(corpus)
+    return _quartiles(
+        [len(each.turns) for each in corpus.sessions],
+        [turn.input_len for turn in figures.turns],
+        figures.unseen(),
+        [turn.output_len for turn in figures.turns],
+        [each.share() for each in figures.alone],
+    )
+
+
+def made(plan: SessionPlan) -> Figures:
+    """The same of sessions that were made."""
+    return _quartiles(
+        np.diff(plan.first).tolist(),
+        plan.input_len.tolist(),
+        (plan.input_len - plan.kept_len).tolist(),
+        plan.output_len.tolist(),
+        plan.session_reuse().tolist(),
+    )
+
+
+def _quartiles(*columns: Sequence[float]) -> Figures:
+    names = ("turns", "prompt", "unseen", "answer", "reuse")
+    return {
+        name: np.quantile(np.asarray(values, float), QUARTILES)
+        for name, values in zip(names, columns, strict=True)
+    }
+
+
+def halves(corpus: Corpus, splits: int) -> tuple[list[Figures], list[Figures]]:
+    """Relative differences from the half that was left out: of what was made, and of the other half."""
+    of_made, of_halves = list[Figures](), list[Figures]()
+    rng = np.random.default_rng(7)
+    for seed in range(splits):
+        order = rng.permutation(len(corpus.sessions))
+        middle = len(order) // 2
+        fitted, left_out = (
+            Corpus(tuple(corpus.sessions[place] for place in part), corpus.block_tokens, corpus.scope)
+            for part in (order[:middle], order[middle:])
+        )
+        truth = recorded(left_out)
+        for found, figures in (
+            (of_made, made(fitted_model(fitted).generate(MADE, seed))),
+            (of_halves, recorded(fitted)),
+        ):
+            found.append({name: figures[name] / truth[name] - 1 for name in truth})
+    return of_made, of_halves
+
+
+def differences(corpus: Corpus, splits: int, console: Console) -> None:
+    """Print the table of ``halves``, and what is made after the whole corpus beside that corpus."""
+    whole = recorded(corpus)
+    same = made(fitted_model(corpus).generate(MADE, 0))
+    of_made, of_halves = halves(corpus, splits)
+    titles = (
+        "",
+        "made after all (%)",
+        "made after one half (%)",
+        "the other half itself (%)",
+        "within 5 % of",
+    )
+    table = Table(*titles, box=None, padding=(0, 2, 0, 0))
+    for name in whole:
+        for place, quartile in enumerate(("P25", "P50", "P75")):
+            errors, noise = (np.abs([each[name][place] for each in found]) for found in (of_made, of_halves))
+            table.add_row(
+                f"{name} {quartile}",
+                f"{100 * (same[name][place] / whole[name][place] - 1):+.1f}",
+                f"{100 * np.median(errors):.1f}",
+                f"{100 * np.median(noise):.1f}",
+                f"{np.count_nonzero(errors <= 0.05)} of {splits}",
+            )
+    console.print(table)
+    console.print(f"medians of |difference| over {splits} splits, {MADE:,} sessions made each time")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The whole of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, default=EXCERPT)
+    parser.add_argument("--turns", type=int, default=1_000_000)
+    parser.add_argument("--splits", type=int, default=20)
+    parser.add_argument("--plan-alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.plan_alone:
+        plan_alone(options.corpus, options.turns)
+        return 0
+    words = ["--plan-alone", "--corpus", str(options.corpus), "--turns", str(options.turns)]
+    command = [sys.executable, "-m", "tools.perf_sessions", *words]
+    done = subprocess.run(command, check=False, timeout=DEADLINE_S)
+    if done.returncode:
+        return 1
+    corpus, console = load_corpus(options.corpus), Console()
+    if len(corpus.sessions) < FEWEST:
+        console.print(f"{len(corpus.sessions)} sessions are too few for halves: give more with --corpus FILE")
+        return 0
+    differences(corpus, options.splits, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
