@@ -87,7 +87,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     reach = _reach(certainty, how.sections, error) if known else math.inf
     by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
     verdict: Verdict = "undecided"
-    # By margins a tail of which no request was seen would be "kept": the gates refuse that (too_few_requests).
+    # A tail of which no request was seen would be "kept" by margins: the gates refuse that (too_few_requests)
     seen = target == 1.0 or n * (1.0 - target) >= TAIL_REQUESTS
     if n >= MET_REQUESTS and (lower >= target or (by_margin and seen and share >= target and score > reach)):
         verdict = "met"
