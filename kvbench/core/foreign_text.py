@@ -25,7 +25,7 @@ _MARKS: Final = re.compile(
     r"|<(?=[A-Za-z/!?])"  # HTML, and links in angle brackets
     r"|(?<=\])[(:]"  # links, pictures, and what they are defined by
 )
-_NUMBER: Final = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*%?$"
+_NUMBER: Final = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\s*%?$"
 _FORMULA: Final = re.compile(rf"\s*(?:[=+@\uff1d\uff0b\uff0d\uff20]|-(?!{_NUMBER}))")
 """Beginnings that a spreadsheet computes (OWASP, CSV injection); a negative number is none."""
 

@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -59,16 +59,22 @@ def slow(pattern: re.Pattern[Any], methods: tuple[str, ...]) -> str:
     for text in pumped(pattern, LENGTH):
         told: Any = text if isinstance(pattern.pattern, str) else text.encode("utf-8")
         for method in methods:
-            began = time.process_time()
-            try:
-                with deadline(DEADLINE_S):
-                    used(pattern, method, told)
-            except TooSlowError:
-                pass
-            took = time.process_time() - began
+            # Thrice where it is slow: on a busy machine, what is square may take too long once.
+            took = min(seconds(pattern, method, told))
             if took > LIMIT_S:
                 return f"{method} of {text[:20]!r}…{text[-20:]!r} ({took:.1f} s)"
     return ""
+
+
+def seconds(pattern: re.Pattern[Any], method: str, text: Any) -> Iterator[float]:
+    """Processor time of one use, at most DEADLINE_S; thrice unless it is fast."""
+    for _ in range(3):
+        began = time.process_time()
+        with suppress(TooSlowError), deadline(DEADLINE_S):
+            used(pattern, method, text)
+        yield (took := time.process_time() - began)
+        if took <= LIMIT_S:
+            return
 
 
 def used(pattern: re.Pattern[Any], method: str, text: Any) -> None:

@@ -98,6 +98,8 @@ def _foreign(lie: str, gate: str, *sets: str, servers: int = 1, metrics: bool = 
     return Case(lie, gate, sets=(*lengths, "search.min_requests=40", *sets), servers=(told,) * servers)
 
 
+_ASKED_IDLE: Final = 80
+"""No fewer than a bench asks of an idle server, before any load: canaries, each more than once."""
 FOREIGN: Final = CliOptions(input_len="512", output_len=64, ttft_ms=4000, tpot_ms=1000)
 TROUBLE: Final = ("kind", "every", "spared", "prompt_off", "per_event", "late_s")
 CASES: Final[tuple[Case, ...]] = (
@@ -154,9 +156,10 @@ CASES: Final[tuple[Case, ...]] = (
     _foreign("cut_prompt", "wrong_prompt_length", kind="wrong_prompt", prompt_off=16 - 512),
     _foreign("canned_answers", "same_answers", kind="canned"),
     _foreign("nothing_computed", "impossible_answers", first_token_s=0.0, gap_s=0.0),
-    replace(_foreign("stale_kv", "wrong_answers", *_MANY, kind="stale", spared=80), watched=True),
+    replace(_foreign("stale_kv", "wrong_answers", *_MANY, kind="stale", spared=_ASKED_IDLE), watched=True),
     replace(
-        _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=80), watched=True
+        _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=_ASKED_IDLE),
+        watched=True,
     ),
     _beside(_foreign("empty_first", "empty_first_event", kind="empty_first", first_token_s=0.6)),
     _foreign("blank_first", "early_first_token", kind="blank_first", first_token_s=0.6),

@@ -73,13 +73,16 @@ def right_answers(
 ) -> CanaryPool | None:
     """Asks an idle deployment for the answers that canaries are compared with, for ``budget_s``.
 
-    As many as a trial may need, but at least what the least trial needs, and two that may follow a failure.
-    ``scored``: with log-probabilities, and again. None where there are to be no canaries. Raises ServerError.
+    As many as a trial may need, but at least what the least trial needs, and two that may follow a failure;
+    more of a server's own, whose trials hold few of them: 2 wrong ones of 3 are told from its noise only if
+    enough others did not differ when asked again. ``scored``: with log-probabilities, and again. None where
+    there are to be no canaries. Raises ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
         return None
-    least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + AFTER_FAILURE
+    more = AFTER_FAILURE if proof == "reference" else SPARES
+    least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + more
     most = wanted_canaries(search.max_requests, checks.canary_share, checks.min_canaries) + SPARES
     wanted = min(MOST, max(least, most))
     places = _trace_places(scenario, trace)[:wanted]
