@@ -1,4 +1,4 @@
-"""The requests of a load of sessions: arrivals of sessions as planned, turns after answers, blocks of prompts.
+"""The requests of a load of sessions: sessions as planned, turns after answers, blocks of prompts.
 
 Sessions begin at planned times, whatever became of others (open loop). Within one, a turn is sent think time
 after the answer before it, and after the last of the sub-agents that it waits for; a sub-agent begins after
@@ -8,6 +8,7 @@ own, but for what sessions share: nothing is found that another copy, or an earl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,8 +43,8 @@ class SessionLoad:
     @cached_property
     def session_offsets_s(self) -> NDArray[np.float64]:
         """When each session begins, ascending."""
-        known = np.asarray(self.offsets_s, np.float64)
-        return known[~np.isnan(known)]
+        known: NDArray[np.float64] = np.array([each for each in self.offsets_s if not math.isnan(each)])
+        return known
 
     def prompt_tokens(self, sent: Sequence[int]) -> int:
         """Tokens in whole blocks of the prompts of these requests."""
@@ -51,7 +52,7 @@ class SessionLoad:
 
     def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
         """Prompt tokens that caches of so many tokens (None: unlimited) could have found, of requests in the
-        order of sending. A prompt counts, and its answer with it, as soon as it is sent: real caches find less.
+        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less.
         """
         offered = offered_reuse([self.prompts[place] for place in sent])
         most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
@@ -164,7 +165,7 @@ def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_
 
 
 def _with_answers(drawn: _Drawn, prompts: Sequence[Blocks], block_tokens: int) -> list[Blocks]:
-    """Each prompt with its answer's blocks behind it, as far as the next one of its conversation goes on so."""
+    """Each prompt with its answer's blocks behind it, as far as the next of its conversation goes on so."""
     found = list(prompts)
     for later, after in enumerate(drawn.after):
         if not after or not drawn.turn[later]:

@@ -10,8 +10,8 @@ from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord
-from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.sessions.sends import Following
+from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import TimingProfile
 
 
@@ -99,6 +99,8 @@ class Tick:
     first: Sequence[int]
     waiting: Sequence[int]
     in_flight: int
+    sent_before: int = 0
+    """How many had been sent at the last tick."""
 
 
 @dataclass

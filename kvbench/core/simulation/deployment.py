@@ -10,8 +10,8 @@ generator's, so that everything after it is the same as for a measured trial. Wh
 - **Link**: each instance has one. A transfer takes P's and D's for bytes / bandwidth; who comes later waits
   its turn (first come, first served), then the latency passes, in which the link is free for others.
 - **Client**: never late; requests at planned times, turns of sessions think time after the answers that
-  they wait for (``sends``). A request without its last token ``timeout_s`` after its scheduled send has failed,
-  and its work is dropped wherever it is.
+  they wait for (``Sends``). A request without its last token ``timeout_s`` after its scheduled send has
+  failed, and its work is dropped wherever it is.
 
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D: ``core.simhandoff``.
 
@@ -26,13 +26,13 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from kvbench.core.records import RequestRecord
+from kvbench.core.sessions.sends import Sends
 from kvbench.core.simulation.blocking_handoff import BlockingHandOff
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.engine import StepEngine, use_of
 from kvbench.core.simulation.kv_links import KvLinks
 from kvbench.core.simulation.roles import Flow, Role
 from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.sessions.sends import Sends
 from kvbench.core.simulation.step import EngineRequest, Status
 from kvbench.core.simulation.step_time import TimingProfile
 
@@ -74,7 +74,7 @@ class SimulatedTrial:
         self._waiting: dict[int, None] = {}
         self._fresh_first: list[int] = []
         self._fresh_settled: list[int] = []
-        self._open = 0
+        self._open = self._ticked = 0
         self._starting: set[StepEngine] = set()
         self._stopped = False
         self._links = KvLinks(system.link)
@@ -114,8 +114,15 @@ class SimulatedTrial:
         assert self.watch is not None
         records = [flow.record for flow in self.flows]
         tick = Tick(
-            self.now, records, self._fresh_settled, self._fresh_first, list(self._waiting), self._open
+            self.now,
+            records,
+            self._fresh_settled,
+            self._fresh_first,
+            list(self._waiting),
+            self._open,
+            self._ticked,
         )
+        self._ticked = len(records)
         self._fresh_settled, self._fresh_first = [], []
         self._stopped = self.watch(tick)
         self._at(self.now + TICK_S, self._tick, None)

@@ -21,6 +21,8 @@ from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.table import STEADY, of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
+from kvbench.report.tables.sessions import WHICH as WHICH_SESSIONS
+from kvbench.report.tables.sessions import sessions_table
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
@@ -50,6 +52,14 @@ def brief_result(of: Material) -> Iterator[ReportSection]:
         yield ReportSection("result", "", [Block(table=cells.brief_result(shown))])
     elif not any(facts.methods for facts in of.runs):
         yield ReportSection("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
+
+
+def sessions(of: Material) -> Iterator[ReportSection]:
+    """Of loads of sessions: their rate, what they waited for, what was reused."""
+    for facts in of.runs:
+        if (table := sessions_table(facts.run, facts.rows)) is not None:
+            title = f"Sessions, {facts.name}" if facts.name else "Sessions"
+            yield ReportSection("sessions", title, [Block(words=WHICH_SESSIONS, table=table)], apart=True)
 
 
 def clients(of: Material) -> Iterator[ReportSection]:

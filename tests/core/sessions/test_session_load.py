@@ -1,4 +1,4 @@
-"""Turns are sent when they are due, sub-agents run beside and join, and caches find no more than is offered."""
+"""Turns are sent when they are due, sub-agents run beside and join, caches find no more than is offered."""
 
 from __future__ import annotations
 
