@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.calibration.served_load import link_of
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads
@@ -145,14 +146,6 @@ def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
         link = link_of(profile.value("transfer_token_ms"), profile.value("transfer_ms"), block_bytes / tokens)
         whose = ""
     return Surroundings(link, Overheads(), f"timing profile {profile.name}{whose}")
-
-
-_NO_TIME_MS: Final = 1e-9
-
-
-def link_of(token_ms: float, each_ms: float, token_bytes: float) -> Link:
-    """A link that takes so long for the KV of a token and besides."""
-    return Link(token_bytes / (max(token_ms, _NO_TIME_MS) * 1e6), each_ms)
 
 
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:

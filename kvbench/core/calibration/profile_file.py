@@ -246,7 +246,7 @@ def _unsound_covariance(
     size = float(np.abs(matrix).max())
     if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12 * size):
         yield ("rows",), "is not symmetrical"
-    elif np.linalg.eigvalsh(_correlations(matrix)).min() < -1e-6:
+    elif np.linalg.eigvalsh(_correlations(matrix)).min() < -1e-5:
         yield ("rows",), "is no covariance: some combination would have a negative variance"
 
 
