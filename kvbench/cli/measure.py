@@ -184,6 +184,50 @@ def simulate(
     return simulate_command(cli, output, console(), like)
 
 
+def calibrate(
+    from_: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            metavar="PATH",
+            help="A run, or requests that vLLM (--save-detailed) or aiperf recorded; repeatable.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile is written.")
+    ] = Path("profile.yaml"),
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name; else the file's.")] = "",
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="TEXT", help="What served, with its version.")
+    ] = "",
+    machine: Annotated[
+        str, typer.Option("--machine", metavar="TEXT", help="What it ran on, such as the GPUs.")
+    ] = "",
+    held_out: Annotated[
+        float,
+        typer.Option(
+            "--held-out", metavar="SHARE", help="Of each load, its last requests.", min=0.1, max=0.9
+        ),
+    ] = 1 / 3,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", metavar="N", help="The engine's limit.", min=1)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", metavar="N", help="The engine's limit.", min=1)
+    ] = None,
+    instances: Annotated[
+        int | None, typer.Option("--instances", metavar="N", help="Engines that share the load.", min=1)
+    ] = None,
+) -> int:
+    """Fit a timing profile to what was measured, and check it on requests held out."""
+    from kvbench.sweep.calibrate import command as calibrating
+    from kvbench.sweep.calibrate.served_inputs import EngineLimits
+
+    limits = EngineLimits(max_num_seqs, max_num_batched_tokens, instances)
+    options = calibrating.CalibrateOptions(from_, output, name, engine, machine, held_out, limits)
+    return calibrating.command(options, console())
+
+
 @asks()
 def microbench(options: MicrobenchOptions, output: OutputOption = Path("results")) -> int:
     """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
