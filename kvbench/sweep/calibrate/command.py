@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -129,7 +130,8 @@ def _print(profile: ProfileFile, path: Path, console: Console) -> None:
         for name, each in profile.coefficients.items()
     ]
     table = Grid(columns_of("coefficient", "value ms|± error"), rows)
-    console.print(table.fitted(console.width).text(), markup=False, highlight=False)
+    fitted = table.fitted(console.width if console.is_terminal else None)
+    console.print(fitted.text(), markup=False, highlight=False, soft_wrap=True)
     held = profile.held_out
     assert held is not None
     words = ", ".join(
@@ -143,3 +145,5 @@ def _print(profile: ProfileFile, path: Path, console: Console) -> None:
         f"{path}: {profile.status.upper()}",
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
+    if console.stderr:  # a program reads stdout
+        sys.stdout.write(profile.model_dump_json(indent=2, exclude_none=True) + "\n")

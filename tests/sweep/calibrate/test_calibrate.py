@@ -70,9 +70,10 @@ def recorded(folder: Path, slower_from: int | None = None) -> Path:
 def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     words = ("calibrate", "--from", str(recorded(tmp_path / "one")), "--machine", "a test", "-o", str(path))
-    done = kvbench(*words)
+    done = kvbench(*words, "--json")
     assert done.status == 0, done.text
     profile = read_profile(path)
+    assert ProfileFile.model_validate_json(done.out) == profile
     assert profile.status == "fit"
     assert (profile.name, profile.engine, profile.machine) == ("mine", "vllm 0.19.0", "a test")
     assert profile.value("decode_step_ms") == pytest.approx(TRUTH["decode_step_ms"], rel=0.1)
