@@ -201,7 +201,7 @@ def _shared_memory() -> set[str]:
 
 
 def _is_nobodys(name: str) -> bool:
-    """Whether no other process holds it: then it was left over, and most likely by us.
+    """Whether no other process holds it, or a file in it: then it was left over, and most likely by us.
 
     Semaphores of multiprocessing live there for a moment in any Python program, and never in one of ours.
     """
@@ -211,7 +211,10 @@ def _is_nobodys(name: str) -> bool:
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and process.name != str(os.getpid()):
             with contextlib.suppress(OSError):
-                if any(os.readlink(fd) == target for fd in (process / "fd").iterdir()):
+                if any(
+                    held == target or held.startswith(f"{target}/")
+                    for held in map(os.readlink, (process / "fd").iterdir())
+                ):
                     return False
             with contextlib.suppress(OSError):
                 if target in (process / "maps").read_text():

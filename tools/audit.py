@@ -65,7 +65,7 @@ def say(data: Any) -> int:
     found = [(each, vulnerability) for each in looked_at for vulnerability in each.get("vulns", ())]
     for package, vulnerability in found:
         fixed = ", ".join(vulnerability.get("fix_versions") or ()) or "no version yet"
-        print(f"{package['name']} {package['version']}: {vulnerability['id']}, mended in {fixed}")
+        print(f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in {fixed}")
     for package in skipped[:MOST_SHOWN]:
         print(f"not looked at: {package['skip_reason']}")
     print(

@@ -141,7 +141,7 @@ def compiled_note() -> str:
         return ""
     return (
         "the hot paths were not compiled, so a load generator's worker and a router take half of the load\n"
-        f"  to mend it: install a C compiler and Python's headers, then make setup FORCE=1 (details: {LOG})"
+        f"  to fix it: install a C compiler and Python's headers, then make setup FORCE=1 (details: {LOG})"
     )
 
 
@@ -171,7 +171,7 @@ def report(found: Connectors, causes: dict[str, str | None]) -> None:
         if check["status"] != "ok":
             say(f"connector {name} will be skipped: {causes.get(name) or check['detail']}")
             fix = re.sub(r"^pip ", ".venv/bin/pip ", check["fix"])
-            say(f"  to mend it: {fix or 'make setup FORCE=1'}")
+            say(f"  to fix it: {fix or 'make setup FORCE=1'}")
 
 
 def set_up() -> None:

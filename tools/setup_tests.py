@@ -100,7 +100,7 @@ def set_up(force: bool) -> None:
             return
         TRIED.write_text("\n".join(packages) + "\n")
     say(f"tests that need {', '.join(commands)} will be skipped" + (f": {problem}" if problem else ""))
-    say(f"  to mend it: apt-get install {' '.join(packages_of(commands))}")
+    say(f"  to fix it: apt-get install {' '.join(packages_of(commands))}")
 
 
 def main() -> None:

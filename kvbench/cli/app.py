@@ -71,6 +71,7 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     ),
     "soak": (MEASURE, held_rates.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
     "simulate": (MEASURE, measure.simulate, "kvbench simulate xpyd --gpus 3"),
+    "calibrate": (MEASURE, measure.calibrate, "kvbench calibrate --from latest --output my-gpu.yaml"),
     "microbench": (MEASURE, measure.microbench, "kvbench microbench --lab --nics 1,2,4,8"),
     "selftest": (MEASURE, measure.selftest, "kvbench selftest --streams 10,100"),
     "init": (PREPARE, setup.init, "kvbench init two-nodes.yaml --hosts node1,node2"),

@@ -25,12 +25,16 @@ _UNFORESEEN = (
 )
 
 
-def console() -> Console:
-    """The terminal; a pipe or a file gets long lines, and none folded."""
+def console(*, as_json: bool = False) -> Console:
+    """The terminal; a pipe or a file gets long lines, and none folded. ``as_json``: what people read goes to
+    stderr, since a program reads stdout.
+    """
     from kvbench.cli.visible_console import VisibleConsole
 
-    terminal = VisibleConsole(highlight=False)
-    return terminal if terminal.is_terminal else VisibleConsole(highlight=False, width=160, soft_wrap=True)
+    terminal = VisibleConsole(highlight=False, stderr=as_json)
+    if terminal.is_terminal:
+        return terminal
+    return VisibleConsole(highlight=False, stderr=as_json, width=160, soft_wrap=True)
 
 
 def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:

@@ -13,8 +13,6 @@ from kvbench.cli.console import console
 from kvbench.cli.options import ForceOption, JsonOption, LoadOptions, OutputOption, ResumeOption, asks
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvbench.sweep.held_rate.held import HeldOptions
 
 NOT_HELD = (
@@ -104,15 +102,15 @@ def chaos(
     from kvbench.sweep.held_rate import chaos as running
     from kvbench.sweep.held_rate.fault_lab import fault_lab
 
-    shown = _console(as_json=json_)
+    shown = console(as_json=json_)
     with fault_lab(lab, shown) as place:
         if place.status is not None:
             return place.status
         if resume is not None:
-            return running.resumed(resume, shown, force=force, as_json=json_, lab=place.lab)
+            return running.resumed(resume, shown, force=force, lab=place.lab)
         held, times = _held(rate, from_, share, deadline), FaultTimes(before, down, after)
         asked = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
-        return running.command(options.cli_options(), asked, output, shown, only_plan=plan, as_json=json_)
+        return running.command(options.cli_options(), asked, output, shown, only_plan=plan)
 
 
 @asks(without=NOT_HELD)
@@ -137,11 +135,11 @@ def soak(
     """Hold a rate for hours: drift of latency, memory, descriptors and leases, wrong answers."""
     from kvbench.sweep.held_rate import soak as running
 
-    shown = _console(as_json=json_)
+    shown = console(as_json=json_)
     if resume is not None:
-        return running.resumed(resume, shown, force=force, as_json=json_)
+        return running.resumed(resume, shown, force=force)
     asked = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
-    return running.command(options.cli_options(), asked, output, shown, as_json=json_)
+    return running.command(options.cli_options(), asked, output, shown)
 
 
 def _held(
@@ -150,12 +148,3 @@ def _held(
     from kvbench.sweep.held_rate.held import HeldOptions
 
     return HeldOptions(rate, share, found, deadline_s)
-
-
-def _console(*, as_json: bool) -> Console:
-    """What people read goes to stderr where a program reads stdout."""
-    if not as_json:
-        return console()
-    from kvbench.cli.visible_console import VisibleConsole
-
-    return VisibleConsole(highlight=False, stderr=True)

@@ -13,6 +13,7 @@ from kvbench.cli.console import console
 from kvbench.cli.options import (
     BenchOptions,
     ForceOption,
+    JsonOption,
     LoadOptions,
     OutputOption,
     ResumeOption,
@@ -58,6 +59,7 @@ SERVED = (
 def sweep(
     options: LoadOptions,
     otlp: OtlpOption = "",
+    json_: JsonOption = False,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -66,8 +68,8 @@ def sweep(
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
-        return _resumed(resume, "sweep", options.cli_options(), output, force)
-    return sweeping.command(options.cli_options(), output, console(), otlp)
+        return _resumed(resume, "sweep", options.cli_options(), output, force, as_json=json_)
+    return sweeping.command(options.cli_options(), output, console(as_json=json_), otlp)
 
 
 @asks(without=("attainment", "method", "rates"))
@@ -81,6 +83,7 @@ def bench(
     ] = False,
     against: AgainstOption = None,
     otlp: OtlpOption = "",
+    json_: JsonOption = False,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -97,15 +100,15 @@ def bench(
     if against is not None:
         from kvbench.sweep.against import measured
 
-        return measured.command(cli, against, output, console())
+        return measured.command(cli, against, output, console(as_json=json_))
     if resume is not None:
-        return _resumed(resume, "bench", cli, output, force)
+        return _resumed(resume, "bench", cli, output, force, as_json=json_)
     if cli.fixed_rate is None and not cli.replay and cli.concurrency is None:
         raise typer.BadParameter(
             "give the rate to offer, a --trace to replay, or the --concurrency of a closed loop",
             param_hint="--rate",
         )
-    return sweeping.command(cli, output, console(), otlp)
+    return sweeping.command(cli, output, console(as_json=json_), otlp)
 
 
 @asks()
@@ -165,7 +168,7 @@ def simulate(
         float | None,
         typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the comparison of splits as JSON.")] = False,
+    json_: JsonOption = False,
     against: AgainstOption = None,
     output: OutputOption = Path("results"),
 ) -> int:
@@ -177,19 +180,66 @@ def simulate(
     if against is not None:
         from kvbench.sweep.against.simulated import command as against_command
 
-        return against_command(cli, against, output, console())
+        return against_command(cli, against, output, console(as_json=json_))
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
         return splitting.command(cli, chosen, output, console(), like)
-    return simulate_command(cli, output, console(), like)
+    return simulate_command(cli, output, console(as_json=json_), like)
+
+
+def calibrate(
+    from_: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            metavar="PATH",
+            help="A run, or requests that vLLM (--save-detailed) or aiperf recorded; repeatable.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile is written.")
+    ] = Path("profile.yaml"),
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name; else the file's.")] = "",
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="TEXT", help="What served, with its version.")
+    ] = "",
+    machine: Annotated[
+        str, typer.Option("--machine", metavar="TEXT", help="What it ran on, such as the GPUs.")
+    ] = "",
+    held_out: Annotated[
+        float,
+        typer.Option(
+            "--held-out", metavar="SHARE", help="Of each load, its last requests.", min=0.1, max=0.9
+        ),
+    ] = 1 / 3,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", metavar="N", help="The engine's limit.", min=1)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", metavar="N", help="The engine's limit.", min=1)
+    ] = None,
+    instances: Annotated[
+        int | None, typer.Option("--instances", metavar="N", help="Engines that share the load.", min=1)
+    ] = None,
+    json_: JsonOption = False,
+) -> int:
+    """Fit a timing profile to what was measured, and check it on requests held out."""
+    from kvbench.sweep.calibrate import command as calibrating
+    from kvbench.sweep.calibrate.served_inputs import EngineLimits
+
+    limits = EngineLimits(max_num_seqs, max_num_batched_tokens, instances)
+    options = calibrating.CalibrateOptions(from_, output, name, engine, machine, held_out, limits)
+    return calibrating.command(options, console(as_json=json_))
 
 
 @asks()
-def microbench(options: MicrobenchOptions, output: OutputOption = Path("results")) -> int:
+def microbench(
+    options: MicrobenchOptions, json_: JsonOption = False, output: OutputOption = Path("results")
+) -> int:
     """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
     from kvbench.microbench import command as microbench_command
 
-    return microbench_command.command(options, output, console())
+    return microbench_command.command(options, output, console(as_json=json_))
 
 
 def selftest(
@@ -211,10 +261,10 @@ def selftest(
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
 
 
-def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool) -> int:
+def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool) -> int:
     """Go on with a run folder, in which the plan is."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
         raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
-    return resume.command(run, cli, kind, console(), force=force)
+    return resume.command(run, cli, kind, console(as_json=as_json), force=force)

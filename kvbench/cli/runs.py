@@ -50,11 +50,14 @@ def import_(
         str | None,
         typer.Option("--connector", metavar="NAME", help="The KV connector of rows whose file names none."),
     ] = None,
+    json_: JsonOption = False,
 ) -> int:
     """Read results of vllm bench, aiperf, guidellm, nixlbench and others into a run folder, row by row."""
     from kvbench.importers.parts import importing
 
-    return importing.command(importing.ImportOptions(files, format_, name, connector), output, console())
+    return importing.command(
+        importing.ImportOptions(files, format_, name, connector), output, console(as_json=json_)
+    )
 
 
 def compare(

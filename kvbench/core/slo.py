@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal
 
 METRICS: Final = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -63,7 +64,7 @@ class Limit:
         if not 0 < self.limit < math.inf:
             raise ValueError(f"{self.metric} must be above 0, not {self.limit}")
 
-    @property
+    @cached_property
     def share(self) -> float | None:
         """The share of requests that a percentile asks for: 0.9 for p90. None for the other statistics."""
         match = re.fullmatch(r"p(\d{1,2}(?:\.\d{1,4})?)", self.statistic)
@@ -192,7 +193,7 @@ class Slo:
             "limits": [limit.short() for limit in self.limits],
         }
 
-    @property
+    @cached_property
     def each(self) -> tuple[Limit, ...]:
         """The limits of the joint form."""
         own = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
@@ -210,6 +211,10 @@ class Slo:
 
     def all_criteria(self) -> tuple[Criterion, ...]:
         """What must hold, the joint share first. Never empty: without limits an answer is asked for."""
+        return self._criteria
+
+    @cached_property
+    def _criteria(self) -> tuple[Criterion, ...]:
         each = self.each
         others = [limit for limit in self.limits if limit.statistic != "each"]
         shares = [Criterion("share", share, (limit,)) for limit in others if (share := limit.share)]
@@ -230,11 +235,11 @@ class Slo:
     def observe(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
         """One request's observation for each criterion; NaN where it says nothing. ``values``: by metric in
         ms, as ``latencies_ms`` gives them."""
-        return tuple(criterion.observe(values, ok) for criterion in self.all_criteria())
+        return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
         """For each criterion how near one request came to its limit: value / limit; inf if it failed."""
-        return tuple(criterion.margin(values, ok) for criterion in self.all_criteria())
+        return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
         """The lowest limit on a metric, of whatever statistic and turns; None if there is none."""

@@ -19,6 +19,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
 from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext
+from kvbench.engines.parts.timing_files import profile_file
 from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
@@ -48,7 +49,11 @@ class EmulatedOptions(EngineOptions):
     cancels_cleanly = True
     logs_like = "emulated"
 
-    timing: str = Field("quick", description=f"timing profile: {', '.join(PROFILE_NAMES)}")
+    timing: str = Field(
+        "quick",
+        max_length=4096,
+        description=f"timing profile: {', '.join(PROFILE_NAMES)}, a bundled one, or a file",
+    )
     time_scale: float = Field(
         1.0, gt=0, le=1000, description="factor on every modelled time; 0.1 is ten times faster"
     )
@@ -256,7 +261,7 @@ class Emulated(Engine):
             "max_num_batched_tokens": options.max_num_batched_tokens,
             "max_model_len": options.max_model_len or instance.max_tokens_per_request,
             "enable_prefix_caching": options.enable_prefix_caching,
-            "timing": options.timing,
+            "timing": _timing(options, instance.ranks.tensor),
             "time_scale": options.time_scale,
             "kv_transfer_config": connector.kv_transfer_config(
                 instance.role, instance.engine_id, connector_options
@@ -286,6 +291,15 @@ class Emulated(Engine):
     @staticmethod
     def _num_blocks(instance: Instance, options: EmulatedOptions) -> int:
         return options.kv_blocks(instance.max_tokens_per_request)
+
+
+def _timing(options: EmulatedOptions, tensor_parallel_size: int) -> str | dict[str, object]:
+    """A name that the emulator knows, or the whole profile: its host need not have the file."""
+    found = profile_file(options.timing)
+    if found is None:
+        return options.timing
+    found.timing(tensor_parallel_size)  # refused here and not in a process's log
+    return found.model_dump(mode="json", exclude_defaults=True)
 
 
 def _kv_pace(connector: Connector, options: EmulatedOptions) -> dict[str, dict[str, float | None]]:

@@ -22,13 +22,16 @@ _MOST_TAG_BYTES: Final = 1000
 
 
 @contextmanager
-def scratch(prefix: str, tag: str = "", *, kept_after_trouble: bool = False) -> Iterator[Path]:
+def scratch(
+    prefix: str, tag: str = "", *, kept_after_trouble: bool = False, parent: Path | None = None
+) -> Iterator[Path]:
     """A temporary folder; ``prefix`` begins with ``kvbench-``. ``tag``: the run that it belongs to.
 
-    ``kept_after_trouble``: an exception leaves it there, for the logs in it.
+    ``kept_after_trouble``: an exception leaves it there, for the logs in it. ``parent``: where it lies, if
+    not where temporary files do; ``left`` does not look there.
     """
     assert prefix.startswith(_PREFIX)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     marker = folder / MARKER
     handle = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

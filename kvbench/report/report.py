@@ -6,6 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -55,8 +56,7 @@ def command(
         if dark:
             write_plots(run, run.path / "figures", [kind for kind in PICTURES_AS if kind in formats], "dark")
     if as_json:
-        documents = [document for run in runs for document in build(run).documents.values()]
-        console.file.write(json_text({"runs": documents}))
+        console.file.write(_documents(runs))
     elif micro:
         print_transfers(runs, console)
     else:
@@ -76,6 +76,17 @@ def render_terminal(
     """
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, ("terminal",)).of("terminal"), console)
+    tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
+
+
+def tell_program(runs: Sequence[RunFolder], console: Console) -> None:
+    """Where people are told on stderr (``--json``), stdout gets the documents of ``report --json``."""
+    if console.stderr:
+        sys.stdout.write(_documents(runs))
+
+
+def _documents(runs: Sequence[RunFolder]) -> str:
+    return json_text({"runs": [document for run in runs for document in build(run).documents.values()]})
 
 
 def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:

@@ -20,11 +20,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.calibration.served_load import link_of
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads
 from kvbench.core.transfers.kv_shape import MERGING
 from kvbench.core.transfers.model import TransferModel, fit_all, model_for
+from kvbench.engines.parts.timing_files import profile_file
 from kvbench.errors import InputError
 from kvbench.results.run import RunFolder, load_run
 
@@ -73,7 +75,7 @@ def surroundings(
             found, source=f"{found.source} ({label} is not in the run)"
         )
     else:
-        found = _as_paced(scenario, backend, found)
+        found = _of_profile(scenario, _as_paced(scenario, backend, found))
     given = scenario.simulate
     own = given.connectors.get(label)
     link = {
@@ -126,6 +128,24 @@ def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surr
     link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_factor
     scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
     return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
+
+
+def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
+    """What a profile file says: it was fitted to what clients saw, so that nothing else lies around it.
+
+    That holds for ``simulate.timing``. A profile that the emulated engine has as its own is met behind the
+    real router, over the real transfer library.
+    """
+    profile = profile_file(scenario.simulate.timing) if scenario.simulate.timing else None
+    if profile is None:
+        return otherwise
+    link, whose = otherwise.link, f"; link: {otherwise.source}"
+    if profile.moves_kv:
+        shape, tokens = scenario.model.shape, scenario.deployment.engine_options.kv_block_tokens
+        block_bytes = shape.block_bytes(tokens, scenario.deployment.wire_ranks) * shape.regions()
+        link = link_of(profile.value("transfer_token_ms"), profile.value("transfer_ms"), block_bytes / tokens)
+        whose = ""
+    return Surroundings(link, Overheads(), f"timing profile {profile.name}{whose}")
 
 
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:

@@ -86,6 +86,9 @@ def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: 
         _require_agreement(run, cli)
     if is_complete(run):
         console.print(f"{path} is complete: nothing is left to do", markup=False)
+        from kvbench.report.report import tell_program
+
+        tell_program([run], console)
         return EXIT_OK
     resumed = reopen(path, force=force)
     for difference in resumed.store.manifest["sessions"][-1]["differs"]:

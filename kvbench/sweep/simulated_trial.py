@@ -23,7 +23,8 @@ from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
 from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timing_profile
+from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile
+from kvbench.engines.parts.timing_files import bundled_names, timing_of_choice
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
@@ -86,6 +87,11 @@ class SimulatedDeployment:
 
 def timing_of(scenario: Scenario, instance: str = "prefill-0") -> TimingProfile:
     """The step times that an instance is simulated with. Raises InputError where none is known."""
+    return timing_of_choice(timing_choice(scenario, instance), scenario.deployment.ranks_of(instance).tensor)
+
+
+def timing_choice(scenario: Scenario, instance: str) -> str:
+    """The name or the file of the profile. Raises InputError where none is known."""
     deployed = scenario.deployment
     ranks = deployed.ranks_of(instance).tensor
     name = scenario.simulate.timing or deployed.engine_options.timing_profile
@@ -93,10 +99,10 @@ def timing_of(scenario: Scenario, instance: str = "prefill-0") -> TimingProfile:
     if not name:
         raise InputError(
             f"no timing profile is known for {scenario.model.name} on the {deployed.engine} engine with "
-            f"tensor_parallel_size {ranks}; there are: {', '.join(PROFILE_NAMES)}",
+            f"tensor_parallel_size {ranks}; there are: {', '.join((*PROFILE_NAMES, *bundled_names()))}",
             hint="choose one that is like it: --set simulate.timing=NAME",
         )
-    return timing_profile(name, ranks)
+    return name
 
 
 def engine_config(scenario: Scenario) -> EngineConfig:

@@ -26,6 +26,7 @@ from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FORMATS = {
+    "llmservingsim": "llmservingsim",
     "vllm/serve.log": "vllm_serve",
     "vllm/result.json": "vllm_json",
     "vllm/detailed.json": "vllm_json",

@@ -363,10 +363,10 @@ def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: 
         cut_at = time.monotonic()
         wait_until(lambda: '"failed"' in next(results.glob("*/cells.jsonl")).read_text(), 20.0)
         took_s = time.monotonic() - cut_at
-        hosts.mend("b")
+        hosts.heal("b")
         done = long.finish()
     finally:
-        hosts.mend("b")
+        hosts.heal("b")
         long.kill()
     run = the_run(results)
     results_by_label = {each.cell.connector: each for each in [*run.cells, *run.other_cells]}

@@ -126,7 +126,7 @@ def test_a_cable_that_is_pulled_costs_the_rest_of_its_pairs(hosts: Hosts, tmp_pa
         hosts.cut("b")
         done = running.finish()
     finally:
-        hosts.mend("b")
+        hosts.heal("b")
         running.kill()
     run = the_run(results)
     states = {row.pair: row.status for row in run.transfer_records()}

@@ -173,7 +173,7 @@ def test_rdma_devices_go_into_the_connectors() -> None:
 
 
 def test_what_cannot_run_is_a_comment() -> None:
-    able = [Able("aggregated"), Able("nixl", "a cause\nin two lines", "a mend")]
+    able = [Able("aggregated"), Able("nixl", "a cause\nin two lines", "a fix")]
     text = written(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
     assert "  # nixl cannot run here: a cause in two lines\n" in text
     assert parsed(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)

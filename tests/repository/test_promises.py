@@ -215,7 +215,7 @@ def test_an_audit_that_did_not_run_is_not_taken_for_a_clean_one(
     unknown = {"name": "rich", "skip_reason": "not found: rich"}
     assert say({"dependencies": [clean]}) == EXIT_CLEAN
     assert say({"dependencies": [clean, weak, unknown]}) == EXIT_FOUND
-    assert "left-pad 1: CVE-1, mended in 2" in capsys.readouterr().out
+    assert "left-pad 1: CVE-1, fixed in 2" in capsys.readouterr().out
     assert say({"dependencies": [clean, unknown]}) == EXIT_NOT_RUN
     assert say({}) == say([]) == EXIT_NOT_RUN
     pinned = tmp_path / "constraints.txt"

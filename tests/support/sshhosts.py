@@ -111,7 +111,7 @@ class Hosts:
         """Pull the host's cable to the net for ssh; nobody is told."""
         run([tool("ip"), "-n", self.namespace(name), "link", "set", "ssh0", "down"])
 
-    def mend(self, name: str) -> None:
+    def heal(self, name: str) -> None:
         run([tool("ip"), "-n", self.namespace(name), "link", "set", "ssh0", "up"])
 
 

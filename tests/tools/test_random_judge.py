@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvbench.results.run import RunFolder
@@ -19,8 +23,8 @@ from tools.random_systems.judge.judged import TOO_LONG, Judged, judge, judge_com
 from tools.random_systems.judge.many import rows_of
 
 FOUND = Judged("x", ("drift", "slow"), 1, "converged", "found", 10.0, 12.0, 10.4, 9.0, 10.5)
-CHEAP = 3
-"""A system of ``develop`` that takes half a second."""
+CHEAP = 5
+"""A system of ``develop`` whose search takes a few seconds."""
 
 
 def known(index: int) -> truth.Truth:
@@ -146,7 +150,7 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     jobs = [SearchJob("develop", CHEAP, known(CHEAP), seed, 60.0) for seed in (1, 2)]
     (first,) = rows_of(jobs[:1], 1, rows)
     whole = rows.read_text()
-    rows.write_text(whole + '{"key": "search develop 3 2", "co')
+    rows.write_text(whole + '{"key": "search develop 5 2", "co')
     found = list(rows_of(jobs, 1, rows))
     assert found[0] == first  # to the last digit of the time that it took
     assert [Judged.from_json(each).run_seed for each in found] == [1, 2]
@@ -159,15 +163,34 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     assert asdict(restored)["kinds"] == restored.kinds
 
 
+def test_what_works_for_a_judge_ends_with_it(tmp_path: Path) -> None:
+    command_line = [sys.executable, "-m", "tools.random_systems.judge", "--workers", "2", "--searches", "40"]
+    rows = tmp_path / "rows.jsonl"
+    with subprocess.Popen(
+        [*command_line, "--first-system", str(CHEAP), "--count", "1", "--rows", str(rows)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as judging:
+        deadline = time.monotonic() + 60
+        while not rows.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        workers = psutil.Process(judging.pid).children(recursive=True)
+        judging.kill()
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == []
+
+
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, written = tmp_path / "rows.jsonl", tmp_path / "figures.json"
     words = ["--first-system", str(CHEAP), "--count", "1", "--workers", "1"]
     assert command.main([*words, "--rows", str(rows), "--figures", str(written)]) == 0
     printed = capsys.readouterr().out
-    assert "develop-003 parallel 1:" in printed
+    assert "develop-005 batching 1:" in printed
     assert "outcomes: 1 " in printed
     (kind, overall) = json.loads(written.read_text())["kinds"]
-    assert (kind["kind"], overall["kind"], overall["searches"]) == ("parallel", "all", 1)
+    assert (kind["kind"], overall["kind"], overall["searches"]) == ("batching", "all", 1)
     with pytest.raises(SystemExit):
         command.main(["--seed", "nothing"])
     nothing = tmp_path / "truths.json"

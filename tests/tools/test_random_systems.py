@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.simulation.known_queues import md1_attainment
@@ -342,6 +342,7 @@ def test_an_engine_preempts_and_serves_all_in_the_end() -> None:
 # The clock
 
 
+@example(at=[8728.0], pause=2.0, drift=0.0, warmup=1.0, noise=((10.0, 1.1), (700.0, 0.9)))
 @given(
     at=st.lists(st.floats(0, 10_000), min_size=1, max_size=20),
     pause=st.sampled_from([0.0, 2.0]),
@@ -357,7 +358,8 @@ def test_the_clock_goes_forward_and_back(
     work = clock.work(seconds)
     assert np.all(np.diff(work) >= -1e-9)
     np.testing.assert_allclose(clock.work(clock.seconds(work)), work, atol=1e-6)
-    assert np.all(clock.seconds(work) <= seconds + 1e-6)  # earlier by at most the pause that it was in
+    # Earlier by at most the pause that it was in; what ends just where a pause begins may be rounded past it.
+    assert np.all(clock.seconds(np.maximum(work - 1e-6, 0.0)) <= seconds + 1e-6)
     assert np.all(clock.seconds(work) >= seconds - pause - 1e-6)
 
 

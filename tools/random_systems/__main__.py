@@ -19,6 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.processes.transfer_worker.child import die_with_parent
+
 from . import truth as truths
 from .family import SEEDS, draw, family, seed_of
 from .system import System
@@ -83,7 +85,8 @@ def compute(systems: Sequence[System], path: Path, workers: int, again: bool = F
     """Computes and keeps the truths that are not kept, or all, each as soon as it is there."""
     kept = truths.known(path)
     missing = [each for each in systems if again or each.fingerprint not in kept]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(workers, die_with_parent, (os.getpid(),)) as pool:
         for system, true in zip(
             missing, pool.imap(partial(truths.compute_again, kept), missing), strict=True
         ):

@@ -48,7 +48,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
     lag = max(client.send_ms, client.look_ms)
     if lag <= allowed:
         return None
-    if router_starved(evidence):
+    if router_starved(evidence) and _client_starved(evidence):
         return None  # host_starved tells of both
     forgiven = (client.worst_send_ms + client.worst_look_ms, client.worst_look_ms)
     refused = lag > gross or _may_have_caused_the_miss(evidence, *forgiven)
@@ -86,6 +86,16 @@ def router_starved(evidence: Evidence) -> bool:
     return (router.cpu_share or 0.0) < limits.router_cpu_share and (
         router.wait_s >= limits.waited_lag * router.lag_s
     )
+
+
+def _client_starved(evidence: Evidence) -> bool:
+    """What made the router late explains the load generator's lateness: it waited for a core, too, or was
+    late by no more than twice as much.
+    """
+    client = evidence.client
+    waited = (client.run_queue_wait_share or 0.0) >= evidence.limits.run_queue_wait_share
+    router_ms = 1e3 * (evidence.router.loop_lag_p99_s or 0.0)
+    return waited or max(client.send_ms, client.look_ms) <= 2 * router_ms
 
 
 def host_starved(evidence: Evidence) -> Finding | None:

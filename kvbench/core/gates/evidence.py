@@ -49,6 +49,7 @@ class GateLimits:
     steal_share: float = 0.02
     throttled_share: float = 0.02
     run_queue_wait_share: float = 0.10
+    """A process that was ready without a core for so much of the time was late for that."""
     waited_lag: float = 0.5
     """A lag of which this part was spent waiting for a core is nobody's but who had the cores."""
     busy_share: float = 0.80

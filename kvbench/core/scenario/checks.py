@@ -240,22 +240,24 @@ _BOUND: Final = {
 def explain(
     error: ValidationError,
     root: Node,
-    data: Mapping[str, Any],
+    data: Mapping[str, Any] | None,
     keys: Mapping[str, Sequence[str]],
     known: Sequence[Mistake],
+    what: str = "the scenario",
 ) -> list[Mistake]:
     """A mistake for each error that ``known`` does not already cover, and for each contradiction.
 
-    ``keys`` holds the keys allowed in each mapping, by its dotted path.
+    ``keys`` holds the keys allowed in each mapping, by its dotted path; ``data``: of a scenario, None
+    of another file, which is called ``what``.
     """
     covered = {mistake.location for mistake in known if mistake.final}
     found: list[Mistake] = []
-    for problem, by_key in _worded(error, keys):
+    for problem, by_key in _worded(error, keys, what):
         if problem.location not in covered:
             where = locate(root, problem.location, key=by_key)
             found.append(Mistake(where, problem.location, problem.text))
     covered |= {mistake.location for mistake in found}
-    for problem in contradictions(data):
+    for problem in () if data is None else contradictions(data):
         if problem.location not in covered:
             location = problem.location if exists(root, problem.location) else problem.other
             found.append(
@@ -264,7 +266,9 @@ def explain(
     return found
 
 
-def _worded(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iterator[tuple[DataMistake, bool]]:
+def _worded(
+    error: ValidationError, keys: Mapping[str, Sequence[str]], what: str
+) -> Iterator[tuple[DataMistake, bool]]:
     """Each error as a sentence, and whether it is about the key rather than the value."""
     errors = error.errors(include_url=False)
     inside = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
@@ -281,7 +285,7 @@ def _worded(error: ValidationError, keys: Mapping[str, Sequence[str]]) -> Iterat
             yield DataMistake(location, _unknown_key(location, keys)), True
         elif kind == "missing":
             parent = ".".join(map(str, location[:-1]))
-            yield DataMistake(location, f"{parent or 'the scenario'} needs the key `{location[-1]}`"), True
+            yield DataMistake(location, f"{parent or what} needs the key `{location[-1]}`"), True
         elif kind == "kvbench":
             yield DataMistake(location, f"{_dotted(location)}: {each['msg']}"), False
         else:

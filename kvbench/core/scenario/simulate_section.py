@@ -23,7 +23,11 @@ class KvLink(Section):
 class Simulate(KvLink):
     """Figures for ``kvbench simulate``; what is not given is a measured default, or comes from ``--like``."""
 
-    timing: str = Field("", max_length=80, description="timing profile; by default the engine's or model's")
+    timing: str = Field(
+        "",
+        max_length=4096,
+        description="timing profile, or a file of one; by default the engine's or model's",
+    )
     time_scale: float | None = Field(None, gt=0, le=1000, description="factor on every modelled step")
     num_blocks: int | None = Field(
         None, ge=8, description="KV blocks per instance; by default the engine's, or enough for every slot"

@@ -25,6 +25,8 @@ criterion is just kept, above 0 below that rate, and nearly linear in the rate: 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -77,10 +79,10 @@ SECTIONED_REQUESTS: Final = 160
 class _Series:
     """What was fed as totals, by time."""
 
-    times_s: list[float] = field(default_factory=list)
-    waiting: list[float] = field(default_factory=list)
-    in_flight: list[float] = field(default_factory=list)
-    firsts: list[float] = field(default_factory=list)
+    times_s: array[float] = field(default_factory=lambda: array("d"))
+    waiting: array[float] = field(default_factory=lambda: array("d"))
+    in_flight: array[float] = field(default_factory=lambda: array("d"))
+    firsts: array[float] = field(default_factory=lambda: array("d"))
 
 
 class LiveTrial:
@@ -99,6 +101,7 @@ class LiveTrial:
         self.config = config
         self.criteria = tuple(criteria)
         n = len(self._offsets)
+        self._due_s: list[float] = self._offsets.tolist()
         self._values = np.full((n, len(criteria)), np.nan)
         self._margins = np.full((n, len(criteria)), np.nan)
         self._settled_s = np.full(n, np.nan)
@@ -115,7 +118,9 @@ class LiveTrial:
         self._next_growth_s = self._filled_s + float(first)
         self._sent = 0
         self._next_look_s = FIRST_LOOK * config.latency_s
-        self._latency = (0, config.latency_s)
+        self._latency_n = 0
+        self._latency = config.latency_s
+        self._up_s = self._up(config.latency_s)
         self._decision: Decision | None = None
 
     def feed(
@@ -134,7 +139,9 @@ class LiveTrial:
         After the decision the same one is returned. Raises ValueError for an index that was not planned.
         """
         self._offsets[self._sent : self._sent + len(offsets_s)] = offsets_s
-        self._sent += len(offsets_s)
+        for due_s in offsets_s:  # as late as any before it: what is given up is looked for from the front
+            self._due_s[self._sent] = max(due_s, self._due_s[self._sent - 1] if self._sent else due_s)
+            self._sent += 1
         for each in observations:
             index = each[0]
             if not 0 <= index < len(self._offsets):
@@ -162,19 +169,19 @@ class LiveTrial:
 
     def _give_up(self, t_s: float) -> None:
         """Count as misses what is under way and can keep no limit any more."""
-        due = int(np.searchsorted(self._offsets, t_s - self.config.hopeless_s))
+        due = bisect_left(self._due_s, t_s - self.config.hopeless_s, self._hopeless)
         for index in range(self._hopeless, due):
             if math.isnan(self._settled_s[index]):
                 self._settle(index, t_s)
                 self._values[index] = [0.0 if each.kind == "share" else math.inf for each in self.criteria]
                 self._margins[index] = math.inf
-        self._hopeless = max(self._hopeless, due)
+        self._hopeless = due
 
     # -- looks ------------------------------------------------------------------------------------
 
     def _look(self, t_s: float) -> Decision | None:
         latency_s = self._latency_s()
-        last = t_s >= self._up(latency_s) or self._count == len(self._offsets)
+        last = t_s >= self._up_s or self._count == len(self._offsets)
         if t_s < self._filled_s and not last:
             return None
         if t_s >= self._next_growth_s or last:
@@ -219,10 +226,11 @@ class LiveTrial:
 
     def _latency_s(self) -> float:
         """Median time from a request's planned send until it was settled; that expected before any was."""
-        if self._count >= max(5.0, 1.02 * self._latency[0]):
+        if self._count >= max(5.0, 1.02 * self._latency_n):
             known = self._settled_s - self._offsets
-            self._latency = (self._count, float(np.median(known[~np.isnan(known)])))
-        return self._latency[1]
+            self._latency_n, self._latency = self._count, float(np.median(known[~np.isnan(known)]))
+            self._up_s = self._up(self._latency)
+        return self._latency
 
     def _readings(self, t_s: float) -> QueueReadings:
         """What is known of the queue so far."""

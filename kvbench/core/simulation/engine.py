@@ -150,9 +150,7 @@ class StepEngine:
         self, config: EngineConfig, timing: TimingProfile, time_scale: float = 1.0, *, reuse: bool = False
     ) -> None:
         """``reuse``: requests have prefix hashes, so that blocks must be told apart."""
-        self.scheduler = Scheduler(config)
-        if not reuse:
-            self.scheduler.pool = CountingPool(config.num_blocks)
+        self.scheduler = Scheduler(config, None if reuse else CountingPool(config.num_blocks))
         self.config = config
         self.timing = timing
         self.time_scale = time_scale

@@ -48,9 +48,10 @@ class SchedulerStats:
 class Scheduler:
     """Continuous batching over a block pool. One step at a time: ``schedule``, then ``complete``."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool | None = None) -> None:
+        """``pool``: in place of one of the config's size, which takes its time to make."""
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.enable_prefix_caching)
+        self.pool = BlockPool(config.num_blocks, config.enable_prefix_caching) if pool is None else pool
         self.stats = SchedulerStats()
         self.waiting: deque[EngineRequest] = deque()
         self.ready: deque[EngineRequest] = deque()

@@ -35,6 +35,7 @@ from kvbench.importers.base import (
 )
 from kvbench.importers.parts.table import serving_table, transfer_table
 from kvbench.importers.parts.trials import IMPORTED, trial_of
+from kvbench.results.run import load_run
 from kvbench.results.store import RunInfo, RunStore
 
 _TRACES: Final = re.compile(
@@ -85,6 +86,9 @@ def command(options: ImportOptions, output: Path, console: Console) -> int:
             row.derived["connector"] = "named on kvbench's command line"
     folder = write(sources, options, output)
     _print(sources, rows, folder, console)
+    from kvbench.report.report import tell_program
+
+    tell_program([load_run(folder)], console)
     return EXIT_OK
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from kvbench.core.gates.gates import gate_table
 from kvbench.core.gates.lies import LIES
@@ -24,12 +24,12 @@ def command(console: Console, *, as_json: bool = False) -> int:
     if not console.is_terminal:
         console.print(as_markdown(), markup=False, soft_wrap=True, end="")
         return EXIT_OK
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    for heading in ("gate", "an honest trial shows that", "evidence", "limits"):
-        table.add_column(heading, overflow="fold")
+    console.print("What an honest trial shows, gate by gate.", markup=False)
     for each in gate_table():
-        table.add_row(each.name, each.proves, each.evidence, each.limits)
-    console.print(table)
+        console.print()
+        console.print(Text(each.name, "bold"))
+        for title, words in (("", each.proves), ("evidence: ", each.evidence), ("limits: ", each.limits)):
+            console.print(Padding(Text.assemble((title, "dim"), words), (0, 0, 0, 2)))
     return EXIT_OK
 
 

@@ -101,7 +101,7 @@ class EngineServer:
         infos = {
             "kvbench:engine": {
                 "emulated": "1",
-                "timing": spec.timing,
+                "timing": spec.timing_profile().name,
                 "time_scale": f"{spec.time_scale:g}",
                 "role": spec.kv_transfer_config.kv_role if spec.kv_transfer_config else "aggregated",
                 **({"kv_pace": spec.kv_pace.model_dump_json()} if spec.kv_pace else {}),

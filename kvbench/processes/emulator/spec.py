@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.gates.lies import Lie
 from kvbench.core.physics.model_shapes import KvDtype, ModelShape
 from kvbench.core.simulation.scheduler import EngineConfig
@@ -91,7 +92,8 @@ class EngineSpec(_Strict):
     max_num_batched_tokens: int = Field(2048, ge=1)
     max_model_len: int = Field(32_768, ge=2)
     enable_prefix_caching: bool = True
-    timing: str = "quick"
+    timing: str | ProfileFile = "quick"
+    """A name of ``core.simulation.step_time``, or a whole profile."""
     time_scale: float = Field(1.0, gt=0)
     kv_transfer_config: KvTransferConfig | None = None
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
@@ -121,6 +123,8 @@ class EngineSpec(_Strict):
         )
 
     def timing_profile(self) -> TimingProfile:
+        if isinstance(self.timing, ProfileFile):
+            return self.timing.timing(self.tensor_parallel_size)
         return timing_profile(self.timing, self.tensor_parallel_size)
 
     def layout(self) -> Layout:

@@ -64,7 +64,9 @@ class InFlightRequest:
 
     def _streamed(self, pool: ConnectionPool) -> HttpRequest:
         """A request that is answered by the stream of tokens; of a canary the text is kept."""
-        return HttpRequest(self, pool, keep_text=self.record.canary is not None)
+        streamed = HttpRequest(self, pool, keep_text=self.record.canary is not None)
+        streamed.answer.stream.asked_tokens = self.record.requested_output_len
+        return streamed
 
     @property
     def http_requests(self) -> tuple[HttpRequest, ...]:

@@ -79,13 +79,14 @@ class Known:
         count, self._plain, self._text = 0, True, b""
         stream = self._stream
         before = stream.text_so_far, stream.empty_events, stream.first_event
-        empty_after = stream.empty_after
+        empty_after, told = stream.empty_after, (stream.completion_tokens, stream.prompt_tokens)
         try:
             for chunk in chunks:
                 count += self._is_token(chunk)
         except UnusualError:  # the general way takes all of it again
             stream.text_so_far, stream.empty_events, stream.first_event = before
             stream.empty_after = empty_after
+            stream.completion_tokens, stream.prompt_tokens = told
             raise
         if rest:
             self.end = read

@@ -19,6 +19,11 @@ _DECODE: Final = json.JSONDecoder().decode
 """As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
 MAX_TOKENS: Final = 2**31 - 1
 """A usage that reports more is none."""
+EVENTS_A_TOKEN: Final = 10
+SPARE_EVENTS: Final = 10_000
+"""More token events than so many for each token that was asked for, and these, are no answer: what came of an
+endless one within its deadline would keep the load generator from its sends for seconds.
+"""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -68,6 +73,8 @@ class StreamReader:
     """Its length."""
     kept: bytearray | None = None
     """The text itself; None where it is not kept."""
+    asked_tokens: int | None = None
+    """How many tokens the answer was to have; None if that is not known."""
     first_event: FirstEvent | None = None
     """What the first token event brought."""
     first_event_stamp: int | None = None
@@ -126,6 +133,9 @@ class StreamReader:
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line.startswith(_OTHER_FIELDS):
                 self._fail("bad_stream", b"not a server-sent event: " + line)
+        asked = self.asked_tokens
+        if asked is not None and len(self.token_stamps) > EVENTS_A_TOKEN * asked + SPARE_EVENTS:
+            self._give_up(f"{len(self.token_stamps):,} token events where {asked} tokens were asked for")
 
     def finish(self, whole: bool = True) -> None:
         """The answer has ended; ``whole``: by its own framing. The end mark may lack its line break."""
@@ -221,8 +231,10 @@ class StreamReader:
         self._more, self._size = [], 0
         return begun
 
-    def _give_up(self) -> None:
-        self._fail("bad_stream", f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines")
+    def _give_up(
+        self, why: str = f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines"
+    ) -> None:
+        self._fail("bad_stream", why)
         self._begun()
         self._pending, self._data, self.endless = b"", [], True
 

@@ -38,9 +38,9 @@ from kvbench.transfer.parts.nativelog import NativeLog
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Let the kernel end this process when its parent ends, whatever the library is doing."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 

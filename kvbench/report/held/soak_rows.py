@@ -258,14 +258,3 @@ def window_rows(run: RunFolder) -> list[dict[str, Any]]:
             rows.append(row)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return [{key: row.get(key) for key in keys} for row in rows]
-
-
-def soak_json(run: RunFolder) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {
-        "run": run.run_id,
-        "verdict": verdict_lines(run),
-        "problems": soak_problems(run),
-        "drift": drift_rows(run),
-        "windows": window_rows(run),
-    }

@@ -17,7 +17,7 @@ from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes
 from kvbench.report.findings.transfers import answers
 from kvbench.report.held.fault_rows import fault_groups, flat
-from kvbench.report.held.soak_rows import drift_rows, window_rows
+from kvbench.report.held.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
 from kvbench.report.side_by_side import Changes
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, summary_table
@@ -111,8 +111,10 @@ class Facts:
     def documents(self) -> Mapping[str, Mapping[str, Any]]:
         """The JSON files under tables/: names and units as in the CSVs."""
         if self.kind in ("chaos", "soak"):
-            held = {key: rows for key, rows in self.files.items() if key != "trials"}
-            return {self.kind: {"run": self.run.run_id, "status": self.run.manifest.get("status"), **held}}
+            held: dict[str, Any] = {"run": self.run.run_id, "status": self.run.manifest.get("status")}
+            if self.kind == "soak":
+                held |= {"verdict": verdict_lines(self.run), "problems": soak_problems(self.run)}
+            return {self.kind: held | {key: rows for key, rows in self.files.items() if key != "trials"}}
         if not self.is_microbench:
             return {"summary": self._summary()}
         rows = {

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Final
 
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.errors import EXIT_FAILED, EXIT_OK
-from kvbench.report.tables.numbers import MISSING, number, percent
+from kvbench.report.tables.numbers import number, percent
 from kvbench.report.watch.page import serving
 from kvbench.report.watch.state import RunWatch, Seen, TrialLine
 
@@ -30,6 +32,9 @@ LINGER_S: Final = 2.5
 """How long the live page stays after the run's end, so that an open one shows how it ended."""
 LOG_LINES: Final = 12
 BAR_WIDTH: Final = 30
+CURVE_BAR: Final = 20
+LEAST_REASON: Final = 12
+"""Characters of a reason; with less room it is left out, as of a verdict that has its line in the report."""
 _COLOURS: Final = {
     "met": "green",
     "missed": "red",
@@ -68,7 +73,8 @@ def _follow(watch: RunWatch, console: Console) -> int:
         printed = 0
         while True:
             for line in seen.log[printed:]:
-                console.print(_log_line(line))
+                told = _log_line(line).append(f" {line.reason}", "dim")
+                console.print(told, soft_wrap=True)
             printed = len(seen.log)
             if not seen.running:
                 break
@@ -92,37 +98,62 @@ def _screen(seen: Seen) -> RenderableType:
     )
     parts: list[RenderableType] = [head, Text(seen.caption, style="dim"), bar]
     if seen.curve:
-        parts.append(Panel(_curve(seen.curve), title=Text(f"curve of {seen.cell}"), title_align="left"))
+        parts.append(Panel(_Curve(seen.curve), title=Text(f"curve of {seen.cell}"), title_align="left"))
     if seen.load:
         parts.append(_pairs("last trial", seen.load))
     if seen.nics:
         parts.append(_pairs("NICs, MB/s sent / received", seen.nics))
-    log = Table.grid()
-    for line in seen.log[-LOG_LINES:]:
-        log.add_row(_log_line(line))
-    parts.append(Panel(log, title="verdicts", title_align="left"))
+    parts.append(Panel(_Log(seen.log[-LOG_LINES:]), title="verdicts", title_align="left"))
     return Group(*parts)
 
 
-def _curve(lines: Sequence[TrialLine]) -> RenderableType:
+@dataclass(frozen=True)
+class _Curve:
     """The trials of the cell that is being searched, by rate, with a bar for the share within the SLO."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("req/s", "within SLO %", "", "TTFT P50", "TTFT P99", "TPOT P50", "verdict"):
-        table.add_column(
-            Text(heading), justify="left" if heading in ("", "verdict") else "right", no_wrap=True
-        )
-    for line in sorted(lines, key=lambda line: line.request_rate):
-        share = line.slo_attainment
-        table.add_row(
-            number(line.request_rate),
-            percent(share),
-            ProgressBar(total=1.0, completed=share or 0.0, width=20) if share is not None else MISSING,
-            number(line.ttft_ms_p50),
-            number(line.ttft_ms_p99),
-            number(line.tpot_ms_p50),
-            Text(line.verdict, style=_COLOURS.get(line.verdict, "")),
-        )
-    return table
+
+    lines: Sequence[TrialLine]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = sorted(self.lines, key=lambda line: line.request_rate)
+        columns = [
+            FittedColumn("req/s"),
+            FittedColumn("within SLO %"),
+            FittedColumn("", "left", rank=3),
+            FittedColumn("TTFT P50", rank=2),
+            FittedColumn("TTFT P99", rank=1),
+            FittedColumn("TPOT P50", rank=2),
+            FittedColumn("verdict", "left"),
+        ]
+        cells = [
+            [
+                number(line.request_rate),
+                percent(line.slo_attainment),
+                "━" * round(CURVE_BAR * (line.slo_attainment or 0.0)),
+                number(line.ttft_ms_p50),
+                number(line.ttft_ms_p99),
+                number(line.tpot_ms_p50),
+                line.verdict,
+            ]
+            for line in lines
+        ]
+        for line in Grid(columns, cells).fitted(options.max_width).lines:
+            colour = _COLOURS.get(lines[line.row].verdict, "") if line.row >= 0 else "bold"
+            yield Text(line.text, style="" if line.kind == "rule" else colour)
+
+
+@dataclass(frozen=True)
+class _Log:
+    """The latest verdicts, a line each; a reason ends at a word where there is no room for all of it."""
+
+    lines: Sequence[TrialLine]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            told = _log_line(line)
+            room = options.max_width - told.cell_len
+            if room >= LEAST_REASON:
+                told.append(f" {shorten(line.reason, room - 1, placeholder=' …')}", "dim")
+            yield told
 
 
 def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:
@@ -136,12 +167,10 @@ def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _log_line(line: TrialLine) -> Text:
+    """All but the reason."""
     return Text.assemble(
         (f"{line.at:>7}  ", "dim"),
         f"{line.connector:<11} {line.where:>10} {line.speed:>12}  ",
         f"{percent(line.slo_attainment):>5} %  " if line.slo_attainment is not None else "         ",
         (f"{line.verdict:<9}", _COLOURS.get(line.verdict, "")),
-        (f" {line.reason}", "dim"),
-        no_wrap=True,
-        overflow="ellipsis",
     )

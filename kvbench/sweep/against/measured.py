@@ -168,6 +168,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
         if result.status != "done":
             console.print(f"{result.cell.key}: {result.status}: {result.reason}", markup=False)
     console.print(f"files: {store.path} (against.md, tables/against.csv, report.md, …)", markup=False)
+    report.tell_program([load_run(store.path)], console)
     return exit_code(results)
 
 

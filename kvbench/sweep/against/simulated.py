@@ -106,6 +106,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
     report.write_report(store.path)
     show(account, console)
     console.print(f"files: {store.path} (against.md, tables/against.csv, report.md, …)", markup=False)
+    report.tell_program([load_run(store.path)], console)
     return EXIT_OK
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -69,9 +68,7 @@ class ChaosOptions:
     lab: Lab | None = None
 
 
-def command(
-    cli: CliOptions, asked: ChaosOptions, output: Path, console: Console, *, only_plan: bool, as_json: bool
-) -> int:
+def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console, *, only_plan: bool) -> int:
     """Do all faults, write the report, print its table; returns the exit code. ``only_plan``: print what
     would be done. Raises InputError for what cannot be done here.
     """
@@ -83,7 +80,7 @@ def command(
     faults = planned_faults(scenario, plan, cells, asked)
     rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
     if only_plan:
-        _print_plan(faults, rates, console, as_json=as_json)
+        _print_plan(faults, rates, console)
         return EXIT_OK
     lab = None if asked.lab is None else asked.lab.record()
     store = create_store(
@@ -91,19 +88,19 @@ def command(
     )
     if lab is not None:
         store.update(labels=[*store.manifest["labels"], "lab"])
-    status = _carry_out(scenario, plan, store, faults, rates, console, asked.lab)
-    if as_json:
-        _print_json(store.path)
-    return status
+    return _carry_out(scenario, plan, store, faults, rates, console, asked.lab)
 
 
-def resumed(path: Path, console: Console, *, force: bool, as_json: bool, lab: Lab | None = None) -> int:
+def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
     """Go on with a chaos run: the planned faults that have no trial yet. Raises InputError, StoreError."""
     run = load_run(path)
     if run.manifest.get("kind") != "chaos":
         raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not chaos")
     if resume.is_complete(run):
         console.print(f"{path} is complete: nothing is left to do", markup=False)
+        from kvbench.report.report import tell_program
+
+        tell_program([run], console)
         return EXIT_OK
     asked = run.manifest.get("asked") or {}
     if asked.get("lab") and lab is None:
@@ -114,10 +111,7 @@ def resumed(path: Path, console: Console, *, force: bool, as_json: bool, lab: La
         raise StoreError(f"{path}/manifest.json has no plan of faults: {error}", hint="begin anew") from error
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} faults are kept", markup=False)
-    status = _carry_out(again.scenario, again.plan, again.store, faults, rates, console, lab)
-    if as_json:
-        _print_json(path)
-    return status
+    return _carry_out(again.scenario, again.plan, again.store, faults, rates, console, lab)
 
 
 def planned_faults(
@@ -247,10 +241,8 @@ def _print_plan(
     faults: Mapping[str, Sequence[PlannedFault]],
     rates: Mapping[str, float],
     console: Console,
-    *,
-    as_json: bool,
 ) -> None:
-    if as_json:
+    if console.stderr:
         rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
         sys.stdout.write(json_text({"faults": rows, "rates": dict(rates)}))
         return
@@ -267,12 +259,3 @@ def _print_plan(
                 f"{down}, watched for {each.after_s:g} s",
                 markup=False,
             )
-
-
-def _print_json(path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"trial_id": each.trial_id, "rate": each.request_rate, **each.summary["chaos"]}
-        for each in load_run(path).all_trials
-        if each.method == "chaos"
-    ]
-    sys.stdout.write(json_text({"run": path.name, "trials": rows}))

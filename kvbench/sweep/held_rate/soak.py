@@ -8,7 +8,6 @@ that are left, on processes that are started anew.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +25,7 @@ from kvbench.launchers.base import Launcher
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.report.held.soak_rows import soak_json, soak_problems
-from kvbench.report.tables.table import json_text
+from kvbench.report.held.soak_rows import soak_problems
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
@@ -76,7 +74,7 @@ class SoakOptions:
         return max(1, math.ceil(self.seconds / self.window - 1e-9))
 
 
-def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console, *, as_json: bool) -> int:
+def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console) -> int:
     """Hold the rates, write the report, print its table; returns the exit code: 1 if something drifts, an
     answer is wrong, or a process has died. Raises InputError for what cannot be held.
     """
@@ -87,21 +85,24 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console,
     rates = rates_of(asked.held, cells)
     more = {"rates": rates, "window_s": asked.window, "windows": asked.windows}
     store = create_store(output, scenario, source, plan, "soak", more)
-    return _carry_out(scenario, plan, store, more, console, as_json=as_json)
+    return _carry_out(scenario, plan, store, more, console)
 
 
-def resumed(path: Path, console: Console, *, force: bool, as_json: bool) -> int:
+def resumed(path: Path, console: Console, *, force: bool) -> int:
     """Go on with a soak: the windows that are left. Raises InputError, StoreError."""
     run = load_run(path)
     if run.manifest.get("kind") != "soak":
         raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not soak")
     if resume.is_complete(run):
         console.print(f"{path} is complete: nothing is left to do", markup=False)
+        from kvbench.report.report import tell_program
+
+        tell_program([run], console)
         return EXIT_OK
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} windows are kept", markup=False)
     asked = run.manifest.get("asked") or {}
-    return _carry_out(again.scenario, again.plan, again.store, asked, console, as_json=as_json)
+    return _carry_out(again.scenario, again.plan, again.store, asked, console)
 
 
 def _carry_out(
@@ -110,8 +111,6 @@ def _carry_out(
     store: RunStore,
     asked: Mapping[str, Any],
     console: Console,
-    *,
-    as_json: bool,
 ) -> int:
     try:
         rates, window_s, windows = rates_in(asked), float(asked["window_s"]), int(asked["windows"])
@@ -126,8 +125,6 @@ def _carry_out(
 
     status = carried_out(store, len(rates), console, work)
     run = load_run(store.path)
-    if as_json:
-        sys.stdout.write(json_text(soak_json(run)))
     return EXIT_FAILED if soak_problems(run) else status
 
 

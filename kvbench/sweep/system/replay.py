@@ -91,7 +91,7 @@ class Replay:
                 done=done,
                 in_flight=sent - done,
                 waiting_first=sent - bisect_right(firsts_s, now_s),
-                settled=tuple(self._settled(index) for index in ends[told:done]),
+                settled=tuple([self._settled(index) for index in ends[told:done]]),
             )
             told = done
             if now_s >= end_s:
@@ -131,13 +131,13 @@ class Replay:
         )
         record.error_detail = self._detail(error)
         times = self._token_times(index)
-        times = times[: np.searchsorted(times, end_s, side="right")]
+        times = times[: times.searchsorted(end_s, side="right")]
         if not error:
             record.output_len, record.status = tokens, 200
         if len(times):
             record.status = 200
             record.first_token_s, record.last_token_s = float(times[0]), float(times[-1])
-            record.itl_s = array("f", np.diff(times).astype(np.float32).tobytes())
+            record.itl_s = array("f", (times[1:] - times[:-1]).astype(np.float32).tobytes())
         if not error:
             record.last_token_s = end_s  # later than its token, if it has but one
         return record

@@ -934,6 +934,16 @@ def test_a_router_that_got_no_core_is_not_the_limit(client: ClientFigures) -> No
     assert "cc1plus 41%" in reason
 
 
+@pytest.mark.parametrize("wait_share", [0.05, 0.4])
+def test_a_client_that_is_late_by_itself_is_told_beside_a_starved_router(wait_share: float) -> None:
+    """A router late by 20 ms does not explain a load generator that was stopped for 140 ms."""
+    client = replace(LATE_CLIENT, send_lag_p99_ms=140.0, run_queue_wait_share=wait_share)
+    router = replace(STARVED, loop_lag_p99_s=0.02, lag_s=0.05, wait_s=0.05)
+    found = fired(disturbed(BAD, HostFigures(0.5, 2, 0.0), router=router, client=client))
+    wanted = {"host_starved": "invalid"}
+    assert found == (wanted if wait_share > 0.1 else {"client_limited": "invalid", **wanted})
+
+
 def test_engines_that_fill_their_machine_are_named() -> None:
     mine = replace(TAKEN, other_cpu_share=0.01, takers=())
     _, reason, _ = judge(disturbed(BAD, mine, router=STARVED, client=LATE_CLIENT))

@@ -163,7 +163,7 @@ def test_a_missing_tool_is_named_with_its_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "mend"),
+    ("name", "value", "fix"),
     [
         ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
         ("kernel/unprivileged_userns_clone", "0", "unprivileged_userns_clone=1"),
@@ -171,11 +171,11 @@ def test_a_missing_tool_is_named_with_its_package() -> None:
         ("kernel/ostype", "Linux", "--privileged"),
     ],
 )
-def test_what_forbids_namespaces_is_named(tmp_path: Path, name: str, value: str, mend: str) -> None:
+def test_what_forbids_namespaces_is_named(tmp_path: Path, name: str, value: str, fix: str) -> None:
     path = tmp_path / "proc/sys" / name
     path.parent.mkdir(parents=True)
     path.write_text(value + "\n")
-    assert mend in remedy(tmp_path)
+    assert fix in remedy(tmp_path)
 
 
 def test_a_process_without_capabilities_makes_no_named_namespaces(tmp_path: Path) -> None:

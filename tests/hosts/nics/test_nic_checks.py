@@ -78,7 +78,7 @@ def other_cable(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "status", "said", "mend"),
+    ("plant", "name", "status", "said", "fix"),
     [
         (other_cable, "nic links", "warn", "no link on mlx5_1:1", "check cable"),
         (no_version_2, "gids", "missing", "no RoCE v2 GID on mlx5_1:1", "cma_roce_mode"),
@@ -101,13 +101,13 @@ def other_cable(root: Path) -> None:
     ],
 )
 def test_each_trouble_is_named_with_its_mend_and_alone(
-    root: Path, plant: Callable[[Path], object], name: str, status: str, said: str, mend: str
+    root: Path, plant: Callable[[Path], object], name: str, status: str, said: str, fix: str
 ) -> None:
     plant(root)
     found = checked(root)
     assert found[name].status == status
     assert said in found[name].detail
-    assert mend in found[name].fix
+    assert fix in found[name].fix
     assert [check.name for check in found.values() if check.status != "ok"] == [name]
 
 

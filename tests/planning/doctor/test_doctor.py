@@ -16,6 +16,8 @@ import pytest
 from rich.console import Console
 
 from kvbench import connectors
+from kvbench.core.gates.gates import gate_table
+from kvbench.planning.doctor import gates
 from kvbench.planning.doctor.doctor import (
     Check,
     connector_checks,
@@ -142,6 +144,19 @@ def test_gpus() -> None:
     assert "needs none" in gpu_check([]).detail
     told = gpu_check([{"name": "NVIDIA H200", "driver_version": "580"}] * 8).detail
     assert told == ", ".join(["NVIDIA H200"] * 5) + " and 3 more, driver 580"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_width_cuts_what_a_gate_proves(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    assert gates.command(console) == 0
+    shown = stream.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    flat = " ".join(shown.split())
+    for each in gate_table():
+        for words in (each.name, each.proves, f"evidence: {each.evidence}", f"limits: {each.limits}"):
+            assert " ".join(words.split()) in flat
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])

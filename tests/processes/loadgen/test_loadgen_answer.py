@@ -23,7 +23,7 @@ from kvbench.processes.loadgen.sockets.clock import TIMES, arrivals
 from kvbench.processes.loadgen.sockets.compiled import READS
 from kvbench.processes.loadgen.sockets.loop import NEVER_NS
 from kvbench.processes.loadgen.sockets.wire import NO_STAMP
-from kvbench.processes.loadgen.stream import StreamReader
+from kvbench.processes.loadgen.stream import EVENTS_A_TOKEN, SPARE_EVENTS, StreamReader
 
 
 class GeneralAnswer(ServerAnswer):
@@ -174,6 +174,8 @@ PIECES = st.one_of(
 )
 SIZES = st.lists(st.one_of(st.integers(1, 40), st.integers(60, 220)), max_size=40)
 ENDS = st.sampled_from([LAST, LAST, b"", LAST + LAST, LAST + chunk(TOKEN), b"0\r\nt: 1\r\n\r\n"])
+USAGE_FIRST = [chunk(chat({"content": " a"})), chunk(USAGE), b"5;a=b\r\nx: 1\n\r\n", LAST]
+"""Whose last chunk the fast way leaves to the general one, after the usage."""
 TWO_USAGES = [chunk(event("", usage={"completion_tokens": 2})), chunk(USAGE), chunk(event("")), LAST]
 
 
@@ -246,6 +248,7 @@ def test_chunks_that_are_forgotten_at_the_read_count_as_those_that_are_kept(
 
 @settings(max_examples=200)
 @given(streams(), SIZES)
+@example((USAGE_FIRST, list(map(len, USAGE_FIRST))), [len(HEAD)])
 def test_where_reads_end_changes_nothing_but_the_stamps(
     stream: tuple[list[bytes], list[int]], others: list[int]
 ) -> None:
@@ -348,6 +351,22 @@ def test_the_stream_reader_survives_anything(data: bytes, size: int) -> None:
     for start in range(0, len(data), size):
         reader.feed(data[start : start + size], 0)
     reader.finish()
+
+
+@pytest.mark.parametrize("asked", [None, 1, 3])
+def test_an_answer_of_far_more_events_than_tokens_is_given_up(asked: int | None) -> None:
+    reader = StreamReader()
+    reader.asked_tokens = asked
+    most = EVENTS_A_TOKEN * (asked or 0) + SPARE_EVENTS
+    reader.feed(TOKEN * most, 0)
+    assert (reader.error, reader.endless, len(reader.token_stamps)) == ("", False, most)
+    reader.feed(TOKEN, 1)
+    assert reader.endless is (asked is not None)
+    if asked is None:
+        assert reader.error == ""
+    else:
+        assert reader.error == "bad_stream"
+        assert reader.detail == f"{most + 1:,} token events where {asked} tokens were asked for"
 
 
 def stamp_of(real_ns: int) -> bytes:

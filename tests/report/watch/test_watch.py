@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,24 @@ def test_a_terminal_shows_all_parts_of_a_run(tmp_path: Path) -> None:
         "the run is complete",
     ):
         assert words in text(console), words
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_width_cuts_a_number(store: RunStore, width: int) -> None:
+    for number, rate in enumerate((1234.0, 5678.0), 1):
+        add_trial(store, CELLS[0], rate, number)
+    store.finish("complete")
+    console = Console(file=io.StringIO(), width=width, height=90, force_terminal=True, color_system=None)
+    assert command(store.path, console) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text(console))
+    assert max(map(len, shown.splitlines())) <= width
+    flat = re.sub(r"\s+", " ", shown.translate(dict.fromkeys(map(ord, "│╭╮╰╯"), " ")))
+    for line in RunWatch(store.path).look().log:
+        assert line.speed in flat
+        assert line.where in flat
+    for rate in (" 1234 ", " 5678 "):
+        assert flat.count(rate) >= 2, rate  # in the curve and in the log
+    assert not re.search(r"\d…", flat)
 
 
 def test_a_run_whose_process_is_gone_ends_the_watch(tmp_path: Path) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
+from kvbench.hosts.scratch import scratch
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run
 
 from ..simulate import latency_s
 from ..system import System
 from ..truth import Truth
-from .search import TooLongError, carried_out, command_of, failure, scratch, searched
+from .search import TooLongError, carried_out, command_of, failure, fast_folder, searched
 
 WITHIN: Final = 0.05
 TOO_LONG: Final = "too long to simulate"
@@ -126,9 +125,9 @@ class Judged:
 def judge(system: System, true: Truth, run_seed: int, limit_s: float, sets: tuple[str, ...] = ()) -> Judged:
     """Searches one system in this process, for at most ``limit_s`` of real time. ``sets``: of a scenario."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="kvbench-judge-", dir=scratch()) as folder:
+    with scratch("kvbench-judge-", parent=fast_folder()) as folder:
         try:
-            run = searched(system, run_seed, Path(folder), limit_s, sets=sets)
+            run = searched(system, run_seed, folder, limit_s, sets=sets)
         except TooLongError:
             found = unanswered(system, true, run_seed, TOO_LONG)
         except Exception as error:
@@ -143,11 +142,11 @@ def judge_command(
 ) -> Judged:
     """The same by the command. ``place``: family's seed and index, by which its process draws the system."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="kvbench-judge-") as folder:
-        command = command_of(system, *place, run_seed, Path(folder))
+    with scratch("kvbench-judge-") as folder:
+        command = command_of(system, *place, run_seed, folder)
         if not carried_out(command, limit_s):
             return unanswered(system, true, run_seed, TOO_LONG)
-        tables = list(Path(folder).glob("*/tables/summary.csv"))
+        tables = list(folder.glob("*/tables/summary.csv"))
         if not tables:
             return unanswered(system, true, run_seed, "failed: the command wrote no table")
         (row,) = csv.DictReader(tables[0].read_text().splitlines())

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
+
+from kvbench.processes.transfer_worker.child import die_with_parent
 
 from .search import ROOT
 
@@ -48,7 +53,9 @@ def rows_of(
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=spawn)
+    pool = ProcessPoolExecutor(
+        min(workers, len(left)), mp_context=spawn, initializer=_end_with, initargs=(os.getpid(),)
+    )
     try:
         for done in as_completed([pool.submit(_done, code, job) for job in left]):
             row = done.result()
@@ -60,8 +67,17 @@ def rows_of(
         pool.shutdown(cancel_futures=True)
 
 
+def _end_with(parent_pid: int) -> None:
+    """This process ends when that one does, and takes its temporary folders with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    die_with_parent(parent_pid, signal.SIGTERM)
+
+
 def _done(code: str, job: Job) -> dict[str, Any]:
-    return {"key": job.key, "code": code, **job.row()}
+    try:
+        return {"key": job.key, "code": code, **job.row()}
+    except SystemExit:  # would be an answer to who is not there any more
+        os._exit(1)
 
 
 def _kept(path: Path | None, code: str) -> Mapping[str, dict[str, Any]]:

@@ -145,7 +145,7 @@ def failure(error: Exception) -> str:
     return f"failed: {error.message}" if isinstance(error, KvbenchError) else f"crashed: {error!r}"
 
 
-def scratch() -> Path | None:
+def fast_folder() -> Path | None:
     """Where run folders that nobody keeps are written fastest; None: where temporary files are."""
     return MEMORY if os.access(MEMORY, os.W_OK) else None
 

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 from rich.table import Table
 
+from kvbench.hosts.scratch import scratch
 from kvbench.report.side_by_side import compared_runs
 from kvbench.results.run import RunFolder
 
 from ..family import draw, seed_of
 from ..system import System
 from .figures import ALL, NOTHING, counted
-from .search import TooLongError, failure, scratch, searched
+from .search import TooLongError, failure, fast_folder, searched
 
 Form = Literal["slower or faster", "equal, other dice", "equal, other load"]
 FORMS: Final[Sequence[Form]] = (
@@ -128,11 +127,11 @@ def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_
     truly = "" if factor == 1.0 else "A" if factor > 1.0 else "B"
     pair = Twins(system.name, system.kinds[0], form, run_seed, factor, truly, "")
     other_seed = run_seed + OTHER_LOAD if form == "equal, other load" else run_seed
-    with tempfile.TemporaryDirectory(prefix="kvbench-twins-", dir=scratch()) as folder:
+    with scratch("kvbench-twins-", parent=fast_folder()) as folder:
         try:
             runs = [
-                searched(system, run_seed, Path(folder), limit_s),
-                searched(slower(system, factor), other_seed, Path(folder), limit_s, dice=1),
+                searched(system, run_seed, folder, limit_s),
+                searched(slower(system, factor), other_seed, folder, limit_s, dice=1),
             ]
         except TooLongError:
             told = "too long to simulate"

@@ -28,12 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
+from threadpoolctl import ThreadpoolController
 
 from kvbench.core.search.posterior.likelihoods import STEEPNESS, Likelihoods
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
@@ -137,12 +138,20 @@ def fit(
     estimate = None
     for number in range(PASSES):
         grid = np.asarray(np.geomspace(low, high, GRID), np.float64)
-        estimate = _summed(points, grid, waitings or [Waiting()], number)
+        with _threads().limit(limits=1, user_api="blas"):
+            estimate = _summed(points, grid, waitings or [Waiting()], number)
         least, most = (estimate.quantile(share) for share in ENDS)
         span = (most / least) ** 0.1
         low, high = max(low, least / span), min(high, most * span)
     assert estimate is not None
     return estimate.wider(UNMODELLED)
+
+
+@cache
+def _threads() -> ThreadpoolController:
+    """Matrices this small are multiplied by one thread: several wait for each other awake, which took four
+    times the processor time on two cores, and from what is measured on them."""
+    return ThreadpoolController()
 
 
 @dataclass(frozen=True)
@@ -169,21 +178,26 @@ def _summed(
 ) -> RateEstimate:
     """The posterior on one grid: the first ones only say where to look."""
     step = math.log(rates[1] / rates[0])
-    logs, densities, wanders = [], [], []
+    tops, found = [], []
     for kind in _kinds(points, rates, waitings, rough=number < PASSES - 1):
-        parts = list(_parts(kind, rates, TRENDS if number else ()))
-        states = np.array([part.state.T for part in parts]).swapaxes(0, 1)
-        found = _smeared(states, kind.likelihoods.steepness(kind.queue, float(rates[GRID // 2])), step)
-        found = found if kind.queue else found * np.exp(kind.likelihoods.line())
-        totals = np.maximum(found.sum(axis=1), 1e-300)
-        densities.append(found / totals[:, None])
-        logs.append(np.array([part.log for part in parts]) + np.log(totals))
-        wanders.append([part.wanders for part in parts])
-    log = np.concatenate(logs)
-    weights = np.exp(log - log.max())
-    weights /= weights.sum()
-    density = np.asarray(weights @ np.concatenate(densities), np.float64)
-    return RateEstimate(rates, density, float(weights @ np.concatenate(wanders)))
+        top, mixed = _mixed(list(_parts(kind, rates, TRENDS if number else ())))
+        likely = np.zeros(1) if kind.queue else kind.likelihoods.line()
+        smeared = _smeared(mixed, kind.likelihoods.steepness(kind.queue, float(rates[GRID // 2])), step)
+        tops.append(top + float(likely.max()))
+        found.append(smeared * np.exp(likely - likely.max()))
+    weights = np.exp(np.array(tops) - max(tops))
+    density, wandering = np.tensordot(weights, np.array(found), 1)
+    total = max(float(density.sum()), 1e-300)
+    return RateEstimate(rates, density / total, float(wandering.sum() / total))
+
+
+def _mixed(parts: Sequence[_Part]) -> tuple[float, FloatArray]:
+    """The log weight that all are told beside, and two states, shape (2, rates, columns): the weighted sum of
+    all parts, and of those whose rate wanders."""
+    top = max(part.log for part in parts)
+    weights = np.exp([part.log - top for part in parts])
+    wandering = [part.wanders for part in parts]
+    return top, np.tensordot([weights, weights * wandering], np.array([part.state for part in parts]), 1)
 
 
 def _kinds(
@@ -268,19 +282,35 @@ def _shifted(state: FloatArray, cells: float) -> FloatArray:
 
 
 def _smeared(states: FloatArray, steepness: FloatArray, step: float) -> FloatArray:
-    """Densities (parts, rates) of states (columns, parts, rates): what a bias of all trials makes of the
+    """Densities (states, rates) of states (states, rates, columns): what a bias of all trials makes of the
     rate, by column."""
-    total = np.zeros(states.shape[1:])
-    for state, steep in zip(states, steepness.tolist(), strict=True):
-        blur = _blur(states.shape[2], step, min(BIAS / steep, 0.5))
-        total += state if blur is None else np.ascontiguousarray(state) @ blur.T
+    total = np.zeros(states.shape[:2])
+    size = states.shape[1]
+    for column, steep in enumerate(steepness.tolist()):
+        spread = min(BIAS / steep, 0.5)
+        shifted = states[:, :, column]
+        if _told(spread, step):
+            weights = _shifts(size, step, spread)
+            sums = np.convolve(weights, np.ones(size), "valid")
+            shifted = np.array([np.convolve(weights, state, "valid") for state in shifted]) / sums
+        total += shifted
     return total
+
+
+def _told(spread: float, step: float) -> bool:
+    """Whether rates that far apart are others on the grid."""
+    return spread >= 0.3 * step
+
+
+def _shifts(size: int, step: float, spread: float) -> FloatArray:
+    """Densities of a normal shift by so many rows, from 1 − size to size − 1."""
+    away = np.arange(1 - size, size) * (step / spread)
+    return np.asarray(np.exp(-0.5 * away * away), np.float64)
 
 
 def _blur(size: int, step: float, spread: float) -> FloatArray | None:
     """Averages over a normal shift of the logarithm, by rows; None if they are no others than before."""
-    if spread < 0.3 * step:
+    if not _told(spread, step):
         return None
-    away = np.arange(1 - size, size) * (step / spread)
-    weights = sliding_window_view(np.exp(-0.5 * away * away), size)[::-1]
+    weights = sliding_window_view(_shifts(size, step, spread), size)[::-1]
     return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)

@@ -1,0 +1,231 @@
+"""The coefficients of a timing profile, fitted to requests that an engine served.
+
+Nobody logs an engine's steps. What a client sees of a request, the time to its first token and from there to
+its last, is a sum over steps that depend on all requests under way; so the whole load is simulated with
+coefficients, and these are moved until the times agree (``least_squares``). Both kinds of times count by
+their own scatter: they are weighted once more after a first fit by how far each kind was off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.calibration.least_squares import F64, Estimate, least_squares
+from kvbench.core.calibration.measured_steps import guess
+from kvbench.core.calibration.profile_file import COEFFICIENTS
+from kvbench.core.calibration.served_load import ServedLoad, Times
+from kvbench.errors import InputError
+
+Mask = NDArray[np.bool_]
+
+_TTFT_SHARE: Final = 0.1
+_TTFT_FLOOR_S: Final = 0.002
+_DECODE_SHARE: Final = 0.01
+_DECODE_FLOOR_S: Final = 0.0005
+"""What the two kinds of times are off by, in the first fit."""
+_CLUSTER: Final = 10
+"""So many requests in a row are one cluster of the covariance."""
+_LEAST_RMS: Final = 1e-3
+"""A kind that agrees better than this, in the first fit's sigmas, is not weighted up any further."""
+_TRANSFER: Final = ("transfer_ms", "transfer_token_ms")
+_ASIDE: Final = 1.25
+_ALIKE: Final = 1.5
+"""Sums of squares up to this factor above the least are as good a fit."""
+_UNTOLD: Final = 1.0
+"""An error above the coefficient itself: it was not told apart."""
+
+
+@dataclass(frozen=True)
+class FittedTiming:
+    """Coefficients by name, in milliseconds, with their covariance [n, n] in the same order."""
+
+    values: dict[str, float]
+    covariance: F64
+    rms: tuple[float, float]
+    """Of what is left over: of first tokens and of decodes, in shares of the measured time."""
+    requests: int
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Standard errors by name."""
+        return dict(
+            zip(self.values, np.sqrt(np.maximum(np.diag(self.covariance), 0.0)).tolist(), strict=True)
+        )
+
+    @property
+    def untold(self) -> list[str]:
+        """Coefficients whose error is larger than they are: the load does not tell them from others."""
+        errors = self.errors
+        return [name for name, value in self.values.items() if errors[name] > _UNTOLD * value]
+
+    def draws(self, count: int, seed: int) -> list[dict[str, float]]:
+        """So many sets of coefficients as the fit's uncertainty allows; none is below 0."""
+        return drawn(self.values, self.covariance, count, seed)
+
+
+def drawn(values: Mapping[str, float], covariance: F64, count: int, seed: int) -> list[dict[str, float]]:
+    """Sets of coefficients from a normal distribution, cut off at 0."""
+    rng = np.random.default_rng(seed)
+    scale = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
+    levels, ways = np.linalg.eigh(covariance / np.outer(scale, scale))
+    root = ways * np.sqrt(np.maximum(levels, 0.0))
+    middle = np.array(list(values.values()))
+    return [
+        dict(
+            zip(
+                values,
+                np.maximum(middle + scale * (root @ rng.normal(size=len(middle))), 0.0).tolist(),
+                strict=True,
+            )
+        )
+        for _ in range(count)
+    ]
+
+
+def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds: int = 8) -> FittedTiming:
+    """Fits all loads at once, to the requests of each that ``used`` names (by default all with known times).
+
+    Raises InputError where there are too few of them.
+    """
+    masks = [each.known if used is None else each.known & used[at] for at, each in enumerate(served)]
+    count = int(sum(mask.sum() for mask in masks))
+    names = _fitted_names(served)
+    if count < 2 * len(names):
+        raise InputError(
+            f"{count} requests with known times are too few to fit {len(names)} coefficients to",
+            hint=f"give more of them: {2 * len(names)} at least, at several lengths and loads",
+        )
+    start, scales = _first_guess(served, masks, names)
+    clusters = np.concatenate(_clusters(served, masks))
+    first = _Problem(served, masks, names, (1.0, 1.0))
+    begun = [
+        least_squares(first.residuals, start * factor, scales, clusters, rounds)
+        for factor in _begins(len(names))
+    ]
+    best = min(begun, key=lambda each: float(each.residuals @ each.residuals))
+    weights = first.spread(best.residuals)
+    second = _Problem(served, masks, names, weights)
+    found = least_squares(second.residuals, best.values, scales, clusters, rounds)
+    return FittedTiming(
+        dict(zip(names, found.values.tolist(), strict=True)),
+        found.covariance + _between(found, begun, first),
+        (weights[0] * _TTFT_SHARE, weights[1] * _DECODE_SHARE),
+        count,
+    )
+
+
+def _begins(count: int) -> list[F64]:
+    """Factors on the first guess: as it is, and alternately too high and too low, both ways."""
+    up = np.where(np.arange(count) % 2 == 0, _ASIDE, 1.0 / _ASIDE)
+    return [np.ones(count), up, 1.0 / up]
+
+
+def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F64:
+    """What the way of the search adds to the covariance [n, n]: how far apart equally good searches ended.
+
+    The sum of squares has many small dents, since requests meet in one step or in another; from which side it
+    was come upon counts for coefficients that the load hardly tells apart.
+    """
+    least = min(float(each.residuals @ each.residuals) for each in begun)
+    alike = [each.values for each in begun if float(each.residuals @ each.residuals) <= _ALIKE * least]
+    apart = np.stack([found.values, *alike]) - found.values
+    result: F64 = apart.T @ apart / len(alike)
+    return result
+
+
+def bounded(residuals: F64) -> F64:
+    """Huber's loss as residuals whose squares are summed: beyond 1 they count by their size, not its square.
+
+    A request that comes a moment later waits for one more step, in the model as in an engine; such jumps are
+    not to be smoothed away by bending the coefficients.
+    """
+    size = np.abs(residuals)
+    result: F64 = np.sign(residuals) * np.where(size > 1.0, np.sqrt(np.maximum(2.0 * size - 1.0, 1.0)), size)
+    return result
+
+
+class _Problem:
+    """Residuals of all loads: first tokens of all of them, then decodes."""
+
+    def __init__(
+        self,
+        served: Sequence[ServedLoad],
+        masks: Sequence[Mask],
+        names: Sequence[str],
+        weights: tuple[float, float],
+    ) -> None:
+        self._served, self._masks, self._names = served, masks, names
+        self._sigmas = [_sigmas(each.measured, weights) for each in served]
+        self._firsts = int(sum(mask.sum() for mask in masks))
+
+    def residuals(self, values: F64) -> F64:
+        named = dict(zip(self._names, values.tolist(), strict=True))
+        firsts, decodes = [], []
+        for each, mask, (first, decode) in zip(self._served, self._masks, self._sigmas, strict=True):
+            times = each.predicted(named)
+            firsts.append(((each.measured.ttft_s - times.ttft_s) / first)[mask])
+            decodes.append(((each.measured.decode_s - times.decode_s) / decode)[mask])
+        return bounded(np.concatenate([*firsts, *decodes]))
+
+    def spread(self, residuals: F64) -> tuple[float, float]:
+        """How far each kind was off, in sigmas."""
+        parts = residuals[: self._firsts], residuals[self._firsts :]
+        first, decode = (float(np.sqrt(np.mean(part**2))) for part in parts)
+        return max(first, _LEAST_RMS), max(decode, _LEAST_RMS)
+
+
+def _sigmas(measured: Times, weights: tuple[float, float]) -> tuple[F64, F64]:
+    return (
+        weights[0] * (_TTFT_FLOOR_S + _TTFT_SHARE * measured.ttft_s),
+        weights[1] * (_DECODE_FLOOR_S + _DECODE_SHARE * measured.decode_s),
+    )
+
+
+def _clusters(served: Sequence[ServedLoad], masks: Sequence[Mask]) -> list[NDArray[np.int64]]:
+    ids, first = [], 0
+    for mask in masks:
+        ids.append(first + np.arange(int(mask.sum()), dtype=np.int64) // _CLUSTER)
+        first += 1 + int(mask.sum()) // _CLUSTER
+    return [*ids, *ids] if served else []
+
+
+def _fitted_names(served: Sequence[ServedLoad]) -> list[str]:
+    moved = any(each.system.prefill for each in served)
+    decodes = any((each.output_len > 1).any() for each in served)
+    lengths = np.unique(np.concatenate([each.input_len for each in served]))
+    left_out = {"prefill_request_ms", "front_end_token_ms"}
+    # What a client sees does not tell a front end's time for a token from the engine's own.
+    left_out |= set() if moved else set(_TRANSFER)
+    left_out |= {"decode_seq_ms", "decode_context_ms"} if not decodes else set()
+    left_out |= {"prefill_attention_ms"} if len(lengths) < 3 else set()
+    left_out |= {"transfer_token_ms"} if len(lengths) < 2 else set()
+    return [name for name in COEFFICIENTS if name not in left_out]
+
+
+def _first_guess(
+    served: Sequence[ServedLoad], masks: Sequence[Mask], names: Sequence[str]
+) -> tuple[F64, F64]:
+    """Where the search begins, and what is not nothing of each coefficient."""
+    found = guess(served, masks)
+    ttft = np.concatenate([each.measured.ttft_s[mask] for each, mask in zip(served, masks, strict=True)])
+    inputs = np.concatenate([each.input_len[mask] for each, mask in zip(served, masks, strict=True)])
+    token, step = max(found["prefill_token_ms"], 1e-6), max(found["decode_step_ms"], 1e-3)
+    least = 1e3 * float(np.percentile(ttft, 5))
+    usual = {
+        "front_end_ms": 0.1 * least,
+        "prefill_step_ms": 0.2 * least,
+        "prefill_token_ms": token,
+        "prefill_attention_ms": 0.05 * token / float(np.max(inputs)),
+        "decode_step_ms": step,
+        "decode_seq_ms": 0.005 * step,
+        "decode_context_ms": 0.005 * step / float(np.mean(inputs)),
+        "transfer_ms": 0.1 * least,
+        "transfer_token_ms": 0.1 * token,
+    }
+    scales = np.array([max(usual[name], 1e-9) for name in names])
+    return np.array([found.get(name, usual[name]) for name in names]), scales

@@ -1,0 +1,122 @@
+"""Whether a fit predicts what it has not seen, and what it cannot explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.calibration.fit import FittedTiming, fit
+from kvbench.core.calibration.least_squares import F64
+from kvbench.core.calibration.profile_file import Checked, HeldOut
+from kvbench.core.calibration.served_load import ServedLoad
+
+Mask = NDArray[np.bool_]
+
+TOLERANCES: Final = MappingProxyType(
+    {"ttft_mean": 0.10, "ttft_p99": 0.15, "tpot_mean": 0.03, "tpot_p99": 0.06}
+)
+"""How far from 1 predicted ÷ measured may lie where the fit's own uncertainty is nothing. A profile that is
+right within these is of use; the model itself is no better known."""
+FOR_P99: Final = 50
+"""Fewer requests have no 99th percentile worth the name."""
+_DRAWS: Final = 6
+_SIGMAS: Final = 2.0
+_ODD: Final = 0.25
+"""A third of the requests, by length or by time, whose first tokens are off by more than this is told."""
+
+
+@dataclass(frozen=True)
+class CheckedFit:
+    """A fit, with what was held out of it."""
+
+    fitted: FittedTiming
+    held_out: HeldOut
+    cannot_explain: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return all(each.holds for each in self.held_out.figures.values())
+
+
+def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
+    """The requests to fit to: all but the last ``share`` of each load, in order of arrival."""
+    masks = []
+    for each in served:
+        n = len(each.load.offsets_s)
+        masks.append(np.arange(n) < n - round(share * n))
+    return masks
+
+
+def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str, seed: int = 1) -> CheckedFit:
+    """Fits to the requests ``used`` of each load, and predicts the others that have times."""
+    found = fit(served, used)
+    rest = [each.known & ~mask for each, mask in zip(served, used, strict=True)]
+    measured = _figures(served, rest, None)
+    predicted = _figures(served, rest, found.values)
+    drawn = [_figures(served, rest, values) for values in found.draws(_DRAWS, seed)]
+    figures = {}
+    for name, value in measured.items():
+        spread = float(np.std([each[name] for each in drawn])) / value
+        figures[name] = Checked(
+            ratio=round(predicted[name] / value, 4), stated=round(TOLERANCES[name] + _SIGMAS * spread, 4)
+        )
+    held = HeldOut(by=by, requests=int(sum(mask.sum() for mask in rest)), figures=figures)
+    return CheckedFit(found, held, _unexplained(served, rest, found, figures))
+
+
+def _figures(
+    served: Sequence[ServedLoad], masks: Sequence[Mask], values: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Mean and, of enough requests, P99, in seconds: measured, or predicted with these coefficients."""
+    ttft, tpot = [], []
+    for each, mask in zip(served, masks, strict=True):
+        times = each.measured if values is None else each.predicted(values)
+        ttft.append(times.ttft_s[mask])
+        tpot.append(times.tpot_s(each.output_len)[mask])
+    firsts, gaps = np.concatenate(ttft), np.concatenate(tpot)
+    gaps = gaps[np.isfinite(gaps)]
+    figures = {"ttft_mean": float(firsts.mean())}
+    if len(firsts) >= FOR_P99:
+        figures["ttft_p99"] = float(np.percentile(firsts, 99))
+    if len(gaps):
+        figures["tpot_mean"] = float(gaps.mean())
+    if len(gaps) >= FOR_P99:
+        figures["tpot_p99"] = float(np.percentile(gaps, 99))
+    return figures
+
+
+def _unexplained(
+    served: Sequence[ServedLoad],
+    rest: Sequence[Mask],
+    found: FittedTiming,
+    figures: Mapping[str, Checked],
+) -> list[str]:
+    said = [
+        f"{name} of the requests held out: predicted is {each.ratio:.2f} of measured, stated within "
+        f"{each.stated:.0%}"
+        for name, each in figures.items()
+        if not each.holds
+    ]
+    thirds: tuple[tuple[str, Callable[[ServedLoad], F64]], ...] = (
+        ("prompts of {:.0f} to {:.0f} tokens", lambda each: each.input_len),
+        ("requests sent at {:.1f} to {:.1f} s", lambda each: np.asarray(each.load.offsets_s)),
+    )
+    for each, mask in zip(served, rest, strict=True):
+        if mask.sum() < 9:
+            continue
+        predicted = each.predicted(found.values).ttft_s
+        for words, of in thirds:
+            order = np.flatnonzero(mask)[np.argsort(of(each)[mask], kind="stable")]
+            for part in np.array_split(order, 3):
+                ratio = float(np.median(predicted[part]) / np.median(each.measured.ttft_s[part]))
+                if abs(ratio - 1) > _ODD:
+                    where = words.format(of(each)[part].min(), of(each)[part].max())
+                    said.append(f"{each.name}: median TTFT of {where}: predicted is {ratio:.2f} of measured")
+    if found.untold:
+        said.append(f"the load does not tell these from others: {', '.join(found.untold)}")
+    return said

@@ -1,0 +1,130 @@
+"""Weighted least squares of a model that is computed, not known as a formula, by Levenberg and Marquardt.
+
+The residuals are (observed − predicted) / sigma. Coefficients are kept at 0 or above: a step takes no
+less time for more work. Derivatives are differences; a simulation is a staircase when looked at
+closely, so that their step is a share of the coefficient and not a tiny number.
+
+The covariance is a sandwich over clusters: requests that were served together share what was odd about that
+time, and counting them as independent would make the errors too small (Liang and Zeger, Biometrika 73, 1986).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.errors import InputError
+
+F64 = NDArray[np.float64]
+
+_SHARE: Final = 0.04
+"""Of a coefficient, or of its scale where that is more: the difference that a derivative is taken over."""
+_DAMPING: Final = (1e-3, 1e6)
+"""Where it begins, and where no step is believed to lead further down."""
+_ENOUGH: Final = 1e-4
+"""A step that lowers the sum of squares by less than this share is the last one."""
+_RIDGE: Final = 1e-12
+_FLAT: Final = 1e-12
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What was found. ``covariance`` [n, n] in the coefficients' units; ``residuals`` [m] in sigmas."""
+
+    values: F64
+    covariance: F64
+    residuals: F64
+    rounds: int
+    at_zero: tuple[bool, ...]
+    """Which coefficients the data would rather have below 0."""
+
+    @property
+    def errors(self) -> F64:
+        """Standard errors [n]."""
+        errors: F64 = np.sqrt(np.maximum(np.diag(self.covariance), 0.0))
+        return errors
+
+
+def least_squares(
+    residuals: Callable[[F64], F64],
+    start: F64,
+    scales: F64,
+    clusters: Sequence[int] | NDArray[np.int64],
+    rounds: int = 12,
+) -> Estimate:
+    """The coefficients [n] with the least sum of squared residuals [m].
+
+    ``scales`` [n]: what is not nothing of each coefficient, in its unit. ``clusters`` [m]: which residuals
+    belong together. Raises InputError for fewer residuals than coefficients.
+    """
+    values = np.maximum(np.asarray(start, dtype=float), 0.0)
+    now = residuals(values)
+    if len(now) < len(values):
+        raise InputError(f"{len(now)} measured times are too few for {len(values)} coefficients")
+    cost, damping, made = float(now @ now), _DAMPING[0], 0
+    slopes = _slopes(residuals, values, now, scales)
+    while made < rounds and damping < _DAMPING[1]:
+        made += 1
+        tried = _step(values, slopes, now, damping, scales)
+        then = residuals(tried)
+        lower = float(then @ then)
+        if lower >= cost:
+            damping *= 8.0
+            continue
+        gained = (cost - lower) / cost if cost else 0.0
+        values, now, cost, damping = tried, then, lower, damping / 8.0
+        if gained < _ENOUGH or cost == 0.0:
+            break
+        slopes = _slopes(residuals, values, now, scales)
+    downhill = slopes.T @ now
+    at_zero = tuple(bool(value == 0.0 and slope > 0.0) for value, slope in zip(values, downhill, strict=True))
+    return Estimate(values, _sandwich(slopes, now, np.asarray(clusters), scales), now, made, at_zero)
+
+
+def _slopes(residuals: Callable[[F64], F64], values: F64, now: F64, scales: F64) -> F64:
+    columns = []
+    for place in range(len(values)):
+        by = _SHARE * max(values[place], scales[place])
+        moved = values.copy()
+        moved[place] += by
+        columns.append((residuals(moved) - now) / by)
+    return np.stack(columns, axis=1)
+
+
+def _step(values: F64, slopes: F64, now: F64, damping: float, scales: F64) -> F64:
+    """One damped step; coefficients that it would take below 0 are held there, the others solved again."""
+    free = np.ones(len(values), dtype=bool)
+    moved = values.copy()
+    for _ in range(len(values)):
+        part = slopes[:, free]
+        rest = now + slopes[:, ~free] @ (0.0 - values[~free])
+        normal = part.T @ part
+        normal += damping * np.diag(np.diag(normal)) + _RIDGE * np.diag(1.0 / scales[free] ** 2)
+        moved = np.zeros(len(values))
+        moved[free] = values[free] - np.linalg.solve(normal, part.T @ rest)
+        below = free & (moved < 0.0)
+        if not below.any():
+            break
+        free &= ~below
+        if not free.any():
+            break
+    return np.maximum(moved, 0.0)
+
+
+def _sandwich(slopes: F64, now: F64, clusters: NDArray[np.int64], scales: F64) -> F64:
+    scaled = slopes * scales
+    levels, ways = np.linalg.eigh(scaled.T @ scaled)
+    # A direction that the data say nothing of gets a very large error, not none.
+    bread = (ways / np.maximum(levels, _FLAT * max(levels.max(), 1e-300))) @ ways.T
+    kinds, places = np.unique(clusters, return_inverse=True)
+    sums = np.zeros((len(kinds), scaled.shape[1]))
+    np.add.at(sums, places, scaled * now[:, None])
+    groups, (rows, columns) = len(kinds), scaled.shape
+    small = groups / max(groups - 1, 1) * (rows - 1) / max(rows - columns, 1)
+    covariance = small * bread @ (sums.T @ sums) @ bread
+    result: F64 = covariance * np.outer(scales, scales)
+    return result

@@ -1,0 +1,319 @@
+"""Profile files: the coefficients of a timing profile with their errors, and where each of them comes from.
+
+A file is YAML, checked like a scenario: every mistake at once, each with its line. Its coefficients are
+milliseconds (COEFFICIENTS says of what), its covariance that of the fit, in the order that it names.
+``kvbench calibrate`` writes such files, and nothing in them is to be typed by hand without a source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import numpy as np
+import yaml
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails
+
+from kvbench.core.scenario.base import NAME_PATTERN, Section, custom, whole_number
+from kvbench.core.scenario.checks import explain, nearest
+from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, Where, plain, quoted, read_yaml
+from kvbench.core.simulation.step_time import TimingProfile
+from kvbench.errors import InputError
+
+COEFFICIENTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "front_end_ms": "before the engine sees a request: HTTP, tokenising; it occupies no step",
+        "front_end_token_ms": "the same for each prompt token",
+        "prefill_step_ms": "a step with prompt tokens, whatever else it computes",
+        "prefill_request_ms": "a prompt's first chunk",
+        "prefill_token_ms": "a prompt token",
+        "prefill_attention_ms": "a prompt of n tokens takes n² times this",
+        "decode_step_ms": "a step with decodes, whatever else it computes",
+        "decode_seq_ms": "a sequence of the decode batch",
+        "decode_context_ms": "a token of context that a decode reads",
+        "transfer_ms": "hand-off of one request's KV, besides its bytes",
+        "transfer_token_ms": "hand-off of one prompt token's KV, one after the other",
+    }
+)
+"""What a profile may hold, and what each is the time of."""
+NEEDED: Final = ("prefill_token_ms", "decode_step_ms")
+"""Without these nothing is predicted."""
+_AGREES: Final = 0.02
+"""A coefficient's error and its place in the covariance say the same thing, up to their rounding."""
+_VERSION: Final = 1
+
+
+class Coefficient(Section):
+    """A value with its standard error; without one it was not fitted, and ``source`` says what it is."""
+
+    value: float = Field(ge=0, le=1e6)
+    error: float | None = Field(None, ge=0, le=1e9)
+    source: str = Field("", max_length=500)
+
+    @model_validator(mode="after")
+    def _sourced(self) -> Coefficient:
+        if self.error is None and not self.source:
+            raise custom("a value without an `error` needs a `source`: where it comes from")
+        return self
+
+
+class Covariance(Section):
+    """Of the fitted coefficients, in their squared units: ``rows`` [n, n] in the order of ``order``."""
+
+    order: list[str] = Field(min_length=1, max_length=len(COEFFICIENTS))
+    rows: list[list[float]] = Field(min_length=1, max_length=len(COEFFICIENTS))
+
+
+class FittedTo(Section):
+    """What was measured, and how much of it."""
+
+    requests: int = Field(ge=1)
+    inputs: list[str] = Field(min_length=1, max_length=64, description="runs or files")
+    input_len: list[int] = Field(min_length=2, max_length=2, description="shortest and longest prompt")
+    output_len: list[int] = Field(min_length=2, max_length=2)
+
+
+class Checked(Section):
+    """A figure of the held-out requests: predicted ÷ measured, and how far from 1 it may lie."""
+
+    ratio: float = Field(ge=0, le=1e9)
+    stated: float = Field(gt=0, le=10)
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.ratio - 1.0) <= self.stated
+
+
+class HeldOut(Section):
+    """The requests that the fit has not seen, and how they were predicted."""
+
+    by: str = Field(min_length=1, max_length=200, description="which were held out")
+    requests: int = Field(ge=1)
+    figures: dict[str, Checked] = Field(min_length=1, max_length=32)
+
+
+class ProfileFile(Section):
+    """A whole file; see the module's docstring."""
+
+    version: int
+    name: str = Field(pattern=NAME_PATTERN)
+    source: str = Field(min_length=1, max_length=2000)
+    date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")
+    engine: str = Field(min_length=1, max_length=200, description="what was measured, with its version")
+    machine: str = Field(min_length=1, max_length=500)
+    scenario_sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    tensor_parallel_size: int | None = Field(None, ge=1, description="the only one that it holds for")
+    status: Literal["fit", "unfit", "unchecked"] = Field(description="whether a held-out part was predicted")
+    cannot_explain: list[str] = Field(default_factory=list, max_length=64)
+    fitted_to: FittedTo | None = None
+    held_out: HeldOut | None = Field(None, validate_default=True)
+    coefficients: dict[str, Coefficient]
+    covariance: Covariance | None = Field(None, validate_default=True)
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _known_version(cls, raw: Any) -> Any:
+        if whole_number(raw) != _VERSION:
+            raise custom(f"this kvbench reads version {_VERSION}, not {raw}")
+        return raw
+
+    @field_validator("held_out")
+    @classmethod
+    def _agrees(cls, held: HeldOut | None, info: ValidationInfo) -> HeldOut | None:
+        _raise(_unsound_check(held, info.data.get("status"), info.data.get("cannot_explain")))
+        return held
+
+    @field_validator("coefficients")
+    @classmethod
+    def _known(cls, raw: dict[str, Coefficient]) -> dict[str, Coefficient]:
+        _raise(_unsound_names(raw))
+        return raw
+
+    @field_validator("covariance")
+    @classmethod
+    def _covers(cls, covariance: Covariance | None, info: ValidationInfo) -> Covariance | None:
+        if (known := info.data.get("coefficients")) is not None:
+            _raise(_unsound_covariance(known, covariance))
+        return covariance
+
+    def value(self, name: str) -> float:
+        """A coefficient in milliseconds; 0 for one that the profile does not have."""
+        return self.coefficients[name].value if name in self.coefficients else 0.0
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether it says how long a hand-off takes."""
+        return "transfer_token_ms" in self.coefficients
+
+    def timing(self, tensor_parallel_size: int = 1) -> TimingProfile:
+        """The step times. Raises InputError for another parallelism than it was measured with."""
+        if self.tensor_parallel_size not in (None, tensor_parallel_size):
+            raise InputError(
+                f"timing {self.name} has no tensor_parallel_size {tensor_parallel_size}",
+                hint=f"it was measured with {self.tensor_parallel_size}; calibrate it for another one",
+            )
+        return timing_of_values({name: each.value for name, each in self.coefficients.items()}, self)
+
+
+@dataclass(frozen=True)
+class LinearContext:
+    """Decode attention in proportion to the context tokens of the whole batch."""
+
+    token_ms: float
+
+    def __call__(self, seqs: int, mean_context: float) -> float:
+        return self.token_ms * seqs * mean_context
+
+
+def timing_of_values(values: Mapping[str, float], about: ProfileFile | None = None) -> TimingProfile:
+    """Step times of coefficients by name; what is not given is 0."""
+    return TimingProfile(
+        name=about.name if about else "fitted",
+        source=about.source if about else "",
+        overhead_ms=values.get("front_end_ms", 0.0),
+        overhead_token_ms=values.get("front_end_token_ms", 0.0),
+        prefill_base_ms=values.get("prefill_step_ms", 0.0),
+        prefill_seq_ms=values.get("prefill_request_ms", 0.0),
+        prefill_token_ms=values.get("prefill_token_ms", 0.0),
+        prefill_attention_ms=values.get("prefill_attention_ms", 0.0),
+        decode_base_ms=values.get("decode_step_ms", 0.0),
+        decode_seq_ms=values.get("decode_seq_ms", 0.0),
+        decode_context_ms=LinearContext(values.get("decode_context_ms", 0.0)),
+    )
+
+
+# -- what makes sense --------------------------------------------------------------------------------
+
+
+def _raise(found: Iterator[tuple[Location, str]]) -> None:
+    if details := [InitErrorDetails(type=custom(text), loc=at, input=None) for at, text in found]:
+        raise ValidationError.from_exception_data("profile", details)
+
+
+def _unsound_names(known: Mapping[str, Coefficient]) -> Iterator[tuple[Location, str]]:
+    for name in known:
+        if name not in COEFFICIENTS:
+            yield (name,), f"is no coefficient; {nearest(name, COEFFICIENTS)}"
+    for name in NEEDED:
+        if name not in known:
+            yield (), f"needs {quoted(name)}: {COEFFICIENTS[name]}"
+
+
+def _unsound_check(
+    held: HeldOut | None, status: str | None, cannot_explain: list[str] | None
+) -> Iterator[tuple[Location, str]]:
+    if held is None and status in ("fit", "unfit"):
+        yield (), f"status {status} is said of a held-out part, and none is given"
+    if held is not None and status == "fit":
+        missed = sorted(name for name, each in held.figures.items() if not each.holds)
+        if missed:
+            yield ("figures",), f"status is fit, and {', '.join(missed)} lies outside what is stated"
+    if status == "unfit" and cannot_explain == []:
+        yield (), "status is unfit, and `cannot_explain` does not say what it cannot explain"
+
+
+def _unsound_covariance(
+    known: Mapping[str, Coefficient], covariance: Covariance | None
+) -> Iterator[tuple[Location, str]]:
+    fitted = [name for name, each in known.items() if each.error is not None]
+    if covariance is None:
+        if fitted:
+            yield (
+                (),
+                f"is missing: {fitted[0]} has an error, and errors come with the covariance of their fit",
+            )
+        return
+    order, rows = covariance.order, covariance.rows
+    if sorted(order) != sorted(fitted):
+        names = ", ".join(fitted) or "none"
+        yield ("order",), f"names each coefficient that has an error, once: {names}"
+        return
+    if len(rows) != len(order) or any(len(row) != len(order) for row in rows):
+        yield ("rows",), f"must be {len(order)} rows of {len(order)} numbers"
+        return
+    matrix = np.array(rows)
+    for place, name in enumerate(order):
+        error = known[name].error or 0.0
+        if abs(matrix[place, place] - error**2) > 2 * _AGREES * error**2 + 1e-300:
+            text = (
+                f"the variance of {name} is {matrix[place, place]:g}, and its error {error:g} squared is not"
+            )
+            yield ("rows", place), text
+    size = float(np.abs(matrix).max())
+    if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12 * size):
+        yield ("rows",), "is not symmetrical"
+    elif np.linalg.eigvalsh(_correlations(matrix)).min() < -1e-5:
+        yield ("rows",), "is no covariance: some combination would have a negative variance"
+
+
+def _correlations(matrix: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
+    result: np.ndarray[Any, np.dtype[np.float64]] = matrix / np.outer(scale, scale)
+    return result
+
+
+# -- reading and writing -----------------------------------------------------------------------------
+
+
+def parse_profile(text: str, path: str) -> ProfileFile:
+    """A checked profile. Raises InputError with every mistake on a line of its own: ``path:line: what``."""
+    root, mistakes = read_yaml(text)
+    if root is None or not isinstance(root.value, dict):
+        if root is not None:
+            mistakes = [Mistake(root.where, (), "must be a mapping of `key: value` lines")]
+        raise _error(mistakes, path)
+    profile = None
+    try:
+        profile = ProfileFile.model_validate(plain(root))
+    except ValidationError as error:
+        mistakes += explain(error, root, None, _keys(root), mistakes, "the profile")
+    if profile is None or mistakes:
+        raise _error(mistakes, path)
+    return profile
+
+
+def _error(mistakes: list[Mistake], path: str) -> InputError:
+    ordered = sorted(mistakes, key=lambda each: each.where.line)
+    lines = list(dict.fromkeys(f"{each.where.show(path)}: {each.text}" for each in ordered))
+    return InputError(
+        "\n".join(lines or [f"{Where().show(path)}: the file is empty"]),
+        hint="`kvbench calibrate` writes such files; docs/calibrate.md has their format",
+    )
+
+
+def _keys(root: Node) -> dict[str, list[str]]:
+    """The keys known in each mapping, by its dotted path."""
+    named: dict[str, list[str]] = {"coefficients": list(COEFFICIENTS)}
+    models: tuple[tuple[str, list[str], type[Section]], ...] = (
+        ("coefficients", _names(root, "coefficients"), Coefficient),
+        ("held_out.figures", _names(root, "held_out", "figures"), Checked),
+    )
+    for path, children, model in models:
+        named |= {f"{path}.{name}": list(model.model_fields) for name in children}
+    sections: dict[str, type[Section]] = {
+        "": ProfileFile,
+        "covariance": Covariance,
+        "fitted_to": FittedTo,
+        "held_out": HeldOut,
+    }
+    return {**named, **{path: list(model.model_fields) for path, model in sections.items()}}
+
+
+def _names(root: Node, *way: str) -> list[str]:
+    node: Node | None = root
+    for step in way:
+        node = node.value.get(step) if node is not None and isinstance(node.value, dict) else None
+    return list(node.value) if node is not None and isinstance(node.value, dict) else []
+
+
+def profile_text(profile: ProfileFile) -> str:
+    """The file of a profile, with what each coefficient is the time of."""
+    data = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    text = yaml.safe_dump(data, sort_keys=False, width=110, allow_unicode=True, default_flow_style=None)
+    for name, meaning in COEFFICIENTS.items():
+        text = re.sub(rf"(?m)^(  {name}: .*)$", rf"  # {meaning}\n\1", text, count=1)
+    return text

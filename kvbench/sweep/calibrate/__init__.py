@@ -1,0 +1,1 @@
+"""Timing profiles fitted to what engines did."""

@@ -1,0 +1,101 @@
+"""``--json``: every command that prints a table has it, and stdout is then one JSON document and no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from commands import EASY, kvbench
+
+from kvbench.cli.app import app
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+NO_TABLE = {
+    "bundle",
+    "export",
+    "hosts install",
+    "init",
+    "lab down",
+    "lab exec",
+    "lab fault",
+    "lab up",
+    "launch",
+    "schema",
+    "stop",
+    "timeline",
+    "watch",
+}
+"""They start, stop or write something, print a document that is none of figures, or show what goes on."""
+MEASURED = ("chaos", "lab status", "soak", "calibrate", "selftest")
+"""Whose own tests read their JSON, as making it takes long."""
+RUN = str(REFERENCE / "quickstart")
+DETAILED = str(RECORDED / "vllm" / "detailed.json")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "bench": ("quickstart", "--rate", "20", "--connector", "aggregated"),
+    "compare": (RUN, RUN),
+    "corpus": (str(RECORDED / "agentic" / "excerpt.jsonl.gz"),),
+    "diagnose": (str(RECORDED / "mooncake" / "initiator.log"),),
+    "doctor": ("--gates",),
+    "import": (DETAILED,),
+    "microbench": ("--backend", "memcpy", "--block-size", "64k", "--seconds", "0.2"),
+    "plan": ("quickstart",),
+    "ps": (),
+    "report": (RUN,),
+    "runs": (str(REFERENCE),),
+    "scenarios": (),
+    "simulate": ("quickstart", "--connector", "aggregated", "--rate", "5"),
+    "sweep": ("quickstart", "--connector", "aggregated"),
+    "verify": (RUN,),
+}
+MADE = ("bench", "import", "microbench", "simulate", "sweep")
+"""They make a run folder, and print what ``kvbench report RUN --json`` prints of it."""
+
+
+def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[str, set[str]]]:
+    """Each command with its options."""
+    group = typer.main.get_command(app) if group is None else group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*before, name))
+        else:
+            yield " ".join((*before, name)), {each for param in command.params for each in param.opts}
+
+
+def test_every_command_that_prints_a_table_has_it() -> None:
+    known = dict(commands())
+    assert {name for name, options in known.items() if "--json" not in options} == NO_TABLE
+    assert set(known) == NO_TABLE | {*COMMANDS, *MEASURED}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_stdout_is_one_document(name: str, tmp_path: Path) -> None:
+    words, sets = [name, *COMMANDS[name], "--json"], EASY if name in ("bench", "simulate", "sweep") else ()
+    made = name in MADE
+    done = kvbench(*words, *(("--output", str(tmp_path)) if made else ()), sets=sets)
+    assert done.status == 0, done.text
+    told = json.loads(done.out)
+    assert told
+    if made:
+        document = told["runs"][0]
+        (folder,) = tmp_path.iterdir()
+        assert document["run"] == folder.name
+        assert document["rows"] or any(document["methods"].values())
+        again = kvbench("report", str(folder), "--json")
+        assert again.status == 0, again.text
+        assert document in json.loads(again.out)["runs"]
+        assert "files: " in done.err  # people are told beside it
+
+
+def test_a_run_that_is_complete_is_told_again(tmp_path: Path) -> None:
+    words = ("bench", "quickstart", "--rate", "20", "--connector", "aggregated")
+    assert kvbench(*words, "--output", str(tmp_path), sets=EASY).status == 0
+    (folder,) = tmp_path.iterdir()
+    again = kvbench("bench", "--resume", str(folder), "--json")
+    assert again.status == 0, again.text
+    assert json.loads(again.out)["runs"][0]["run"] == folder.name
