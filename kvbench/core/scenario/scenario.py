@@ -39,7 +39,7 @@ from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
 from kvbench.core.scenario.references import References, Sized, references
 from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
-from kvbench.core.scenario.sessions_section import Sessions, SessionShape
+from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
 from kvbench.core.scenario.simulate_section import KvLink, Simulate
 from kvbench.core.scenario.workload_section import Checks, Load, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml

@@ -19,7 +19,7 @@ from kvbench.core.scenario.base import (
     as_tuple,
     custom,
 )
-from kvbench.core.scenario.sessions_section import Sessions
+from kvbench.core.scenario.sessions.sessions_section import Sessions
 from kvbench.core.scenario.yaml_lines import shorten
 
 

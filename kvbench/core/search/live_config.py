@@ -65,8 +65,8 @@ class CriterionTarget:
 
 @dataclass(frozen=True)
 class TurnsLive:
-    """What a trial of sessions is told: at most so many ``requests``; after ``filled_s`` sessions end about as
-    fast as they begin; ``dispersion``: variance over mean of the requests in a long time.
+    """What a trial of sessions is told: at most so many ``requests``; after ``filled_s`` sessions end about
+    as fast as they begin; ``dispersion``: variance over mean of the requests in a long time.
     """
 
     requests: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.core.scenario.sessions_section import Sessions
+from kvbench.core.scenario.sessions.sessions_section import Sessions
 from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.planning.corpus.corpus_files import load_corpus
 

@@ -19,10 +19,10 @@ from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.sessions_table import WHICH as WHICH_SESSIONS
+from kvbench.report.tables.sessions_table import sessions_table
 from kvbench.report.tables.table import STEADY, of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
-from kvbench.report.tables.sessions import WHICH as WHICH_SESSIONS
-from kvbench.report.tables.sessions import sessions_table
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
