@@ -128,7 +128,7 @@ class Evidence:
     """How the load was meant; what other methods do without is softened in core/search/methods.py."""
     limits: GateLimits = field(default_factory=GateLimits)
     filled_s: float = 0.0
-    """Of a load of sessions: after so long they end about as fast as they begin; only then a queue is seen."""
+    """Of a load of sessions: after so long they end about as fast as they begin; a queue is seen then."""
     dispersion: float | None = None
     """Of a load of sessions: variance over mean of the requests in a long time."""
     canaries: CanaryResult | None = None

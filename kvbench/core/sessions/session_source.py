@@ -41,6 +41,8 @@ class SessionSource:
     """Factor on think times, and the longest one then (s)."""
     longest_output: int = 1
     """Tokens; no answer is longer."""
+    max_turns: int | None = None
+    """No conversation is longer, made ones neither."""
 
     @property
     def longest_input(self) -> int:
@@ -58,7 +60,10 @@ class SessionSource:
             rounds = [rng.permutation(len(held)) for _ in range(-(-count // len(held)))]
             chosen = [held[place] for place in np.concatenate(rounds)[:count].tolist()]
             found = replace(self.corpus, sessions=tuple(chosen))
-        paced = {id(each): _paced(each, *self.scale, self.longest_output) for each in found.sessions}
+        paced = {
+            id(each): _cut(_paced(each, *self.scale, self.longest_output), self.max_turns, None)
+            for each in found.sessions
+        }
         return [paced[id(each)] for each in found.sessions], found.scope, found.block_tokens
 
     @cached_property
@@ -130,8 +135,8 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
         )
     most = max(turn.output_len for each in corpus.sessions for _, turn in each.requests())
     if wanted.source == "recorded":
-        return SessionSource(corpus, None, own, scale, most)
-    return SessionSource(None, fitted_model(corpus), own, scale, most)
+        return SessionSource(corpus, None, own, scale, most, wanted.max_turns)
+    return SessionSource(None, fitted_model(corpus), own, scale, most, wanted.max_turns)
 
 
 def limited(corpus: Corpus, factor: float, max_turns: int | None, max_input_len: int | None) -> Corpus:

@@ -13,11 +13,11 @@ from kvbench.results.run import RunFolder
 
 WHICH: Final = (
     "Sessions begin open loop, at random times whatever became of others; within one, each turn is sent "
-    "think time after the answer before it, so that its times depend on answers. Sessions/s are the highest rate "
-    "that holds, its requests divided by those of a session. All else is of the trial behind it: sessions at once "
-    "with their think times, TTFT of turns that open a conversation and of the others, and of the whole "
-    "blocks of all prompts the share that an unlimited cache could have found, one as large as the engines' that "
-    "compute prompts, and they did."
+    "think time after the answer before it, so that its times depend on answers. Sessions/s are the "
+    "highest rate that holds, its requests divided by those of a session. All else is of the trial "
+    "behind it: sessions at once with their think times, TTFT of turns that open a conversation and of "
+    "the others, and of the whole blocks of all prompts the share that an unlimited cache could have "
+    "found, one as large as the engines' that compute prompts, and they did."
 )
 _HEAD: Final = (
     "connector|sessions/s [interval]|at once|first TTFT P50 / P90 (ms)|later TTFT P50 / P95 (ms)|"
