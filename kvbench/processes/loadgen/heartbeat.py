@@ -81,6 +81,7 @@ class GeneratorFigures:
             **_percentiles("loop_lag", self._beat_lags_s, 1e3),
             **_doubts("token_error", self._doubts_ns, self.chunks),
             **_doubts("first_error", self._first_doubts_ns, len(self._first_doubts_ns)),
+            "loop_lag_share": round(math.fsum(self._beat_lags_s) / wall_s, 4),
             "loop_stalls": sum(lag > STALL_S for lag in self._beat_lags_s),
             "cpu_share": round(cpu_s / wall_s, 4),
             "run_queue_wait_share": round((run_queue_wait_s() - self._waited) / wall_s, 4),
