@@ -71,6 +71,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
             "allowed_ms": allowed,
             "cpu_share": client.cpu_share,
             "run_queue_wait_share": client.run_queue_wait_share,
+            "loop_lag_share": client.loop_lag_share,
             "stamps": client.stamps,
             "gc_collections": client.gc_collections,
         },
