@@ -71,6 +71,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
             "allowed_ms": allowed,
             "cpu_share": client.cpu_share,
             "run_queue_wait_share": client.run_queue_wait_share,
+            "loop_lag_share": client.loop_lag_share,
             "stamps": client.stamps,
             "gc_collections": client.gc_collections,
         },
@@ -89,13 +90,18 @@ def router_starved(evidence: Evidence) -> bool:
 
 
 def _client_starved(evidence: Evidence) -> bool:
-    """What made the router late explains the load generator's lateness: it waited for a core, too, or was
-    late by no more than twice as much.
+    """What made the router late explains the load generator's lateness: it spent the delay waiting for a
+    core, too. Of a load generator that does not say how long it was late: it waited at all, or was late by
+    no more than twice as much.
     """
-    client = evidence.client
-    waited = (client.run_queue_wait_share or 0.0) >= evidence.limits.run_queue_wait_share
+    client, limits = evidence.client, evidence.limits
+    waited = client.run_queue_wait_share
+    if waited is not None and client.loop_lag_share is not None:
+        return waited >= limits.waited_lag * client.loop_lag_share
     router_ms = 1e3 * (evidence.router.loop_lag_p99_s or 0.0)
-    return waited or max(client.send_ms, client.look_ms) <= 2 * router_ms
+    return (waited or 0.0) >= limits.run_queue_wait_share or max(client.send_ms, client.look_ms) <= (
+        2 * router_ms
+    )
 
 
 def host_starved(evidence: Evidence) -> Finding | None:

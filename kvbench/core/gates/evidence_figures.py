@@ -22,6 +22,7 @@ class ClientFigures:
     """What the load generator says of itself; of several processes the worst.
 
     ``cpu_share`` and ``run_queue_wait_share`` are seconds per second of one process (1 is a whole core).
+    ``loop_lag_share``: seconds per second by which the event loop came too late to a timer.
     ``send_lag``: planned to real send. ``chunk_lag``: the kernel had the bytes, to when they were read.
     ``stamps``: where receive times come from: "kernel", "read" (when the program got to it) or "mixed".
     ``first_error``, ``token_error``: by how much the times of first tokens, and of all, may be too late. Of
@@ -40,6 +41,7 @@ class ClientFigures:
     loop_lag_max_ms: float | None = None
     loop_stalls: float | None = None
     run_queue_wait_share: float | None = None
+    loop_lag_share: float | None = None
     stamps: str = ""
     gc_collections: float | None = None
     first_error_p99_ms: float | None = None

@@ -31,7 +31,7 @@ class GeneratorFigures:
         self._first_doubts_ns = array("i")
         self._send_lags_s = array("d")
         self._beat_lags_s = array("d")
-        self._worst_s = 0.0
+        self._worst_s = self._held_up_s = 0.0
         self._began = time.monotonic()
         self._cpu = time.process_time()
         self._waited = run_queue_wait_s()
@@ -39,6 +39,7 @@ class GeneratorFigures:
 
     def begin(self) -> None:
         """The trial starts now."""
+        self._held_up_s = 0.0
         self._began = time.monotonic()
         self._cpu = time.process_time()
         self._waited = run_queue_wait_s()
@@ -48,6 +49,10 @@ class GeneratorFigures:
         """A beat came so late."""
         self._beat_lags_s.append(lag_s)
         self._worst_s = max(self._worst_s, lag_s)
+
+    def held_up(self, lag_s: float) -> None:
+        """The loop came back so late after a beat was due."""
+        self._held_up_s += lag_s
 
     def sent(self, lag_s: float) -> None:
         """A request was sent so late."""
@@ -81,6 +86,7 @@ class GeneratorFigures:
             **_percentiles("loop_lag", self._beat_lags_s, 1e3),
             **_doubts("token_error", self._doubts_ns, self.chunks),
             **_doubts("first_error", self._first_doubts_ns, len(self._first_doubts_ns)),
+            "loop_lag_share": round(self._held_up_s / wall_s, 4),
             "loop_stalls": sum(lag > STALL_S for lag in self._beat_lags_s),
             "cpu_share": round(cpu_s / wall_s, 4),
             "run_queue_wait_share": round((run_queue_wait_s() - self._waited) / wall_s, 4),

@@ -206,7 +206,9 @@ class LoadRun:
             pool.grow(len(self._plan) - self._next)
 
     def _beat(self, now: float, stop: Stop) -> None:
-        # Beats that fell due while the loop was busy come as one: each was late by its own amount.
+        # Beats that fell due while the loop was busy come as one: each was late by its own amount, and
+        # all together by the first one's.
+        self.figures.held_up(max(0.0, now - self._next_beat))
         while self._next_beat <= now:
             self.figures.beat(now - self._next_beat)
             self._next_beat += BEAT_S

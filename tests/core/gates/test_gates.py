@@ -944,6 +944,18 @@ def test_a_client_that_is_late_by_itself_is_told_beside_a_starved_router(wait_sh
     assert found == (wanted if wait_share > 0.1 else {"client_limited": "invalid", **wanted})
 
 
+@pytest.mark.parametrize(("lag_share", "starved"), [(0.45, False), (0.15, True)])
+def test_a_client_that_was_stopped_is_told_apart_from_one_that_waited(
+    lag_share: float, starved: bool
+) -> None:
+    """It waited for a core in 12 % of the time; of a delay of 45 % that is no explanation."""
+    client = replace(LATE_CLIENT, run_queue_wait_share=0.12, loop_lag_share=lag_share)
+    router = replace(STARVED, loop_lag_p99_s=0.2)
+    found = fired(disturbed(BAD, HostFigures(0.5, 2, 0.0), router=router, client=client))
+    assert "host_starved" in found
+    assert ("client_limited" in found) is not starved
+
+
 def test_engines_that_fill_their_machine_are_named() -> None:
     mine = replace(TAKEN, other_cpu_share=0.01, takers=())
     _, reason, _ = judge(disturbed(BAD, mine, router=STARVED, client=LATE_CLIENT))

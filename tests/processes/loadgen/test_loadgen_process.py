@@ -68,6 +68,7 @@ def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> 
         "loop_lag_p99_ms",
         "loop_lag_max_ms",
         "loop_stalls",
+        "loop_lag_share",
         "cpu_share",
         "run_queue_wait_share",
         "cpu_s",
