@@ -217,7 +217,7 @@ def one_token_prefill(
     ``min_tokens`` and ``ignore_eos`` keep an end-of-sequence token on P from cancelling the
     hand-off: a request that ends by EOS on P sends no KV and leaves D waiting.
     """
-    request = {key: value for key, value in body.items() if key != "stream_options"}
+    request = {key: value for key, value in body.items() if key not in ("stream_options", "return_token_ids")}
     request.update(stream=False, max_tokens=1, min_tokens=1, ignore_eos=True)
     if "max_completion_tokens" in request:
         request["max_completion_tokens"] = 1

@@ -19,6 +19,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.processes.loadgen.__main__ import dispatched
 from kvbench.processes.loadgen.plan import planned_requests
 from kvbench.processes.loadgen.run import LoadRun
+from kvbench.processes.loadgen.schedules.planned_schedule import PlannedSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.spec import LoadSpec
 
@@ -138,7 +139,7 @@ def trial_here(
         progress.append(line)
         return True
 
-    trial = LoadRun(spec, plan, loop, pools, report, begin)
+    trial = LoadRun(spec, PlannedSchedule(spec, plan), loop, pools, report, begin)
     end = trial.run(StopAt(time.monotonic() + stop_after_s))
     progress += trial.last_lines()
     for pool in pools:

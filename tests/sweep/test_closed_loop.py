@@ -9,8 +9,8 @@ import pytest
 from commands import kvbench, the_run
 from emulated import running, spec
 
-from kvbench.processes.loadgen.closed_loop import AFTER_FAILURE_S, ClosedLoop
 from kvbench.processes.loadgen.plan import PlannedRequest
+from kvbench.processes.loadgen.schedules.closed_loop import AFTER_FAILURE_S, ClosedLoop
 from kvbench.processes.loadgen.spec import LoadSpec
 
 WORKLOAD = ("--input-len", "64", "--output-len", "8", "--ttft-ms", "20000")

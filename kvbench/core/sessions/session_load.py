@@ -35,6 +35,8 @@ class SessionLoad:
     prompts: Sequence[Blocks]
     """Nodes of one tree (``chained``): of each prompt's whole blocks, and behind them its answer's."""
     block_tokens: int
+    goes_on: Sequence[int] = ()
+    """Of each the place of the request whose whole prompt and own answer it begins with; -1: of none."""
 
     @property
     def requests(self) -> int:
@@ -137,13 +139,15 @@ def session_load(
     for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
         drawn.last[drawn.add(session, number, float(offset_s))] = True
     prompts = _nodes(drawn, sessions, scope, block_tokens)
+    goes_on = [-1] * len(prompts)
     if own_answers:
-        prompts = _with_answers(drawn, prompts, block_tokens)
+        goes_on = _goes_on(drawn, prompts)
+        prompts = _with_answers(drawn, prompts, goes_on, block_tokens)
     following = Following(
         drawn.after, [each.think_time_s for each in drawn.turns], drawn.session, drawn.turn, drawn.last
     )
     lengths = [each.input_len for each in drawn.turns], [max(1, each.output_len) for each in drawn.turns]
-    return SessionLoad(drawn.offsets_s, *lengths, following, prompts, block_tokens)
+    return SessionLoad(drawn.offsets_s, *lengths, following, prompts, block_tokens, goes_on)
 
 
 def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_tokens: int) -> list[Blocks]:
@@ -164,18 +168,28 @@ def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_
     return chained(salted)[0]
 
 
-def _with_answers(drawn: _Drawn, prompts: Sequence[Blocks], block_tokens: int) -> list[Blocks]:
+def _goes_on(drawn: _Drawn, prompts: Sequence[Blocks]) -> list[int]:
+    """Of each prompt the place of the one before in its conversation, if it begins with all of its blocks."""
+    found = []
+    for later, after in enumerate(drawn.after):
+        mine, next_ = prompts[after[0] if after else later], prompts[later]
+        known = len(mine)
+        same = len(next_) >= known and (not known or next_[known - 1] == mine[-1])
+        found.append(after[0] if after and drawn.turn[later] and same else -1)
+    return found
+
+
+def _with_answers(
+    drawn: _Drawn, prompts: Sequence[Blocks], goes_on: Sequence[int], block_tokens: int
+) -> list[Blocks]:
     """Each prompt with its answer's blocks behind it, as far as the next of its conversation goes on so."""
     found = list(prompts)
-    for later, after in enumerate(drawn.after):
-        if not after or not drawn.turn[later]:
+    for later, earlier in enumerate(goes_on):
+        if earlier < 0:
             continue
-        earlier = after[0]
-        mine, next_ = prompts[earlier], prompts[later]
-        known = len(mine)
+        next_ = prompts[later]
         # The KV of the last token of an answer is never computed.
         until = (drawn.turns[earlier].input_len + drawn.turns[earlier].output_len - 1) // block_tokens
-        goes_on = len(next_) >= known and (not known or next_[known - 1] == mine[-1])
-        if goes_on and min(until, len(next_)) > known:
+        if min(until, len(next_)) > len(prompts[earlier]):
             found[earlier] = next_[: min(until, len(next_))]
     return found

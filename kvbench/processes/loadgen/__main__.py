@@ -18,8 +18,16 @@ from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
 from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest
-from kvbench.processes.loadgen.plan import PlannedRequest, Spares, planned_requests, plant_canaries, prepare
+from kvbench.processes.loadgen.plan import (
+    PlannedRequest,
+    Spares,
+    TokenEncoder,
+    planned_requests,
+    plant_canaries,
+    prepare,
+)
 from kvbench.processes.loadgen.run import Begin, LoadRun
+from kvbench.processes.loadgen.schedules.planned_schedule import PlannedSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
@@ -35,11 +43,7 @@ def generate(spec: LoadSpec) -> int:
     """Prepares, waits for "go" if asked to, runs the trial, writes the records. Returns the exit code."""
     loop = SocketLoop()
     orders = Orders(loop)
-    plan = planned_requests(spec)
-    spares = plant_canaries(spec, plan)
-    pools, begin = dispatched(spec, [*plan, *spares], loop)
-    warm(spec, plan, pools)
-    run = LoadRun(spec, plan, loop, pools, Reporter().report, begin, Spares(spares))
+    run = session_run(spec, loop) if spec.sessions_path else planned_run(spec, loop)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -54,10 +58,39 @@ def generate(spec: LoadSpec) -> int:
     return 0
 
 
+def planned_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
+    """The run of requests that are known beforehand."""
+    plan = planned_requests(spec)
+    spares = plant_canaries(spec, plan)
+    pools, begin = dispatched(spec, [*plan, *spares], loop)
+    warm(spec, len(plan), plan[-1].offset_s if plan else 0.0, pools)
+    schedule = PlannedSchedule(spec, plan, Spares(spares))
+    return LoadRun(spec, schedule, loop, pools, Reporter().report, begin)
+
+
+def session_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
+    """The run of sessions, whose turns depend on answers."""
+    # Not for everybody: their arrays take some time to import.
+    from kvbench.processes.loadgen.schedules.session_file import read_session_load
+    from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
+    from kvbench.processes.loadgen.schedules.session_schedule import SessionSchedule
+
+    load = read_session_load(spec.sessions_path)
+    prompts = SessionPrompts(load, spec.vocab_size, spec.seed, TokenEncoder(spec.vocab_size).items)
+    prompts.prepare()
+    pools, begin = dispatched(spec, (), loop)
+    warm(spec, load.requests, float(load.session_offsets_s[-1]), pools)
+    schedule = SessionSchedule(load, prompts)
+    return LoadRun(spec, schedule, loop, pools, Reporter().report, schedule.filling(begin))
+
+
 def dispatched(
     spec: LoadSpec, plan: Sequence[PlannedRequest], loop: SocketLoop
 ) -> tuple[list[ConnectionPool], Begin]:
-    """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode."""
+    """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode.
+
+    Those of requests that are not in the plan are made when they begin.
+    """
     if spec.direct is not None:
         # Not for everybody: the connectors take some 0.1 s to import.
         from kvbench.processes.loadgen.direct import DirectDispatch
@@ -69,14 +102,20 @@ def dispatched(
     server = ServerAddress(spec.base_url, spec.access)
     server.resolve()
     prepare(spec, plan, server)
-    return [ConnectionPool(server, loop)], InFlightRequest
+
+    def begin(run: LoadRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
+        if not request.parts:
+            prepare(spec, (request,), server)
+        return InFlightRequest(run, request, scheduled_s)
+
+    return [ConnectionPool(server, loop)], begin
 
 
-def warm(spec: LoadSpec, plan: Sequence[PlannedRequest], pools: Sequence[ConnectionPool]) -> None:
+def warm(spec: LoadSpec, requests: int, seconds: float, pools: Sequence[ConnectionPool]) -> None:
     """Opens the connections that the trial will need, as far as the limits allow."""
-    if not plan:
+    if not requests:
         return
-    streams = spec.expected_streams(len(plan), plan[-1].offset_s)
+    streams = spec.expected_streams(requests, seconds)
     each = -(-streams // len(pools))
     count = descriptors_for(each * len(pools)) // len(pools)
     for pool in pools:

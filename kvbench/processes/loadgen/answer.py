@@ -55,14 +55,18 @@ class ServerAnswer:
 
     usual = staticmethod(usual)
 
-    def __init__(self, body_limit: int = 0, *, keep_text: bool = False) -> None:
+    def __init__(self, body_limit: int = 0, *, keep_text: bool = False, keep_ids: bool = False) -> None:
         self._parser: Any = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._stamp = 0
         self._head_bytes = 0
         self._at_boundary = False
         self._may_keep_alive = False
-        self.stream = StreamReader(token_stamps=array("q"), kept=bytearray() if keep_text else None)
+        self.stream = StreamReader(
+            token_stamps=array("q"),
+            kept=bytearray() if keep_text else None,
+            token_ids=[] if keep_ids else None,
+        )
         self._known = Known(self.stream)
         self.body = bytearray()
         self.body_limit = body_limit

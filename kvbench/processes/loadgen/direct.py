@@ -111,13 +111,14 @@ class DirectDispatch:
 
     def prepare(self, plan: Sequence[PlannedRequest]) -> None:
         """Makes the bytes of each request as far as they are known beforehand."""
-        fields: dict[int, AroundPrompt] = {}
+        fields: dict[tuple[int, bool], AroundPrompt] = {}
         for request in plan:
-            if request.output_len not in fields:
-                fields[request.output_len] = AroundPrompt(
-                    completion_fields(self._spec, request.output_len), prompt_key(self._spec.path)
+            kind = request.output_len, request.keeps_ids
+            if kind not in fields:
+                fields[kind] = AroundPrompt(
+                    completion_fields(self._spec, request), prompt_key(self._spec.path)
                 )
-            around = fields[request.output_len]
+            around = fields[kind]
             # Round robin by the place in the plan, so that workers together go round as one does.
             d = self._decodes[request.index % len(self._decodes)]
             p = self._prefills[request.index % len(self._prefills)] if self._prefills else None
@@ -151,7 +152,9 @@ class DirectDispatch:
         return backend.server.head(self._spec.path, handoff.headers, length) + before, handoff.prompt, after
 
     def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
-        """For the run: the request that is due."""
+        """For the run: the request that is due. One whose bytes could not be made before gets them now."""
+        if id(request) not in self._handoffs:
+            self.prepare([request])
         return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(id(request)))
 
 

@@ -81,10 +81,11 @@ class HttpRequest:
         body_limit: int = 0,
         *,
         keep_text: bool = False,
+        keep_ids: bool = False,
     ) -> None:
         self.owner = owner
         self.pool = pool
-        self.answer = ServerAnswer(body_limit, keep_text=keep_text)
+        self.answer = ServerAnswer(body_limit, keep_text=keep_text, keep_ids=keep_ids)
         self.urgent = body_limit > 0
         self.log: Log = new_log()
         self.queued = self.ended = self.done = False

@@ -13,7 +13,7 @@ from kvbench.processes.loadgen.http_request import Failure, HttpRequest, Request
 from kvbench.processes.loadgen.plan import PlannedRequest
 from kvbench.processes.loadgen.sockets.clock import gaps
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
-from kvbench.processes.loadgen.stream import clipped, whole_body_error
+from kvbench.processes.loadgen.stream import PROMPT_ID_BYTES, clipped, whole_body_error
 
 DECIMALS: Final = 7
 """Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
@@ -39,7 +39,8 @@ class InFlightRequest:
 
     def __init__(self, run: InFlightRun, plan: PlannedRequest, scheduled_s: float) -> None:
         self.run = run
-        self.index = plan.index
+        self.place = self.index = plan.index
+        """Its place in the plan, and the number that it is told by: of turns that of their sending."""
         self.scheduled_s = scheduled_s
         self.record = RequestRecord(
             request_id=plan.request_id,
@@ -47,7 +48,10 @@ class InFlightRequest:
             input_len=plan.input_len,
             requested_output_len=plan.output_len,
             canary=plan.canary,
+            session=plan.session,
+            turn=plan.turn,
         )
+        self._keeps_ids = plan.keeps_ids
         self.stream: HttpRequest | None = self._stream_request()
         self.over = False
         self.failure: Failure | None = None
@@ -64,8 +68,11 @@ class InFlightRequest:
 
     def _streamed(self, pool: ConnectionPool) -> HttpRequest:
         """A request that is answered by the stream of tokens; of a canary the text is kept."""
-        streamed = HttpRequest(self, pool, keep_text=self.record.canary is not None)
+        kept = self.record.canary is not None, self._keeps_ids
+        streamed = HttpRequest(self, pool, keep_text=kept[0], keep_ids=kept[1])
         streamed.answer.stream.asked_tokens = self.record.requested_output_len
+        if self._keeps_ids:
+            streamed.answer.stream.event_bytes += PROMPT_ID_BYTES * self.record.input_len
         return streamed
 
     @property
@@ -76,6 +83,10 @@ class InFlightRequest:
     def chunks(self) -> int:
         """Token events of the stream."""
         return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0
+
+    def answer_ids(self) -> list[int]:
+        """The token ids of its answer, where they are kept."""
+        return (self.stream.answer.stream.token_ids if self.stream is not None else None) or []
 
     def answered(self, http_request: HttpRequest) -> None:
         """The answer of one of its HTTP requests is whole."""
@@ -209,6 +220,12 @@ class InFlightRequest:
             empty = answer.stream.empty_events
             why = f": all of its {empty} token events are without text" if empty else ""
             return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{why}"
+        ids = answer.stream.token_ids
+        if ids is not None and len(ids) != tokens:
+            return "bad_stream", (
+                f"the answer has {len(ids)} token ids of {tokens} tokens: a server that does not know "
+                "return_token_ids can be asked with workload.sessions.answers: recorded"
+            )
         return "", ""
 
 

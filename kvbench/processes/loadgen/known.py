@@ -115,7 +115,8 @@ class Known:
         token = stream.event(event[5:].removeprefix(b" "))
         changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
         # A usage is read anew from each event that has one, so such an event cannot be skipped.
-        if token and not changed and not any(name in event for name in _NEVER_KNOWN):
+        skipped = stream.token_ids is None  # as ids stand beside the text
+        if skipped and token and not changed and not any(name in event for name in _NEVER_KNOWN):
             self._learn(event)
             self._text += stream.text.encode("utf-8", "surrogatepass")
         else:

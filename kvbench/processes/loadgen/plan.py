@@ -44,6 +44,11 @@ class PlannedRequest:
     parts: tuple[bytes, ...] = ()
     canary: int | None = None
     """The number of its prompt, if the right answer to it is known."""
+    session: int | None = None
+    turn: int | None = None
+    """Of a session's request: which session, and which turn of its conversation it is."""
+    keeps_ids: bool = False
+    """The token ids of its answer are asked for, and kept."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
 
 def prompt_encoder(spec: LoadSpec) -> Callable[[NDArray[np.int32]], bytes]:
     """Makes a prompt's JSON of its token ids, or of the words of its message."""
-    return _Encoder(spec.vocab_size).encode if spec.chat is None else _message
+    return TokenEncoder(spec.vocab_size).encode if spec.chat is None else _message
 
 
 def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
@@ -150,7 +155,7 @@ def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"cannot read requests_path {path}: {error.strerror}") from error
 
 
-class _Encoder:
+class TokenEncoder:
     """Token ids as a JSON list: each id's digits and comma from a table, without the padding."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -160,13 +165,18 @@ class _Encoder:
             self._table = np.frombuffer(b"".join(cells), np.uint64)
 
     def encode(self, prompt: NDArray[np.int32]) -> bytes:
+        return b"[" + self.items(prompt)[:-1] + b"]"
+
+    def items(self, tokens: NDArray[np.int32]) -> bytes:
+        """A comma behind each."""
         if self._table is None:
-            return b"[" + ",".join(map(str, prompt.tolist())).encode() + b"]"
-        return b"[" + self._table[prompt].tobytes().translate(None, b"\0")[:-1] + b"]"
+            return b"".join(b"%d," % token for token in tokens.tolist())
+        return self._table[tokens].tobytes().translate(None, b"\0")
 
 
-def completion_fields(spec: LoadSpec, output_len: int) -> dict[str, Any]:
+def completion_fields(spec: LoadSpec, request: PlannedRequest) -> dict[str, Any]:
     """A request's body without its prompt."""
+    output_len = request.output_len
     body = {
         "model": spec.model,
         "max_tokens": output_len,
@@ -177,6 +187,8 @@ def completion_fields(spec: LoadSpec, output_len: int) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         **spec.extra_body,
     }
+    if request.keeps_ids:
+        body["return_token_ids"] = True
     body.pop(prompt_key(spec.path), None)
     return body
 
@@ -203,11 +215,12 @@ def request_parts(
 
 def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddress) -> None:
     """Makes each request's bytes, for one server that answers it."""
-    bodies: dict[int, dict[str, Any]] = {}
+    bodies: dict[tuple[int, bool], dict[str, Any]] = {}
     for request in plan:
-        fields = bodies.get(request.output_len)
+        fields = bodies.get((request.output_len, request.keeps_ids))
         if fields is None:
-            fields = bodies[request.output_len] = completion_fields(spec, request.output_len)
+            fields = completion_fields(spec, request)
+            bodies[request.output_len, request.keeps_ids] = fields
         headers = request_headers(spec, request.request_id)
         request.parts = request_parts(server, spec.path, headers, fields, request.prompt)
         request.prompt = b""

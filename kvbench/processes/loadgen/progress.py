@@ -13,6 +13,9 @@ from kvbench.processes.loadgen.spec import LoadSpec
 
 SETTLED_A_LINE: Final = 60
 """So many fit into a line that a pipe takes at once (PIPE_BUF, 4096 bytes)."""
+TURNS_A_LINE: Final = 30
+DUE_A_LINE: Final = 100
+"""Of sessions: so many that have settled, with turn and session's time, and so many times of turns sent."""
 
 
 class Counts:
@@ -28,6 +31,13 @@ class Counts:
         self._done = self._met = self._missed = 0
         self._late_first: set[InFlightRequest] = set()
         self._unreported: deque[list[Any]] = deque()
+        self._due: deque[float] = deque()
+        self._turns = bool(spec.sessions_path)
+
+    def sent(self, record: RequestRecord) -> None:
+        """A turn of a session has been sent, which no plan knows the time of."""
+        if self._turns:
+            self._due.append(record.scheduled_s)
 
     def first_token(self, request: InFlightRequest, at_s: float) -> None:
         """A request in flight has its first token."""
@@ -39,7 +49,8 @@ class Counts:
         self._late_first.discard(request)
         self._done += 1
         times = (_rounded(record.ttft_s), _rounded(record.tpot_s), _rounded(record.e2el_s))
-        self._unreported.append([request.index, *times, record.error])
+        turn = [record.turn, _rounded(record.session_s)] if self._turns else []
+        self._unreported.append([request.index, *times, record.error, *turn])
         if record.error == "cancelled":
             return
         if record.ok and (record.ttft_s or 0.0) <= self._ttft_s and (record.tpot_s or 0.0) <= self._tpot_s:
@@ -65,9 +76,7 @@ class Counts:
             line = self._line(state())
             if not self._report(line):
                 return
-            for _ in line["settled"]:
-                self._unreported.popleft()
-            if not self._unreported:
+            if not self._told(line):
                 return
 
     def last_lines(self, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -75,15 +84,25 @@ class Counts:
         lines = []
         while True:
             line = self._line(state)
-            for _ in line["settled"]:
-                self._unreported.popleft()
             lines.append(line)
-            if not self._unreported:
+            if not self._told(line):
                 return lines
+
+    def _told(self, line: dict[str, Any]) -> bool:
+        """A line is out; whether there is more to tell."""
+        for _ in line["settled"]:
+            self._unreported.popleft()
+        for _ in line.get("offsets_s", ()):
+            self._due.popleft()
+        return bool(self._unreported or self._due)
 
     def _line(self, state: dict[str, Any]) -> dict[str, Any]:
         """A request that is past the TTFT limit without a first token has missed."""
-        count = min(SETTLED_A_LINE, len(self._unreported))
+        count = min(TURNS_A_LINE if self._turns else SETTLED_A_LINE, len(self._unreported))
+        due = {}
+        if self._turns:
+            due = {"offsets_s": [self._due[place] for place in range(min(DUE_A_LINE, len(self._due)))]}
+            count = count if len(self._due) <= DUE_A_LINE else 0  # none has settled before it was sent
         return {
             "event": "progress",
             "t_s": state["t_s"],
@@ -95,6 +114,7 @@ class Counts:
             "waiting_first": state["waiting_first"],
             "lag_ms": state["lag_ms"],
             "settled": [self._unreported[place] for place in range(count)],
+            **due,
         }
 
 

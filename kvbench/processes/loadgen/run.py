@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.server_access import hidden, variables
-from kvbench.processes.loadgen.closed_loop import ClosedLoop
 from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
 from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
-from kvbench.processes.loadgen.plan import PlannedRequest, Spares
+from kvbench.processes.loadgen.plan import PlannedRequest
 from kvbench.processes.loadgen.progress import Counts
+from kvbench.processes.loadgen.schedules.base import Schedule
 from kvbench.processes.loadgen.sockets.alarm import TimerFd
 from kvbench.processes.loadgen.sockets.clock import StampClock
 from kvbench.processes.loadgen.sockets.loop import EVENTS_AT_ONCE, READABLE, SocketLoop
@@ -55,7 +55,7 @@ class Stop(Protocol):
 
 
 class LoadRun:
-    """One run of a plan. ``run`` returns when every request that came due has ended.
+    """One run of a schedule. ``run`` returns when every request that came due has ended.
 
     ``report`` prints a progress line, or refuses to.
     """
@@ -63,12 +63,11 @@ class LoadRun:
     def __init__(
         self,
         spec: LoadSpec,
-        plan: MutableSequence[PlannedRequest],
+        schedule: Schedule,
         loop: SocketLoop,
         pools: Sequence[ConnectionPool],
         report: Callable[[dict[str, Any]], bool],
         begin: Begin = InFlightRequest,
-        spares: Spares | None = None,
     ) -> None:
         self.loop = loop
         self.pools = pools
@@ -76,19 +75,17 @@ class LoadRun:
         self.figures = GeneratorFigures()
         self.monotonic = time.monotonic
         self.records: list[RequestRecord] = []
-        """Of all requests that came due, in scheduled order."""
+        """Of all requests that came due, in the order of sending."""
         self._spec = spec
-        self._plan = plan
-        self._spares = spares or Spares()
+        self._schedule = schedule
         self._begin = begin
         self._counts = Counts(spec, report)
         self._start = 0.0
-        self._next = 0
         self._alarm = TimerFd()
         self._due = self._wake = 0.0
         self._next_beat = 0.0
-        self._ahead: InFlightRequest | None = None
-        """The next request, made before it is due."""
+        self._made: dict[int, InFlightRequest] = {}
+        """Requests that were made before they are due: the next one, and such as another came before."""
         self._beats = 0
         self._reads = 0
         self._early_s = EARLY_S
@@ -100,19 +97,18 @@ class LoadRun:
         self._waiting: dict[HttpRequestOwner, InFlightRequest] = {}
         self._work: deque[HttpRequest] = deque()
         self._close: set[HttpRequest] = set()
-        self._slots = ClosedLoop(plan, spec.slots, spec.duration_s) if spec.slots else None
         self._stopped = False
         self._grace_ends = float("inf")
 
     def run(self, stop: Stop, start_at: float | None = None) -> dict[str, Any]:
-        """Runs the plan, or the part of it before ``stop``, from ``start_at`` on. Returns the end event."""
+        """Runs the load, or the part of it before ``stop``, from ``start_at`` on. Returns the end event."""
         self._start = time.monotonic() + START_DELAY_S if start_at is None else start_at
         started_unix_s = time.time() + self._start - time.monotonic()
         self._next_beat = min(self._start, time.monotonic()) + BEAT_S
         self.loop.watch(self._alarm.fd, READABLE, lambda _event: None)
         self.figures.begin()
         self._arm()
-        while self._next < len(self._plan) or self._in_flight:
+        while self._schedule.unsent or self._in_flight:
             events = self.loop.turn(0.0 if self._work or self._busy else -1.0, self._wake)
             self._reads += events
             now = time.monotonic()
@@ -139,15 +135,11 @@ class LoadRun:
         self._alarm.close()
         return {
             "event": "end",
-            # Of a closed loop whose time is up, not all of the plan was sent.
-            "reason": "stopped" if self._stopped else "complete" if self._whole() else "over",
+            "reason": "stopped" if self._stopped else "complete" if self._schedule.whole else "over",
             "duration_s": round(duration_s, 6),
             "started_unix_s": started_unix_s,
             "client": client,
         }
-
-    def _whole(self) -> bool:
-        return self._slots is None or len(self.records) == len(self._plan)
 
     def last_lines(self) -> list[dict[str, Any]]:
         """After the run: the progress lines that have to be printed before the end event."""
@@ -162,40 +154,36 @@ class LoadRun:
 
     def _arm(self) -> None:
         self._due = self._wake = self._next_beat
-        if self._next < len(self._plan):
-            planned = self._upcoming()
+        planned = self._schedule.upcoming(self._made)
+        if planned is not None:
             scheduled = self._start + planned.offset_s
             if scheduled < self._due:
                 self._due, self._wake = scheduled, scheduled - self._early_s
-            if self._ahead is None and scheduled < math.inf:
-                self._ahead = self._begin(self, planned, scheduled)
+            near = scheduled < math.inf and scheduled < time.monotonic() + self._schedule.ahead_s
+            if near and planned.index not in self._made:
+                self._made[planned.index] = self._begin(self, planned, scheduled)
         if not self._busy:
             self._alarm.set(self._wake)
 
-    def _upcoming(self) -> PlannedRequest:
-        """The next request, or after a failure a canary in its place."""
-        if self._ahead is None:
-            self._spares.put(self._plan, self._next)
-        return self._plan[self._next]
-
     def _on_time(self, stop: Stop) -> None:
-        while self._next < len(self._plan):
-            planned = self._upcoming()
+        while (planned := self._schedule.upcoming(self._made)) is not None:
             scheduled = self._start + planned.offset_s
             if scheduled > time.monotonic():
                 break
-            self._next += 1
+            self._schedule.take(planned)
             self._send(planned, scheduled)
         now = time.monotonic()
         if now >= self._next_beat:
             self._beat(now, stop)
 
     def _send(self, planned: PlannedRequest, scheduled: float) -> None:
-        request = self._ahead or self._begin(self, planned, scheduled)
-        self._ahead = None
+        request = self._made.pop(planned.index, None) or self._begin(self, planned, scheduled)
+        if planned.turn is not None:
+            request.index = len(self.records)
         self._in_flight[request] = None
         self._waiting[request] = request
         self.records.append(request.record)
+        self._counts.sent(request.record)
         request.start(planned)
         planned.prompt, planned.parts = b"", ()
         http_request = request.first_http_request()
@@ -203,7 +191,7 @@ class LoadRun:
             self.figures.sent(http_request.sent_s - scheduled)
         self.figures.streams_peak = max(self.figures.streams_peak, len(self._in_flight))
         for pool in self.pools:
-            pool.grow(len(self._plan) - self._next)
+            pool.grow(self._schedule.unsent)
 
     def _beat(self, now: float, stop: Stop) -> None:
         # Beats that fell due while the loop was busy come as one: each was late by its own amount, and
@@ -220,8 +208,7 @@ class LoadRun:
             self._alarm.clear()  # the pauses are short enough, and a timer costs as much as ten reads
         self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
         self._reads = 0
-        if self._slots is not None and self._slots.is_over(now - self._start):
-            self._next = len(self._plan)
+        self._schedule.beat(now - self._start)
         if self.clock.stepped():
             for request in list(self._in_flight):
                 for http_request in request.http_requests:
@@ -251,7 +238,7 @@ class LoadRun:
         """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
         if not self._stopped:
             self._stopped = True
-            self._next = len(self._plan)
+            self._schedule.stop()
             self._grace_ends = now + self._spec.stop_grace_s
         if now >= self._grace_ends:
             for request in list(self._in_flight):
@@ -328,15 +315,13 @@ class LoadRun:
         record = request.settle(self._start)
         if record.error_detail:
             record.error_detail = hidden(record.error_detail, variables(self._spec.access))
-        if not record.ok and record.error != "cancelled":
-            self._spares.failed()
+        due = self._schedule.ended(request, time.monotonic() - self._start)
         self.figures.chunks += request.chunks
         if request.chunks and request.stream is not None:
             answer = request.stream.answer
             self.figures.doubted(answer.doubts_ns, answer.first_doubt_ns)
         self._counts.settled(request, record)
-        if self._slots is not None:
-            self._slots.freed(time.monotonic() - self._start, failed=not record.ok)
+        if due:
             self._arm()
 
     def _state(self, now: float) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class LoadSpec:
     """This process sends the plan's requests number ``worker``, ``worker + workers``, and so on."""
     requests_path: str = ""
     """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
+    sessions_path: str = ""
+    """A file of a load of sessions (``core/sessions/load_arrays.py``, as npz) that takes their place."""
     offsets_s: list[float] = field(default_factory=list)
     """The planned sends in seconds, ascending, where they are not those of a rate."""
     concurrency: int = 0
@@ -110,6 +112,8 @@ class LoadSpec:
             raise InputError(f"concurrency {self.concurrency} is less than the {self.workers} workers")
         if self.offsets_s and not self._offsets_fit():
             raise InputError(f"the spec: offsets_s must be {self.num_requests} ascending times in seconds")
+        if self.sessions_path and (self.workers > 1 or self.concurrency or self.path != COMPLETIONS):
+            raise InputError("the spec: sessions are sent by one worker, open loop, as completions")
         if self.direct is not None and not isinstance(self.direct, dict):
             raise InputError("the spec: 'direct' must be an object, or null")
         if not self.chat_tokens_per_word > 0:

@@ -24,6 +24,9 @@ SPARE_EVENTS: Final = 10_000
 """More token events than so many for each token that was asked for, and these, are no answer: what came of an
 endless one within its deadline would keep the load generator from its sends for seconds.
 """
+_PROMPT_IDS: Final = b'"prompt_token_ids"'
+PROMPT_ID_BYTES: Final = 12
+"""At most, of a prompt's token id that is sent back."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
 """Comments and fields of server-sent events that say nothing here."""
 
@@ -73,6 +76,10 @@ class StreamReader:
     """Its length."""
     kept: bytearray | None = None
     """The text itself; None where it is not kept."""
+    token_ids: list[int] | None = None
+    """The tokens' ids, as the server gives them (``return_token_ids``); None where they are not kept."""
+    event_bytes: int = MAX_EVENT_BYTES
+    """An event that is longer before it has ended is none."""
     asked_tokens: int | None = None
     """How many tokens the answer was to have; None if that is not known."""
     first_event: FirstEvent | None = None
@@ -109,7 +116,7 @@ class StreamReader:
             if b"\n" not in data and b"\r" not in data and not self._pending.endswith(b"\r"):
                 self._more.append(data)
                 self._size += len(data)
-                if len(self._pending) + self._size > MAX_EVENT_BYTES:
+                if len(self._pending) + self._size > self.event_bytes:
                     self._give_up()
                 return
             data = self._begun() + data
@@ -119,7 +126,7 @@ class StreamReader:
             data = data[: len(data) - len(tail)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + tail
         lines = data.split(b"\n")
         self._pending = lines.pop()
-        if len(self._pending) > MAX_EVENT_BYTES or len(self._data) > MAX_EVENT_LINES:
+        if len(self._pending) > self.event_bytes or len(self._data) > MAX_EVENT_LINES:
             self._give_up()
         for line in lines:
             if not line:
@@ -156,6 +163,8 @@ class StreamReader:
         if data == b"[DONE]":
             self.done = True
             return False
+        if self.token_ids is not None and not self.event_seen:
+            data = without_prompt_ids(data)
         try:
             event = _DECODE(data.decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
@@ -174,6 +183,8 @@ class StreamReader:
         choices = event.get("choices")
         if not choices:
             return False
+        if self.token_ids is not None:
+            self.token_ids += token_ids_in(choices)
         text = text_in(choices)
         if not text:
             self.add_empty()
@@ -231,16 +242,35 @@ class StreamReader:
         self._more, self._size = [], 0
         return begun
 
-    def _give_up(
-        self, why: str = f"an event of more than {MAX_EVENT_BYTES >> 20} MiB, or of as many lines"
-    ) -> None:
-        self._fail("bad_stream", why)
+    def _give_up(self, why: str = "") -> None:
+        most = f"an event of more than {self.event_bytes >> 20} MiB, or of as many lines"
+        self._fail("bad_stream", why or most)
         self._begun()
         self._pending, self._data, self.endless = b"", [], True
 
     def _fail(self, error: RequestError, detail: bytes | str) -> None:
         if not self.error:
             self.error, self.detail = error, clipped(detail)
+
+
+def without_prompt_ids(data: bytes) -> bytes:
+    """An event without its prompt's token ids: vLLM sends them all back with the first token, and to decode
+    100,000 of them would delay what else is to be sent.
+    """
+    begin = data.find(_PROMPT_IDS)
+    start = data.find(b"[", begin, begin + len(_PROMPT_IDS) + 4) if begin >= 0 else -1
+    end = data.find(b"]", start) if start >= 0 else -1
+    return data if end < 0 else data[:start] + b"null" + data[end + 1 :]
+
+
+def token_ids_in(choices: Any) -> list[int]:
+    """The token ids that an event's choices bring."""
+    found: list[int] = []
+    for choice in choices if isinstance(choices, list) else ():
+        ids = choice.get("token_ids") if isinstance(choice, dict) else None
+        if isinstance(ids, list) and all(type(each) is int and 0 <= each < MAX_TOKENS for each in ids):
+            found += ids
+    return found
 
 
 def text_in(choices: Any) -> str:

@@ -1,0 +1,1 @@
+"""What is sent next: requests at planned times, as slots become free, or turns after answers."""
