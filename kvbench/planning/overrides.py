@@ -63,7 +63,7 @@ class CliOptions:
     decode_metrics_url: str | None = None
 
 
-def resolve(cli: CliOptions, *, sessions: bool = False) -> tuple[Scenario, bytes]:
+def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes.
 
     ``sessions``: who asks can offer them; else a scenario that wants them is refused.
@@ -83,8 +83,8 @@ def resolve(cli: CliOptions, *, sessions: bool = False) -> tuple[Scenario, bytes
     scenario = draft.checked(known)
     if scenario.workload.sessions and not sessions:
         raise InputError(
-            "workload.sessions: sessions can be simulated only; nothing sends them to real servers yet",
-            hint="`kvbench simulate` takes the scenario, `kvbench plan` describes it; or leave sessions out",
+            "workload.sessions: this command offers single requests, and the scenario asks for sessions",
+            hint="kvbench sweep, bench and simulate take the scenario; or leave sessions out",
         )
     # What only a checked scenario has: its entries of the chosen connectors, and its trace's lengths.
     chosen = {} if bare else _chosen(scenario, cli.connectors)

@@ -21,6 +21,7 @@ from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.placement.placement import Places
+from kvbench.planning.corpus.session_files import session_source
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.process_specs import process_specs, unusable
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
@@ -89,8 +90,8 @@ class DeployedSite:
         supplies = self._trials.canaries
         if cell in supplies:
             return supplies[cell].judged_by
-        if not self._deployment.connector.true_outputs:
-            return None
+        if not self._deployment.connector.true_outputs or self._scenario.workload.sessions is not None:
+            return None  # a canary among turns would have no conversation
         if known is None:
             self._watcher.stage(f"{cell.connector}: asking for the answers to canaries")
             known = self._right_answers(cell)
@@ -171,6 +172,8 @@ class DeployedBench:
         self._store = store
         self._watcher = watcher
         self._trace = trace
+        wanted = scenario.workload.sessions
+        self._source = session_source(wanted) if wanted is not None else None
         self._places = Places(scenario, store.run_tag, watcher.stage)
         self._processes: dict[str, dict[str, Any]] = store.processes() if store.resumed else {}
 
@@ -221,7 +224,15 @@ class DeployedBench:
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         with self.running(planned, round_) as (launcher, deployment):
             progress = self._watcher.trial_progress
-            trials = TrialRunner(self._scenario, deployment, self._store, launcher, progress, self._trace)
+            trials = TrialRunner(
+                self._scenario,
+                deployment,
+                self._store,
+                launcher,
+                progress,
+                self._trace,
+                source=self._source,
+            )
             yield DeployedSite(
                 self._scenario,
                 deployment,

@@ -104,7 +104,7 @@ def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
 def _resolved(cli: CliOptions) -> tuple[Scenario, bytes]:
     if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
-    return resolve(cli, sessions=True)
+    return resolve(cli)
 
 
 def require_simulable(scenario: Scenario) -> None:

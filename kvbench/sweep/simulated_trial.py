@@ -16,7 +16,6 @@ from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_bre
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.sessions.session_figures import session_figures
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
@@ -39,6 +38,8 @@ from kvbench.sweep.trial.judging import (
     evidence_of,
     expected_reuse,
     judged,
+    offered_reuse_of,
+    session_columns,
     stored,
 )
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
@@ -225,20 +226,16 @@ class SimulatedSite:
         evidence = self._evidence(trial, load, outcome)
         columns = {**self._columns(outcome), **expected_reuse(trial.offered, load)}
         if trial.offered.sessions is not None and self._source is not None:
-            columns["sessions"] = self._session_columns(trial, load, evidence)
+            columns |= self._session_columns(trial, load, evidence)
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         return stored(scenario, record, load, self._store)
 
     def _session_columns(self, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> dict[str, Any]:
         """Sessions per second and at once, TTFT by turn, reuse offered and achieved."""
-        assert trial.offered.sessions is not None
         assert self._source is not None
         config, system = self.system.config, self.system
         pool = config.num_blocks * config.block_tokens * (system.prefill or system.decode)
-        window = evidence.summary.window.start_s, evidence.summary.window.end_s
-        found = session_figures(load.records, trial.offered.sessions, window, pool)
-        each = self._source.requests_each
-        return {"session_rate": trial.plan.rate / each, "requests_each": each, **found}
+        return session_columns(trial, load, evidence, self._source.requests_each, pool)
 
     def _load(self, trial: PlannedTrial) -> SimulatedLoad:
         load, requests = simulated_load(self._scenario, trial), trial.offered.requests
@@ -259,6 +256,7 @@ class SimulatedSite:
             client=IDLE_CLIENT,
             engines=outcome.figures,
             kv_bytes_per_request=blocks * self.system.block_bytes if moves else None,
+            reuse_offered=offered_reuse_of(trial, load, outcome.figures),
         )
 
     def _columns(self, outcome: Outcome) -> dict[str, Any]:

@@ -56,7 +56,10 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> 
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = _fixed(cli, scenario, trace)
     kind = "sweep" if fixed is None else "bench"
-    store = create_store(output, scenario, source, plan, kind, {} if fixed is None else asdict(fixed))
+    asked = {} if fixed is None else asdict(fixed)
+    # Nobody can go on with a run of sessions: their corpus may be another one by then.
+    once = scenario.workload.sessions is not None
+    store = create_store(output, scenario, source, plan, kind, None if once else asked)
     left = TimeLeft(plan) if fixed is None else None
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
@@ -116,6 +119,11 @@ def resume_words(kind: str, path: Path) -> str:
 
 def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
     """What ``bench`` offers: a closed loop, a rate, or a trace's own rate. None: rates are searched for."""
+    if cli.concurrency is not None and scenario.workload.sessions is not None:
+        raise InputError(
+            "--concurrency is of single requests: sessions begin open loop, and their turns wait for answers",
+            hint="give a rate of requests: --rate, sessions/s times the requests of a session",
+        )
     if cli.concurrency is not None:
         duration_s = cli.duration_s or (0.0 if cli.num_requests else scenario.search.trial_s)
         return Fixed(0.0, False, cli.concurrency, cli.num_requests or 0, duration_s)

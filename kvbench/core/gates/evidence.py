@@ -103,6 +103,8 @@ class Evidence:
     logged_transports: Sequence[LoggedTransport] = ()
     """What the processes' logs prove of the way that KV takes."""
     reuse_expected: bool = False
+    reuse_offered: float | None = None
+    """Of a load of sessions: prompt tokens that an unlimited prefix cache could have found, at most."""
     disaggregated: bool = False
     """P computes the prompts, and D the answers."""
     whole_prompt: bool = True

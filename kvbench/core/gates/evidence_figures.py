@@ -214,6 +214,8 @@ class EngineFigures:
     instances: int = 1
     served: tuple[float, ...] = ()
     """Requests that each instance has finished, or tokens where it does not count these; () if unknown."""
+    cache_tokens: float | None = None
+    """Tokens whose KV the caches of all its instances hold together; None if one does not tell."""
 
     @property
     def computed_tokens(self) -> float | None:

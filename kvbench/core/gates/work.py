@@ -23,9 +23,11 @@ def warm_cache(evidence: Evidence) -> Finding | None:
     """Prompts were computed, and did not come from a warm prefix cache.
 
     evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of canaries that were
-    asked before. limits: silent where the scenario
-    asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound).
+    asked before; of sessions, hits above what their prompts offer, and 1 % of these. limits: silent where a
+    trace asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound).
     """
+    if evidence.reuse_offered is not None:
+        return _more_than_offered(evidence, evidence.reuse_offered)
     fresh, _ = evidence.expected(per_token=True, fresh=True)
     sent, _ = evidence.expected(per_token=True)
     allowed = evidence.limits.warm_cache_share + (1.0 - fresh / sent if sent else 0.0)
@@ -45,6 +47,23 @@ def warm_cache(evidence: Evidence) -> Finding | None:
                     "queries": engine.prefix_queries,
                 },
             )
+    return None
+
+
+def _more_than_offered(evidence: Evidence, offered: float) -> Finding | None:
+    """Prompts that have more in common than was counted make every figure of reuse, and of time, wrong."""
+    for role, engine in evidence.engines.items():
+        hits, queries = engine.prefix_hits, engine.prefix_queries
+        if hits is None or not queries or hits <= offered + evidence.limits.count_tolerance * queries:
+            continue
+        return Finding(
+            "warm_cache",
+            "invalid",
+            f"the prefix cache of {role} found {hits:.0f} tokens, where the sessions' prompts offer "
+            f"{offered:.0f}: it had them of something else",
+            "reset the prefix cache before the run, and leave nobody else on the servers",
+            {"role": role, "hits": hits, "queries": queries, "offered": offered},
+        )
     return None
 
 

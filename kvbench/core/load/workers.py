@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -113,6 +114,16 @@ def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | Non
         )
     # Of a closed loop, whose workers go on at their own pace, not that of the numbers.
     return sorted((placed[index] for index in sorted(placed)), key=lambda record: record.scheduled_s)
+
+
+def turn_records(share: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """The records of a load of sessions in scheduled order. Which of its turns are sent depends on answers,
+    so that no number of them is expected; none may come twice. Raises KvbenchError.
+    """
+    places = Counter(map(index_of, share))
+    if double := [place for place, count in places.items() if count > 1]:
+        raise KvbenchError(f"the load generator has several records of request {double[0]} of a session")
+    return sorted(share, key=lambda record: record.scheduled_s)
 
 
 def require_common_start(clients: Sequence[Mapping[str, Any]]) -> None:

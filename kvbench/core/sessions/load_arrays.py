@@ -15,7 +15,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
-    """By name; lists of lists are what they hold in a row, and where each ends. Prompts are without answers."""
+    """By name; of lists of lists what they hold in a row, and where each ends. Prompts have no answers."""
     size, following = load.block_tokens, load.following
     own = [nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)]
     goes_on = load.goes_on or [-1] * load.requests

@@ -15,10 +15,15 @@ BY_TURN: Final = 64
 
 
 def session_figures(
-    records: Sequence[RequestRecord], load: SessionLoad, window_s: tuple[float, float], pool_tokens: int
+    records: Sequence[RequestRecord],
+    load: SessionLoad,
+    window_s: tuple[float, float],
+    pool_tokens: int | None,
+    found_tokens: float | None = None,
 ) -> dict[str, Any]:
     """As they stand in a trial's record; times in ms but for ``session_s``, reuse as shares of the whole
-    blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in.
+    blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in;
+    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it.
     """
     begin_s, end_s = window_s
     inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
@@ -38,7 +43,7 @@ def session_figures(
         "ttft_ms_by_turn": [
             [turn, len(ttft[turn]), float(np.median(ttft[turn]))] for turn in sorted(ttft) if turn < BY_TURN
         ],
-        **_reuse(records, load, pool_tokens),
+        **_reuse(records, load, pool_tokens, found_tokens),
     }
 
 
@@ -70,17 +75,25 @@ def _at_once(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> 
     return sum(max(0.0, span) for span in spans) / (end_s - begin_s)
 
 
-def _reuse(records: Sequence[RequestRecord], load: SessionLoad, pool_tokens: int) -> dict[str, Any]:
+def sent_places(records: Sequence[RequestRecord]) -> list[int]:
+    """Places in the load of the requests that were sent, in their order."""
+    return [int(each.request_id.rpartition("-")[2]) for each in records if each.sent_s is not None]
+
+
+def _reuse(
+    records: Sequence[RequestRecord], load: SessionLoad, pool_tokens: int | None, found_tokens: float | None
+) -> dict[str, Any]:
     """Offered and achieved over what was answered; of all prompts in the order of sending."""
-    sent = [int(each.request_id.rpartition("-")[2]) for each in records if each.sent_s is not None]
+    sent = sent_places(records)
     whole = load.prompt_tokens(sent)
     if not whole:
         return {}
     unlimited, held = load.offered_tokens(sent, (None, pool_tokens))
-    found = sum(each.cached_tokens or 0 for each in records)
+    known = [each.cached_tokens for each in records if each.cached_tokens is not None]
+    found = found_tokens if found_tokens is not None else sum(known) if known else None
     return {
         "pool_tokens": pool_tokens,
         "offered_reuse": unlimited / whole,
-        "offered_reuse_in_pool": held / whole,
-        "achieved_reuse": found / whole,
+        "offered_reuse_in_pool": None if pool_tokens is None else held / whole,
+        "achieved_reuse": None if found is None else found / whole,
     }

@@ -48,6 +48,11 @@ class SessionLoad:
         known: NDArray[np.float64] = np.array([each for each in self.offsets_s if not math.isnan(each)])
         return known
 
+    def longest_s(self, latency_s: float) -> float:
+        """The longest that a session takes, if no answer takes longer than ``latency_s``; s."""
+        each = np.asarray(self.following.think_time_s) + latency_s
+        return float(np.bincount(self.following.session, each).max(initial=0.0))
+
     def prompt_tokens(self, sent: Sequence[int]) -> int:
         """Tokens in whole blocks of the prompts of these requests."""
         return self.block_tokens * sum(self.input_len[place] // self.block_tokens for place in sent)

@@ -133,7 +133,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
     """
     if cli.fixed_rate is not None or cli.replay or cli.both_modes:
         raise InputError("--against offers the loads of a run, and takes no --rate, --trace or --router-cost")
-    scenario, source = resolve(cli)
+    scenario, source = resolve(cli, sessions=False)
     run = load_run(measured)
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)

@@ -63,7 +63,7 @@ class HeldOptions:
 
 def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
     """The scenario of one input length with a deadline. Raises InputError for what cannot be held."""
-    scenario, source = resolve(cli)
+    scenario, source = resolve(cli, sessions=False)
     options = scenario.deployment.engine_options
     if not options.starts_processes or options.simulator.command:
         raise InputError(

@@ -99,7 +99,18 @@ def _figures_of(pages: Pages) -> EngineFigures:
         restarts=_restarts(pages),
         instances=len(pages),
         served=_served(pages),
+        cache_tokens=_cache_tokens(pages),
     )
+
+
+def _cache_tokens(pages: Pages) -> float | None:
+    """What each instance's configuration says of its cache, all together."""
+    labels = [
+        [page.label("vllm:cache_config_info", name) for name in ("num_gpu_blocks", "block_size")]
+        for _, page in pages
+    ]
+    known = [int(blocks) * int(size) for blocks, size in labels if blocks.isdigit() and size.isdigit()]
+    return float(sum(known)) if known and len(known) == len(pages) else None
 
 
 def _served(pages: Pages) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import ClientFigures
+from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures
 from kvbench.core.gates.sight import unseen
 from kvbench.core.load.traces import expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
@@ -17,6 +17,7 @@ from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
+from kvbench.core.sessions.session_figures import sent_places, session_figures
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, ceiling_figures
 from kvbench.sweep.trial.load_progress import LoadResult
@@ -163,6 +164,39 @@ def expected_reuse(offered: Offered, load: LoadResult) -> dict[str, Any]:
     if not prompts or not shares_prefixes(requests):
         return {}
     return {"expected_hit_rate": sum(expected_hits(requests)) / prompts}
+
+
+def session_columns(
+    trial: PlannedTrial,
+    load: LoadResult,
+    evidence: Evidence,
+    requests_each: float,
+    pool_tokens: int | None,
+    found_tokens: float | None = None,
+) -> dict[str, Any]:
+    """Sessions per second and at once, TTFT by turn, reuse offered and achieved; nothing of other loads."""
+    if trial.offered.sessions is None:
+        return {}
+    window = evidence.summary.window.start_s, evidence.summary.window.end_s
+    found = session_figures(load.records, trial.offered.sessions, window, pool_tokens, found_tokens)
+    rates = {"session_rate": trial.plan.rate / requests_each, "requests_each": requests_each}
+    return {"sessions": {**rates, **found}}
+
+
+def offered_reuse_of(
+    trial: PlannedTrial, load: LoadResult, engines: Mapping[str, EngineFigures]
+) -> float | None:
+    """Prompt tokens that a prefix cache could have found at most; None of a load without sessions.
+
+    Engines whose blocks are smaller than those that are counted find the rest of each prompt's last one, too.
+    """
+    sessions = trial.offered.sessions
+    if sessions is None:
+        return None
+    sent = sent_places(load.records)
+    (offered,) = sessions.offered_tokens(sent, (None,))
+    sizes = [each.block_tokens for each in engines.values() if each.block_tokens]
+    return offered + len(sent) * max(0, sessions.block_tokens - min(sizes, default=1))
 
 
 def _filled_part(trial: PlannedTrial) -> Window | None:

@@ -138,6 +138,11 @@ class Offered:
         return len(self.offsets_s)
 
     @property
+    def requests_n(self) -> int:
+        """At most so many requests."""
+        return self.n if self.sessions is None else self.sessions.requests
+
+    @property
     def length_s(self) -> float:
         return float(self.offsets_s[-1]) if self.n else 0.0
 

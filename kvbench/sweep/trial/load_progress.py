@@ -44,6 +44,7 @@ class Progress:
         """Takes what it knows of a worker's event."""
         known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
         known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+        known["offsets_s"] = tuple(event.get("offsets_s", ()))
         return cls(**known)
 
 
@@ -62,8 +63,8 @@ class LoadResult:
         return sum(record.error == "cancelled" for record in self.records)
 
 
-def joined_progress(latest: Sequence[Progress], settled: tuple[Settled, ...]) -> Progress:
-    """The workers' counts together, as each last reported them; ``settled`` is what one has just reported."""
+def joined_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
+    """The workers' counts together, as each last reported them; ``fresh`` is what one has just reported."""
     return Progress(
         t_s=max(each.t_s for each in latest),
         sent=sum(each.sent for each in latest),
@@ -73,5 +74,6 @@ def joined_progress(latest: Sequence[Progress], settled: tuple[Settled, ...]) ->
         in_flight=sum(each.in_flight for each in latest),
         waiting_first=sum(each.waiting_first for each in latest),
         lag_ms=max(each.lag_ms for each in latest),
-        settled=settled,
+        settled=fresh.settled,
+        offsets_s=fresh.offsets_s,
     )

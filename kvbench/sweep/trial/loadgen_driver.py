@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.load.workers import joined_client, joined_records, require_common_start
+from kvbench.core.load.workers import joined_client, joined_records, require_common_start, turn_records
 from kvbench.core.plan.process_modules import LOADGEN_MODULE
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError
@@ -132,10 +132,11 @@ class LoadGenerator:
             spec |= {"worker": index, "workers": self._count}
         far = self._launcher.far(name)
         spec["records_path"] = far.path_of(path)
-        if self._spec.get("requests_path"):
-            requests = Path(str(self._spec["requests_path"]))
-            far.put(requests)
-            spec["requests_path"] = far.path_of(requests)
+        for key in ("requests_path", "sessions_path"):
+            if self._spec.get(key):
+                requests = Path(str(self._spec[key]))
+                far.put(requests)
+                spec[key] = far.path_of(requests)
         # The waiting process is on the host of the first.
         waits = self._spare is not None and far.host == self._launcher.host_of("loadgen-spare")
         process = self._spare.take(spec, name) if self._spare is not None and waits else None
@@ -163,7 +164,7 @@ class LoadGenerator:
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
                 latest = [each.progress for each in self._workers]
-                if on_progress(joined_progress(latest, worker.progress.settled)) and not stopping:
+                if on_progress(joined_progress(latest, worker.progress)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
@@ -250,8 +251,12 @@ class LoadGenerator:
         for worker in self._workers:
             worker.far.fetch(worker.records_path)
         shares = [read_records(worker.records_path) for worker in self._workers]
+        if self._spec.get("sessions_path"):
+            records = turn_records(shares[0])
+        else:
+            records = joined_records(shares, None if unfinished else self._planned())
         return LoadResult(
-            records=joined_records(shares, None if unfinished else self._planned()),
+            records=records,
             reason=unfinished[0] if unfinished else "complete",
             duration_s=max(float(end.get("duration_s", 0.0)) for end in ends),
             client=joined_client(clients),

@@ -8,15 +8,17 @@ from typing import Any, Literal
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult
 from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import RouterFigures
+from kvbench.core.gates.evidence_figures import EngineFigures, RouterFigures
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.sessions.session_source import SessionSource
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
+from kvbench.planning.corpus.session_files import write_session_load
 from kvbench.planning.trace_files import write_requests
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
@@ -28,6 +30,8 @@ from kvbench.sweep.trial.judging import (
     evidence_of,
     expected_reuse,
     judged,
+    offered_reuse_of,
+    session_columns,
     stored,
     void,
 )
@@ -56,8 +60,11 @@ class TrialRunner:
         trace: Sequence[TracedRequest] = (),
         idle: Idleness | None = None,
         more_columns: Callable[[], Mapping[str, Any]] = dict,
+        source: SessionSource | None = None,
     ) -> None:
-        """``more_columns``: what else stands in a trial's record, asked once its load is drained."""
+        """``more_columns``: what else stands in a trial's record, asked once its load is drained. ``source``:
+        where sessions come from, if the scenario asks for them.
+        """
         self._scenario = scenario
         self._deployment = deployment
         self._store = store
@@ -65,6 +72,7 @@ class TrialRunner:
         self._spare = Spare(launcher)
         self._on_progress = on_progress
         self.trace = trace
+        self._source = source
         self._idle = idle or Idleness(scenario, deployment)
         self._more_columns = more_columns
         self._reader = MetricsReader(deployment)
@@ -116,6 +124,7 @@ class TrialRunner:
             **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
             **({} if canaries is None else {"canaries": canaries.to_json()}),
             "use": readings.use(),
+            **self._session_columns(trial, load, evidence),
             **self._more_columns(),
         }
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
@@ -123,6 +132,14 @@ class TrialRunner:
         if asked:
             self._store.add_asked_canaries(plan.trial_id, asked)
         return stored(scenario, record, load, self._store)
+
+    def _session_columns(self, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> dict[str, Any]:
+        """Of a load of sessions. Prompts are looked up where they are computed."""
+        if self._source is None:
+            return {}
+        role = evidence.engines.get("prefill") or evidence.engines.get("aggregated") or EngineFigures()
+        pool = None if role.cache_tokens is None else int(role.cache_tokens)
+        return session_columns(trial, load, evidence, self._source.requests_each, pool, role.prefix_hits)
 
     def _judged_canaries(
         self, plan: TrialPlan, load: LoadResult
@@ -146,7 +163,7 @@ class TrialRunner:
         its last requests by themselves; by default the trial's own rule. ``check``: asked meanwhile whether
         all is well, by default whether the deployment's processes live. Raises KvbenchError.
         """
-        trial = PlannedTrial.of(self._scenario, plan, self.trace)
+        trial = PlannedTrial.of(self._scenario, plan, self.trace, self._source)
         offered = trial.offered
 
         def progressed(progress: Progress) -> bool:
@@ -155,7 +172,7 @@ class TrialRunner:
                 return over(progress)
             return trial.watch.progressed(progress)
 
-        spec = self._load_spec(plan, offered.n)
+        spec = self._load_spec(plan, offered.requests_n)
         if over is not None:
             spec["stop_grace_s"] = self._scenario.request_timeout_s
         if (supply := self.canaries.get(plan.cell)) is not None:
@@ -168,9 +185,13 @@ class TrialRunner:
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)
             spec["requests_path"] = str(requests_path)
+        if offered.sessions is not None:
+            requests_path = requests_path.with_suffix(".npz")
+            write_session_load(requests_path, offered.sessions)
+            spec["sessions_path"] = str(requests_path)
         timeout_s = self._scenario.request_timeout_s
         deadline_s = self._longest_s(plan, offered) + timeout_s + DEADLINE_SLACK_S
-        workers, name = self._workers(plan, offered.n), f"loadgen-{plan.trial_id}"
+        workers, name = self._workers(plan, offered), f"loadgen-{plan.trial_id}"
         generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
         try:
             return trial, generator.run(progressed, check or self._deployment.check_alive, deadline_s)
@@ -179,13 +200,17 @@ class TrialRunner:
 
     def _longest_s(self, plan: TrialPlan, offered: Offered) -> float:
         """How long its requests take to be sent, at the very longest."""
+        if offered.sessions is not None:
+            return 2 * offered.length_s + offered.sessions.longest_s(self._scenario.request_timeout_s)
         if plan.closed is None:
             return 2 * max(offered.length_s, offered.n / plan.rate)
         rounds = -(-offered.n // plan.closed.concurrency)
         return plan.closed.duration_s or rounds * self._scenario.request_timeout_s
 
-    def _workers(self, plan: TrialPlan, n: int) -> int:
-        wanted, rate = self._scenario.load.workers, plan.rate
+    def _workers(self, plan: TrialPlan, offered: Offered) -> int:
+        wanted, rate, n = self._scenario.load.workers, plan.rate, offered.n
+        if offered.sessions is not None:
+            return 1  # whoever sends a turn has to know the answers that it waits for
         if plan.closed is not None:
             n = plan.closed.concurrency
             rate = n / max(plan.latency_s, 1e-3)
@@ -249,9 +274,8 @@ class TrialRunner:
         engine, cell = scenario.deployment.engine_options, trial.plan.cell
         moves = connector.disaggregated and engine.starts_processes
         kv_bytes, slack = None, 0.0
-        if (
-            not trial.trace
-        ):  # of whose requests each has a length of its own, and what is reused does not move
+        # Of these each request has a length of its own, and what is reused does not move.
+        if not trial.trace and trial.offered.sessions is None:
             kv_bytes, slack = kv_bytes_per_request(scenario, cell.input_len, readings.engines)
         may_expire = self._may_expire + load.cancelled
         # In direct mode the router stands idle, and limits nothing.
@@ -272,6 +296,7 @@ class TrialRunner:
             logged_transports=readings.logged_transports if moves else (),
             **surroundings(scenario, connector, options),
             logged=[each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()],
+            reuse_offered=offered_reuse_of(trial, load, readings.engines),
         )
 
 

@@ -29,6 +29,11 @@ def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...],
         yield here, "a workload has a trace or sessions, not both"
     if (method := search.get("method", "sustained")) not in ("sustained", "fixed"):
         yield ("search", "method"), f"sessions are for method sustained or fixed, and the method is {method}"
+    load = _mapping(data, "load")
+    if load.get("endpoint", "completions") != "completions":
+        yield ("load", "endpoint"), "sessions are sent as completions of token ids: leave load.endpoint out"
+    if load.get("workers", "auto") not in ("auto", 1):
+        yield ("load", "workers"), "sessions are sent by one load generator: leave load.workers out"
     if search.get("compare_burst"):
         yield ("search", "compare_burst"), "the burst method offers single requests, not sessions"
 
