@@ -98,6 +98,9 @@ CANARIES: Final = Source(
     lambda evidence: evidence.canaries is not None and evidence.canaries.checked > 0,
 )
 FRESH_PROMPTS: Final = Source("prompts repeat", lambda evidence: not evidence.reuse_expected)
+KNOWN_REUSE: Final = Source(
+    "prompts repeat", lambda evidence: not evidence.reuse_expected or evidence.reuse_offered is not None
+)
 EVENTS: Final = Source(
     "no times of single events", lambda e: any(len(each.itl_s) for each in e.records if each.ok)
 )
@@ -160,7 +163,7 @@ NEEDS: Final[Mapping[Gate, Need]] = {
         (TRANSPORT,), lambda e: bool(e.transport_asked) or (e.disaggregated and e.engines_here)
     ),
     transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.nics_asked)),
-    work.warm_cache: Need((FRESH_PROMPTS, HITS)),
+    work.warm_cache: Need((KNOWN_REUSE, HITS)),
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),
     work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _paired(evidence) and evidence.whole_prompt),
     transfer.kv_bytes_wrong: Need((KV_BYTES,), _paired),
