@@ -85,8 +85,9 @@ def words(found: Ran, records: Sequence[RequestRecord]) -> str:
     failed = sum(not each.ok for each in records)
     waited = client["run_queue_wait_share"] or 0.0
     return (
-        f"send lag P99 {client['send_lag_p99_ms']:.3f} ms of {SEND_LAG_P99_MS:g} ms allowed; {failed} turns "
-        f"failed; at most {client['streams_peak']} streams; the generator took {client['cpu_share']:.0%} of a "
+        f"send lag P99 {client['send_lag_p99_ms']:.3f} ms of {SEND_LAG_P99_MS:g} ms allowed; "
+        f"{failed} failed; at most {client['streams_peak']} streams; "
+        f"the generator took {client['cpu_share']:.0%} of a "
         f"core, and waited for one for {waited:.1%} of its time; its memory grew by {found.grown_mb:.0f} MB; "
         f"load average {load[0]:.2f} {load[1]:.2f} {load[2]:.2f} on {os.cpu_count()} cores at the end"
     )

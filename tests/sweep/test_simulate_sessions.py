@@ -1,4 +1,4 @@
-"""A rate of sessions, searched by `kvbench simulate`; a sweep refuses to ask for one."""
+"""A rate of sessions, searched by `kvbench simulate`, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     report = (run.path / "report.md").read_text()
     for words_ in ("sessions/s", "open loop", "first TTFT", "later TTFT", "offered"):
         assert words_ in report
+    require_sound(run.path)
+
+
+def require_sound(path: Path) -> None:
+    done = kvbench("verify", str(path))
+    assert done.status == 0, done.text
+    assert "sound" in done.text
 
 
 def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
@@ -38,13 +45,20 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     assert done.status == 0, done.text
     (trial,) = the_run(tmp_path).trials
     assert trial.engine["sessions"]["ended"] > 0
+    require_sound(the_run(tmp_path).path)
 
 
-@pytest.mark.parametrize("command", ["sweep", "bench"])
-def test_real_servers_are_not_sent_sessions(command: str, tmp_path: Path) -> None:
-    rate = ("--rate", "4") if command == "bench" else ()
-    done = kvbench(command, "agentic-simulated", *rate, "--output", str(tmp_path))
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("chaos", "agentic-emulated", "--rate", "4"), "this command offers single requests"),
+        (("bench", "agentic-emulated", "--concurrency", "4"), "sessions begin open loop"),
+        (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
+        (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
+    ],
+)
+def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = kvbench(*words, "--output", str(tmp_path))
     assert done.status == 2
-    assert "sessions can be simulated only" in done.err
-    assert "kvbench simulate" in done.err
+    assert said in done.err
     assert not any(tmp_path.iterdir())

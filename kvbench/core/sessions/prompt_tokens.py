@@ -33,7 +33,7 @@ class BlockTokens:
         self._low = lowest_id(vocab_size)
         self._choices = vocab_size - self._low
         if self._choices < 2:
-            raise InputError(f"vocab_size must be at least 3 for prompts of blocks, it is {vocab_size}")
+            raise InputError(f"vocab_size must be at least 2, it is {vocab_size}")
         self._bits = min(64, math.floor(block_tokens * math.log2(self._choices)))
         if blocks > 1 << self._bits:
             raise InputError(

@@ -41,6 +41,8 @@ class Sends:
                 self._next.setdefault(earlier, []).append(place)
         self._left = len(offsets_s)
         self._begun_s: dict[int, float] = {}
+        self._answered_s: dict[int, float] = {}
+        """Of requests that wait the latest answer so far: answers may be noticed in another order."""
 
     @property
     def left(self) -> bool:
@@ -67,8 +69,11 @@ class Sends:
         found = []
         for later in self._next.get(place, ()):
             self._missing[later] -= 1
-            if not self._missing[later] and self._following is not None:
-                found.append((now_s + self._following.think_time_s[later], later))
+            latest_s = max(now_s, self._answered_s.pop(later, now_s))
+            if self._missing[later] > 0:
+                self._answered_s[later] = latest_s
+            elif not self._missing[later] and self._following is not None:
+                found.append((latest_s + self._following.think_time_s[later], later))
         return found
 
     def failed(self, place: int) -> None:

@@ -168,8 +168,8 @@ class TokenEncoder:
         return b"[" + self.items(prompt)[:-1] + b"]"
 
     def items(self, tokens: NDArray[np.int32]) -> bytes:
-        """A comma behind each."""
-        if self._table is None:
+        """A comma behind each. An answer may have ids that the scenario does not know of."""
+        if self._table is None or tokens.max(initial=0) >= len(self._table):
             return b"".join(b"%d," % token for token in tokens.tolist())
         return self._table[tokens].tobytes().translate(None, b"\0")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
+
+import numpy as np
 
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures
@@ -15,7 +17,7 @@ from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.live_config import Decision
+from kvbench.core.search.live_config import Decision, TurnsLive
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
 from kvbench.core.sessions.session_figures import sent_places, session_figures
 from kvbench.results.store import RunStore
@@ -175,12 +177,22 @@ def session_columns(
     found_tokens: float | None = None,
 ) -> dict[str, Any]:
     """Sessions per second and at once, TTFT by turn, reuse offered and achieved; nothing of other loads."""
-    if trial.offered.sessions is None:
+    turns = trial.offered.turns
+    if trial.offered.sessions is None or turns is None:
         return {}
     window = evidence.summary.window.start_s, evidence.summary.window.end_s
     found = session_figures(load.records, trial.offered.sessions, window, pool_tokens, found_tokens)
     rates = {"session_rate": trial.plan.rate / requests_each, "requests_each": requests_each}
-    return {"sessions": {**rates, **found}}
+    return {"sessions": {**rates, **found, "planned": {**asdict(turns), "begin_s": trial.offered.length_s}}}
+
+
+def stored_offer(record: TrialRecord) -> Offered:
+    """As much of what a stored trial offered as its judgement needs; begun sessions are not planned again."""
+    planned = (record.engine.get("sessions") or {}).get("planned")
+    if not planned:
+        return Offered(np.array([0.0]))
+    turns = TurnsLive(**{key: value for key, value in planned.items() if key != "begin_s"})
+    return Offered(np.array([0.0, float(planned["begin_s"])]), turns=turns)
 
 
 def offered_reuse_of(

@@ -22,8 +22,8 @@ from kvbench.core.search.methods import judged_slo
 from kvbench.core.slo import Slo, latencies_ms
 from kvbench.results.checksums import Damage
 from kvbench.results.run import TRIALS
-from kvbench.sweep.trial.judging import Judgement, evidence_of, judged
-from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, TrialWatch, planned
+from kvbench.sweep.trial.judging import Judgement, evidence_of, judged, stored_offer
+from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.verify.json_differences import ABSENT, SAME, as_read, json_differences
 
@@ -134,7 +134,7 @@ class StoredTrial:
         """By the rules, from requests, stored decisions, and what gates found whose evidence is gone."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
-        offered = Offered(np.array([0.0]))
+        offered = stored_offer(record)
         watch = TrialWatch(
             self.scenario, plan.wanted(record.seed), offered, self.scenario.slo.by_tier(), plan.tier
         )

@@ -175,6 +175,16 @@ def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
 LIES: list[tuple[str, str, Evidence]] = [
     ("warm_cache", "invalid", evidence(GOOD, engines=engines({"prefix_hits": 0.02 * N * INPUT}))),
     ("warm_cache", "invalid", evidence(GOOD, engines=engines(decode={"prefix_hits": 0.5 * N * INPUT}))),
+    (
+        "warm_cache",  # of sessions: more than their prompts have in common
+        "invalid",
+        evidence(
+            GOOD,
+            engines=engines({"prefix_hits": 0.72 * N * INPUT}),
+            reuse_expected=True,
+            reuse_offered=0.7 * N * INPUT,
+        ),
+    ),
     ("prefill_skipped", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 0}))),
     ("prefill_repeated", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 2 * N * INPUT}))),
     (
@@ -725,6 +735,8 @@ def test_the_transport_may_be_one_of_several() -> None:
 def test_asked_for_reuse_is_no_lie() -> None:
     warm = engines({"prefix_hits": 0.5 * N * INPUT})
     assert fired(evidence(GOOD, engines=warm, reuse_expected=True)) == {}
+    offered = 0.5 * N * INPUT
+    assert fired(evidence(GOOD, engines=warm, reuse_expected=True, reuse_offered=offered)) == {}
 
 
 def test_failed_requests_are_misses_and_a_dead_server_is_no_measurement() -> None:

@@ -18,5 +18,5 @@ def read_session_load(path: str) -> SessionLoad:
             return load_of_arrays(arrays)
     except OSError as error:
         raise InputError(f"cannot read sessions_path {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as error:
+    except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"sessions_path {path} has no load of sessions: {error}") from error
