@@ -85,7 +85,7 @@ class Workload(Section):
     )
     sessions: Sessions | None = Field(
         None,
-        description="multi-turn sessions in place of requests (kvbench simulate); lengths are then theirs",
+        description="multi-turn sessions in place of requests; lengths are then theirs",
     )
 
     @property

@@ -14,7 +14,7 @@ from kvbench.errors import InputError
 def read_session_load(path: str) -> SessionLoad:
     """The load in an npz file of ``core/sessions/load_arrays.py``. Raises InputError."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return load_of_arrays(arrays)
     except OSError as error:
         raise InputError(f"cannot read sessions_path {path}: {error.strerror or error}") from error

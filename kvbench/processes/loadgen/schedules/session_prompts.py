@@ -91,8 +91,14 @@ class SessionPrompts:
         self._fill(nodes)
         if place in self._followers:
             self._ends[place] = end
-        blocks = b"".join(map(self._encoded.__getitem__, nodes.tolist()))  # type: ignore[arg-type]
-        return b"[%b]" % (blocks + self._encode(end))[:-1]
+        pieces = [b"[", *map(self._block, nodes.tolist()), self._encode(end)]
+        while not pieces[-1]:
+            pieces.pop()
+        pieces[-1] = pieces[-1][:-1]  # its comma
+        return b"".join([*pieces, b"]"])  # once, as a long prompt is long to copy
+
+    def _block(self, node: int) -> bytes:
+        return self._encoded[node] or b""
 
     def _put(self, given: Tokens, nodes: Blocks) -> None:
         """What an answer, and the end of the prompt before it, bring to the blocks that they reach into."""
