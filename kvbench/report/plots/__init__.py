@@ -23,6 +23,7 @@ from kvbench.report.plots.loads import loads_figure
 from kvbench.report.plots.nicshare import nic_share_figure
 from kvbench.report.plots.pareto import pareto_figure
 from kvbench.report.plots.rates import max_rate_figure
+from kvbench.report.plots.sessions.turns_plot import sessions_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
 from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
 from kvbench.results.run import RunFolder
@@ -49,6 +50,7 @@ __all__ = [
     "nic_share_figure",
     "pareto_figure",
     "pictures_of",
+    "sessions_figure",
     "write_plots",
 ]
 
@@ -87,6 +89,12 @@ PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
             "Latency against request rate",
             "TTFT and TPOT of every trial over the offered rate, with the SLO's limits and the found rates.",
             latency_figure,
+        ),
+        "sessions": Picture(
+            "Sessions: TTFT by turn, and reuse",
+            "The median TTFT of each turn of a conversation, and the shares of prompts' blocks that prefix "
+            "caches could have found and did, by connector.",
+            sessions_figure,
         ),
         "loads": Picture(
             "Latency by load",

@@ -1,0 +1,89 @@
+"""Sessions of each connector's supporting trial: TTFT by turn, and reuse, offered and achieved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
+from kvbench.report.plots.values import says
+from kvbench.report.tables.numbers import number
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.results.run import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEAST: Final = 3
+"""A turn that fewer sessions came to has no median worth a mark."""
+_KINDS: Final = (
+    ("offered_reuse", "offered", 0.25),
+    ("offered_reuse_in_pool", "offered to a cache of that size", 0.55),
+    ("achieved_reuse", "achieved", 1.0),
+)
+"""Of a trial's figures of sessions: key, words, and how strongly the bar is filled."""
+
+
+def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
+    """Two panels; None where the load was none of sessions."""
+    trials = {trial.trial_id: trial for trial in run.trials if trial.engine.get("sessions")}
+    rows = [row for row in summary_table(run) if row.trial_id in trials]
+    if not rows:
+        return None
+    figures = [dict(trials[row.trial_id].engine["sessions"]) for row in rows]
+    palette = PALETTES[theme]
+    look = looks(list(dict.fromkeys(row.cell.connector for row in rows)), palette)
+    with style(palette):
+        words = Words.of(run, "Sessions: TTFT by turn, and reuse")
+        sheet = new_sheet((8.6, 3.2), words, palette, ax, legend_lines=2)
+        by_turn, reuse = sheet.panels(1, 2, wspace=0.24).flat
+        for row, found in zip(rows, figures, strict=True):
+            _turns(by_turn, row, found, look[row.cell.connector])
+        by_turn.set_ylim(bottom=0)
+        by_turn.set_xlabel("turn of the conversation")
+        by_turn.set_ylabel("TTFT, P50 (ms)")
+        _bars(reuse, rows, figures, [look[row.cell.connector] for row in rows])
+        connectors = [handle(name, marker=each.marker, color=each.colour) for name, each in look.items()]
+        sheet.legend([connectors, _kinds(palette)])
+    return sheet.figure
+
+
+def _turns(axis: Axes, row: Row, found: dict[str, Any], look: PlotStyle) -> None:
+    known = [(turn + 1, median) for turn, count, median in found["ttft_ms_by_turn"] if count >= LEAST]
+    if not known:
+        return
+    turns, medians = zip(*known, strict=True)
+    (line,) = axis.plot(turns, medians, marker=look.marker, color=look.colour)
+    name = row.cell.connector
+    says(line, name, *(f"{name}, turn {turn}: TTFT P50 {number(value)} ms" for turn, value in known))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _bars(
+    axis: Axes, rows: Sequence[Row], figures: Sequence[dict[str, Any]], look: Sequence[PlotStyle]
+) -> None:
+    width = 0.8 / len(_KINDS)
+    for place, (row, found) in enumerate(zip(rows, figures, strict=True)):
+        for each, (key, kind, filled) in enumerate(_KINDS):
+            if (share := found.get(key)) is None:
+                continue
+            at = place + (each - 1) * width
+            (bar,) = axis.bar([at], [100 * share], width=width * 0.92, color=look[place].colour, alpha=filled)
+            says(bar, row.cell.connector, f"{row.cell.connector}, {kind}: {100 * share:.1f} %")
+            axis.annotate(
+                f"{100 * share:.0f}", (at, 100 * share), (0, 2), textcoords="offset points",
+                ha="center", fontsize=7.5,
+            )  # fmt: skip
+    axis.set_ylim(0, 112)
+    axis.set_yticks(range(0, 101, 25))
+    axis.grid(False, axis="x")
+    axis.set_xticks(range(len(rows)), [row.cell.connector for row in rows])
+    axis.set_ylabel("reuse (% of prompts' blocks)")
+
+
+def _kinds(palette: Palette) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    return [Patch(facecolor=palette.faint, alpha=filled, label=kind) for _, kind, filled in _KINDS]
