@@ -1,4 +1,4 @@
-"""The verdict of a trial of sessions under way: what it sends is known when it is sent, and filling is no load."""
+"""The verdict of a trial of sessions: what it sends is known when it is sent, and filling is no load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECODE_S = 0.2
 def run(
     rate: float, per_s: float, limit_s: float, *, seed: int = 1, filled_s: float = FILLED_S, every: int = 1
 ) -> tuple[Decision, float]:
-    """A server of ``per_s`` requests a second, whose load grows until ``filled_s``. Of each request only every
+    """A server of ``per_s`` requests a second, whose load grows until ``filled_s``. Of requests only every
     so-many-th has a value of the criterion. Gives the decision and when it came."""
     random = np.random.default_rng(seed)
     seconds = (FILLS + 1) * filled_s + 240 / rate * 10
