@@ -67,7 +67,7 @@ GROWTH_FACTOR: Final = 1.08
 MIN_REQUESTS: Final = 12
 FAST: Final = 0.1
 """The share of the requests that hardly wait."""
-FILLS: Final = 3.0
+FILLS: Final = 8.0
 """A load of sessions is offered for so many times as long again as it took to fill: what is judged is then
 several sessions long."""
 SECTIONS: Final = (4, 8)
