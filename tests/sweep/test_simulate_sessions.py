@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 from commands import kvbench, the_run
 
+from kvbench.report.plots import sessions_figure
+from kvbench.report.plots.sessions.turns_plot import LEAST
+from kvbench.report.tables.result import summary_table
+from kvbench.results.run import RunFolder
+
 pytestmark = pytest.mark.timeout(180)
 
 SETS = (
@@ -30,7 +35,25 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     report = (run.path / "report.md").read_text()
     for words_ in ("sessions/s", "open loop", "first TTFT", "later TTFT", "offered"):
         assert words_ in report
+    assert (run.path / "figures" / "sessions.svg").exists()
+    require_drawn(run)
     require_sound(run.path)
+
+
+def require_drawn(run: RunFolder) -> None:
+    """Each turn's median, and each share of reuse."""
+    figure = sessions_figure(run)
+    assert figure is not None
+    by_turn, reuse = figure.axes
+    best = next(row for row in summary_table(run))
+    found = next(each for each in run.trials if each.trial_id == best.trial_id).engine["sessions"]
+    (line,) = by_turn.lines
+    known = {turn + 1: median for turn, count, median in found["ttft_ms_by_turn"] if count >= LEAST}
+    drawn = zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type]
+    assert dict(drawn) == known
+    heights = [bar.get_height() for bar in reuse.patches]  # type: ignore[attr-defined]
+    keys = ("offered_reuse", "offered_reuse_in_pool", "achieved_reuse")
+    assert heights == [pytest.approx(100 * found[key]) for key in keys]
 
 
 def require_sound(path: Path) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEAST: Final = 3
+LEAST: Final = 5
 """A turn that fewer sessions came to has no median worth a mark."""
 _KINDS: Final = (
     ("offered_reuse", "offered", 0.25),
-    ("offered_reuse_in_pool", "offered to a cache of that size", 0.55),
+    ("offered_reuse_in_pool", "offered to caches of their size", 0.55),
     ("achieved_reuse", "achieved", 1.0),
 )
 """Of a trial's figures of sessions: key, words, and how strongly the bar is filled."""
