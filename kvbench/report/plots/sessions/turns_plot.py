@@ -32,6 +32,8 @@ def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
     rows = [row for row in summary_table(run) if row.trial_id in trials]
     if not rows:
         return None
+    from matplotlib.ticker import MaxNLocator
+
     figures = [dict(trials[row.trial_id].engine["sessions"]) for row in rows]
     palette = PALETTES[theme]
     look = looks(list(dict.fromkeys(row.cell.connector for row in rows)), palette)
@@ -42,6 +44,7 @@ def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
         for row, found in zip(rows, figures, strict=True):
             _turns(by_turn, row, found, look[row.cell.connector])
         by_turn.set_ylim(bottom=0)
+        by_turn.xaxis.set_major_locator(MaxNLocator(integer=True))
         by_turn.set_xlabel("turn of the conversation")
         by_turn.set_ylabel("TTFT, P50 (ms)")
         _bars(reuse, rows, figures, [look[row.cell.connector] for row in rows])
@@ -58,7 +61,6 @@ def _turns(axis: Axes, row: Row, found: dict[str, Any], look: PlotStyle) -> None
     (line,) = axis.plot(turns, medians, marker=look.marker, color=look.colour)
     name = row.cell.connector
     says(line, name, *(f"{name}, turn {turn}: TTFT P50 {number(value)} ms" for turn, value in known))
-    axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _bars(
