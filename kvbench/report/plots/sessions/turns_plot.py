@@ -34,7 +34,7 @@ def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
         return None
     from matplotlib.ticker import MaxNLocator
 
-    figures = [dict(trials[row.trial_id].engine["sessions"]) for row in rows]
+    figures = [dict(trials[str(row.trial_id)].engine["sessions"]) for row in rows]
     palette = PALETTES[theme]
     look = looks(list(dict.fromkeys(row.cell.connector for row in rows)), palette)
     with style(palette):
