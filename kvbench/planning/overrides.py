@@ -242,7 +242,7 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
     missing = [
         option
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
-        if value is None and cli.trace is None
+        if value is None and not _own_lengths(cli)
     ]
     unsearched = cli.rates is not None or cli.trace is not None
     if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
@@ -257,6 +257,11 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
     return cli.connectors[0] if cli.connectors else "aggregated"
 
 
+def _own_lengths(cli: CliOptions) -> bool:
+    """Whether the load brings its own: a trace, or sessions, which nothing but a ``--set`` asks for here."""
+    return cli.trace is not None or any(each.startswith("workload.sessions") for each in cli.overrides)
+
+
 def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, Any]) -> str:
     """The text of a scenario that has nothing but a model served, its workload and its SLO."""
     document = {
@@ -266,7 +271,7 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
         "deployment": {"engine": engine, "engine_options": options},
         "connectors": [connector],
         "workload": {}
-        if cli.trace is not None
+        if _own_lengths(cli)
         else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},
         "slo": {
             key: value

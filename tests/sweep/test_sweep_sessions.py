@@ -56,12 +56,12 @@ def test_a_server_by_its_url_is_sent_sessions(tmp_path: Path) -> None:
     sets = (
         *(each for each in SETS if "deployment" not in each),
         "workload.sessions.source=shape",
-        "slo.limits=[first_ttft_ms p90 <= 900, later_ttft_ms p90 <= 900]",
         "model.vocab_size=8192",
     )
     with running(tmp_path, spec()) as engine:
-        words = ("bench", "--base-url", engine.url, "--rate", "12", "--output", str(tmp_path / "runs"))
-        done = kvbench(*words, sets=sets)
+        limits = ("--slo", "first_ttft_ms p90 <= 900", "--slo", "later_ttft_ms p90 <= 900")
+        words = ("bench", "--base-url", engine.url, "--rate", "12", *limits)
+        done = kvbench(*words, "--output", str(tmp_path / "runs"), sets=sets)
     assert done.status in (0, 1), done.text
     (trial,) = the_run(tmp_path / "runs").trials
     found = trial.engine["sessions"]
