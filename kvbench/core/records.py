@@ -117,6 +117,14 @@ class RequestRecord:
     """The number of its prompt among those whose right answers are known (core/canaries); None of others."""
     text: str = ""
     """A canary's answer; empty of others."""
+    session: int | None = None
+    """The number of its session in the trial; None where requests are none of a session's."""
+    turn: int | None = None
+    """Which request of its conversation it is, from 0; a sub-agent's are counted by themselves."""
+    session_s: float | None = None
+    """Of the last request of a session: from the session's begin to this answer's end."""
+    cached_tokens: int | None = None
+    """Tokens of its prompt that the cache of the engine that computed it had; None if it was not told."""
 
     @property
     def ok(self) -> bool:

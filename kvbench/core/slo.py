@@ -22,12 +22,20 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 METRICS: Final = ("ttft_ms", "tpot_ms", "e2el_ms")
+SESSION_METRICS: Final = ("first_ttft_ms", "later_ttft_ms", "session_ms")
+"""Of loads of sessions: TTFT of the turn that opens a conversation, and of the others; a whole session, from
+its planned begin to its last answer. A request that one of them does not concern says nothing of it."""
 NO_VALUE: Final = math.nan
 """The observation of a request that says nothing of a mean: it failed, or its TPOT is undefined."""
 
+_NAMES: Final = {
+    "first_ttft_ms": "TTFT of first turns",
+    "later_ttft_ms": "TTFT of later turns",
+    "session_ms": "session time",
+}
 CriterionKind = Literal["share", "mean"]
 _SHORT: Final = re.compile(
-    r"\s*(?P<metric>[a-z0-9]+(?:_ms)?)(?:\s+(?P<statistic>[a-z]+[0-9.]*))?\s*(?:<=|≤|<)\s*"
+    r"\s*(?P<metric>[a-z0-9]+(?:_[a-z0-9]+)*)(?:\s+(?P<statistic>[a-z]+[0-9.]*))?\s*(?:<=|≤|<)\s*"
     r"(?P<limit>[0-9.]+(?:e[0-9]+)?)\s*(?:ms)?\s*",
     re.IGNORECASE,
 )
@@ -46,8 +54,11 @@ class Limit:
     limit: float
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ValueError(f"no limit can be set on {self.metric!r}; there are: {', '.join(METRICS)}")
+        known = (*METRICS, *SESSION_METRICS)
+        if self.metric not in known:
+            raise ValueError(f"no limit can be set on {self.metric!r}; there are: {', '.join(known)}")
+        if self.metric == "session_ms" and self.statistic == "each":
+            raise ValueError("session_ms is of sessions, not of each request: take a percentile or the mean")
         if self.statistic not in ("each", "mean") and self.share is None:
             raise ValueError(f"statistic must be each, mean, or p50 to p99.9, not {self.statistic!r}")
         if not 0 < self.limit < math.inf:
@@ -92,7 +103,7 @@ class Limit:
 
     def text(self) -> str:
         """For people: ``TTFT P90 ≤ 5000 ms``."""
-        name = self.metric.removesuffix("_ms").upper()
+        name = _NAMES.get(self.metric) or self.metric.removesuffix("_ms").upper()
         middle = {"each": " ", "mean": " mean "}.get(self.statistic, f" {self.statistic.upper()} ")
         return f"{name}{middle}≤ {self.limit:g} ms"
 
@@ -113,19 +124,25 @@ class Criterion:
     """A share: what a request must keep to count as 1, beside being answered. A mean: its one limit."""
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
-        """One request's observation: 0.0 or 1.0, or its value in ms (NO_VALUE if it has none)."""
+        """One request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it says nothing of it."""
         if self.kind == "mean":
-            value = values[self.limits[0].metric] if ok else None
+            value = values.get(self.limits[0].metric) if ok else None
             return NO_VALUE if value is None else value
-        return float(ok and all(limit.kept(values[limit.metric]) for limit in self.limits))
+        concerned = [limit for limit in self.limits if limit.metric in values]
+        if self.limits and not concerned:
+            return NO_VALUE
+        return float(ok and all(limit.kept(values[limit.metric]) for limit in concerned))
 
     def margin(self, values: Mapping[str, float | None], ok: bool) -> float:
         """The largest of value / limit: at most 1 where it is kept. inf for a request that failed."""
         if self.kind == "mean":
             return self.observe(values, ok) / self.target
-        if not ok or not all(each.kept(None) for each in self.limits if values[each.metric] is None):
+        concerned = [limit for limit in self.limits if limit.metric in values]
+        if self.limits and not concerned:
+            return NO_VALUE
+        if not ok or not all(each.kept(None) for each in concerned if values[each.metric] is None):
             return math.inf
-        known = [(values[each.metric], each.limit) for each in self.limits]
+        known = [(values[each.metric], each.limit) for each in concerned]
         return max((value / limit for value, limit in known if value is not None), default=0.0)
 
     def text(self) -> str:
@@ -215,28 +232,24 @@ class Slo:
         """(kind, target) of each criterion, in the order of ``observe``."""
         return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
 
-    def observe(
-        self, ttft_ms: float | None, tpot_ms: float | None, e2el_ms: float | None, ok: bool
-    ) -> tuple[float, ...]:
-        """One request's observation for each criterion; NaN where it says nothing of a mean."""
-        values = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": e2el_ms}
+    def observe(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
+        """One request's observation for each criterion; NaN where it says nothing. ``values``: by metric in
+        ms, as ``latencies_ms`` gives them."""
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
-    def margins(
-        self, ttft_ms: float | None, tpot_ms: float | None, e2el_ms: float | None, ok: bool
-    ) -> tuple[float, ...]:
+    def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
         """For each criterion how near one request came to its limit: value / limit; inf if it failed."""
-        values = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": e2el_ms}
         return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
-        """The lowest limit on a metric, of whatever statistic; None if there is none."""
-        limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric == metric]
+        """The lowest limit on a metric, of whatever statistic and turns; None if there is none."""
+        named = (metric, *(each for each in SESSION_METRICS if each.endswith(f"_{metric}")))
+        limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric in named]
         return min(limits, default=None)
 
     def loosened(self, ttft_ms: float, tpot_ms: float) -> Slo:
         """The SLO with some milliseconds forgiven, at the first token and per further token."""
-        added = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2el_ms": ttft_ms}
+        added = {"tpot_ms": tpot_ms, **dict.fromkeys(("ttft_ms", "e2el_ms", *SESSION_METRICS), ttft_ms)}
         return replace(
             self,
             ttft_ms=None if self.ttft_ms is None else self.ttft_ms + ttft_ms,
@@ -260,7 +273,8 @@ class Slo:
         loosest = {
             metric: max((x.limit for x in limits if x.metric == metric), default=0.0) for metric in METRICS
         }
-        parts = loosest["ttft_ms"] + loosest["tpot_ms"] * max(0, output_len - 1)
+        turns = [x.limit for x in limits if x.metric.endswith("_ttft_ms")]
+        parts = max(loosest["ttft_ms"], *turns, 0.0) + loosest["tpot_ms"] * max(0, output_len - 1)
         whole = loosest["e2el_ms"]
         joint = all(limit.statistic == "each" for limit in limits)
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
@@ -269,6 +283,23 @@ class Slo:
         """For people, without the criterion that only asks for answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
         return "; ".join(texts) or "no SLO"
+
+
+def latencies_ms(
+    ttft_s: float | None,
+    tpot_s: float | None,
+    e2el_s: float | None,
+    ok: bool = True,
+    turn: int | None = None,
+    session_s: float | None = None,
+) -> dict[str, float | None]:
+    """What a request says of each metric, in ms; None: it has no value. A failed turn fails its session."""
+    values = {"ttft_ms": ttft_s, "tpot_ms": tpot_s, "e2el_ms": e2el_s}
+    if turn is not None:
+        values["later_ttft_ms" if turn else "first_ttft_ms"] = ttft_s
+        if session_s is not None or not ok:
+            values["session_ms"] = session_s
+    return {name: None if time is None else time * 1e3 for name, time in values.items()}
 
 
 def misses_allowed(n: int, share: float) -> int:

@@ -10,9 +10,11 @@ import yaml
 from kvbench.core.access import ServerAccess
 from kvbench.core.scenario.overrides import Overrides, Unread, merged, typed_overrides
 from kvbench.core.scenario.scenario import Scenario, read_scenario
+from kvbench.core.scenario.sessions.sessions_section import Sessions
 from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
 from kvbench.errors import InputError
+from kvbench.planning.corpus.session_files import session_source
 from kvbench.planning.scenario_files import load_draft, plain_name, registry
 from kvbench.planning.served_model import served_model
 from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
@@ -61,8 +63,11 @@ class CliOptions:
     decode_metrics_url: str | None = None
 
 
-def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
-    """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes."""
+def resolve(cli: CliOptions, *, sessions: bool = False) -> tuple[Scenario, bytes]:
+    """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes.
+
+    ``sessions``: who asks can offer them; else a scenario that wants them is refused.
+    """
     bare = "--base-url" if cli.base_url is not None else "--system" if cli.system is not None else ""
     if bare:
         text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
@@ -76,6 +81,11 @@ def resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     known = registry()
     draft = draft.put(overrides)
     scenario = draft.checked(known)
+    if scenario.workload.sessions and not sessions:
+        raise InputError(
+            "workload.sessions: sessions can be simulated only; nothing sends them to real servers yet",
+            hint="`kvbench simulate` takes the scenario, `kvbench plan` describes it; or leave sessions out",
+        )
     # What only a checked scenario has: its entries of the chosen connectors, and its trace's lengths.
     chosen = {} if bare else _chosen(scenario, cli.connectors)
     if more := merged(_traced(scenario), chosen):
@@ -133,7 +143,9 @@ def _method(cli: CliOptions) -> Overrides:
 
 
 def _traced(scenario: Scenario) -> Overrides:
-    """A trace's cell is called by the trace's mean lengths."""
+    """A trace's cell is called by the trace's mean lengths, that of sessions by theirs."""
+    if scenario.workload.sessions is not None:
+        return _of_sessions(scenario.workload.sessions)
     if scenario.workload.trace is None:
         return {}
     input_len, output_len, longest, longest_output = trace_lengths(scenario.workload.trace)
@@ -142,6 +154,17 @@ def _traced(scenario: Scenario) -> Overrides:
         "workload.output_len": output_len,
         "workload.trace.longest": longest,
         "workload.trace.longest_output": longest_output,
+    }
+
+
+def _of_sessions(wanted: Sessions) -> Overrides:
+    source = session_source(wanted)
+    turns = source.turns
+    return {
+        "workload.input_len": [max(1, round(sum(each.input_len for each in turns) / len(turns)))],
+        "workload.output_len": max(1, round(sum(each.output_len for each in turns) / len(turns))),
+        "workload.sessions.longest": source.longest_input + source.longest_output,
+        "workload.sessions.longest_output": source.longest_output,
     }
 
 

@@ -44,7 +44,7 @@ def plan_of(scenario: Scenario) -> Plan:
 
 def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
     """Print the plan: for people, or as JSON with every process's argv and environment."""
-    scenario, _ = resolve(cli)
+    scenario, _ = resolve(cli, sessions=True)
     plan = plan_of(scenario)
     skipped, problems = left_out(scenario, plan), obstacles(scenario, plan)
     if as_json:

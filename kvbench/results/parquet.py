@@ -29,7 +29,8 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
         "prompt_tokens": pa.int32(),
         **dict.fromkeys(("text_crc", "text_bytes"), pa.int64()),
         "first_event_s": pa.float64(),
-        "canary": pa.int32(),
+        **dict.fromkeys(("canary", "session", "turn", "cached_tokens"), pa.int32()),
+        "session_s": pa.float64(),
         "text": pa.string(),
     }
     rows = [request.to_json() for request in requests]

@@ -209,7 +209,9 @@ class CellRunner:
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
             own = replace(limits, attainment=min(slo.shares))
-            searches[tier] = RateSearch(own, hint, ceiling=CEILING)
+            # What comes out of a flood of sessions is no rate of them: their turns wait for each other.
+            ceiling = CEILING and self._scenario.workload.sessions is None
+            searches[tier] = RateSearch(own, hint, ceiling=ceiling)
         return Tiered(searches)
 
     def _allowed(self, rate: float) -> float:
@@ -289,6 +291,8 @@ class CellRunner:
         self, method: Method, strategy: Strategy, tier: str, records: Sequence[TrialRecord]
     ) -> tuple[KnownCell, Prospect] | None:
         """What the search's trials allow, by the first of them that tells where the answer is."""
+        if self._scenario.workload.sessions is not None:
+            return None  # what is foretold is of requests that do not wait for each other
         if method not in MAIN_METHODS or not strategy.searched or (seen := seen_of(records)) is None:
             return None
         slos = self._scenario.slo.by_tier()

@@ -18,6 +18,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
+from kvbench.planning.corpus.session_files import session_source
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
@@ -55,6 +56,8 @@ class SimulatedBench:
         self._trace = trace
         self._measured = measured
         self._labels = labels or {}
+        wanted = scenario.workload.sessions
+        self._source = session_source(wanted) if wanted is not None else None
         self._around: dict[str, str] = dict(store.manifest.get("simulated_with") or {})
 
     @property
@@ -75,7 +78,7 @@ class SimulatedBench:
         deployment = SimulatedDeployment.of(self._scenario, planned, label, self._measured)
         self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
         self._store.update(simulated_with=self._around)
-        return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace))
+        return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace, self._source))
 
 
 def _words(around: Surroundings, moves: bool) -> str:
@@ -101,7 +104,7 @@ def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
 def _resolved(cli: CliOptions) -> tuple[Scenario, bytes]:
     if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
-    return resolve(cli)
+    return resolve(cli, sessions=True)
 
 
 def require_simulable(scenario: Scenario) -> None:
@@ -163,6 +166,8 @@ def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
     asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
-    # What a system carries from trial to trial is lost with its process, so nobody can go on with its run.
-    store = create_store(output, scenario, source, plan, "simulate", None if simulator.command else asked)
+    once = bool(simulator.command) or scenario.workload.sessions is not None
+    # What a system carries from trial to trial is lost with its process, so nobody can go on with its run;
+    # nor with one of sessions, whose corpus may be another by then.
+    store = create_store(output, scenario, source, plan, "simulate", None if once else asked)
     return _Ready(scenario, plan, store, trace, fixed, measured)

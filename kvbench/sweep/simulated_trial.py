@@ -16,6 +16,9 @@ from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_bre
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.sessions.session_figures import session_figures
+from kvbench.core.sessions.session_load import PromptHashes
+from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
@@ -146,7 +149,14 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
 
 def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
     """All that a trial plans to send, without what its prompts share."""
-    timeout_s, offsets = scenario.request_timeout_s, trial.offered.offsets_s.tolist()
+    timeout_s, offsets, sessions = (
+        scenario.request_timeout_s,
+        trial.offered.offsets_s.tolist(),
+        trial.offered.sessions,
+    )
+    if sessions is not None:
+        lengths = sessions.input_len, sessions.output_len
+        return SimulatedLoad(sessions.offsets_s, *lengths, timeout_s, following=sessions.following)
     cell, requests = trial.plan.cell, trial.offered.requests
     if requests is None:
         return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
@@ -171,12 +181,14 @@ class SimulatedSite:
         deployment: SimulatedDeployment,
         store: RunStore,
         trace: Sequence[TracedRequest] = (),
+        source: SessionSource | None = None,
     ) -> None:
         self.system = system_of(scenario, deployment)
         self._scenario = scenario
         self._deployment = deployment
         self._store = store
         self._trace = trace
+        self._source = source
 
     @property
     def trace_rate(self) -> float:
@@ -206,17 +218,33 @@ class SimulatedSite:
         """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""
         scenario = self._scenario
         begun = begun_record(scenario, plan, self._store)
-        trial = PlannedTrial.of(scenario, plan, self._trace)
+        trial = PlannedTrial.of(scenario, plan, self._trace, self._source)
         asked = self._load(trial)
         outcome = simulate(self.system, asked, lambda tick: trial.watch.progressed(progress_of(tick)))
         load = LoadResult(outcome.records, "stopped" if outcome.stopped else "complete", outcome.duration_s)
         evidence = self._evidence(trial, load, outcome)
         columns = {**self._columns(outcome), **expected_reuse(trial.offered, load)}
+        if trial.offered.sessions is not None and self._source is not None:
+            columns["sessions"] = self._session_columns(trial, load, evidence)
         record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
         return stored(scenario, record, load, self._store)
 
+    def _session_columns(self, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> dict[str, Any]:
+        """Sessions per second and at once, TTFT by turn, reuse offered and achieved."""
+        assert trial.offered.sessions is not None
+        assert self._source is not None
+        config, system = self.system.config, self.system
+        pool = config.num_blocks * config.block_tokens * (system.prefill or system.decode)
+        window = evidence.summary.window.start_s, evidence.summary.window.end_s
+        found = session_figures(load.records, trial.offered.sessions, window, pool)
+        each = self._source.requests_each
+        return {"session_rate": trial.plan.rate / each, "requests_each": each, **found}
+
     def _load(self, trial: PlannedTrial) -> SimulatedLoad:
         load, requests = simulated_load(self._scenario, trial), trial.offered.requests
+        if trial.offered.sessions is not None:
+            block_tokens = self.system.config.block_tokens
+            return replace(load, hashes=PromptHashes(trial.offered.sessions, block_tokens))
         if requests is None or not shares_prefixes(requests):
             return load
         hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
@@ -225,7 +253,7 @@ class SimulatedSite:
     def _evidence(self, trial: PlannedTrial, load: LoadResult, outcome: Outcome) -> Evidence:
         """What the gates look at. Host, router and transport are no part of a model, so they stay unknown."""
         blocks = self._scenario.model.shape.blocks(trial.plan.cell.input_len, self.system.config.block_tokens)
-        moves = bool(self.system.prefill) and not trial.trace
+        moves = bool(self.system.prefill) and not trial.trace and trial.offered.sessions is None
         return replace(
             evidence_of(self._scenario, trial, load),
             client=IDLE_CLIENT,
@@ -272,8 +300,11 @@ def progress_of(tick: Tick) -> Progress:
         in_flight=tick.in_flight,
         waiting_first=len(tick.waiting),
         settled=tuple(
-            Settled(index, each.ttft_s, each.tpot_s, each.e2el_s, each.error)
+            Settled(index, each.ttft_s, each.tpot_s, each.e2el_s, each.error, each.turn, each.session_s)
             for index, each in zip(tick.settled, settled, strict=True)
+        ),
+        offsets_s=tuple(
+            each.scheduled_s for each in tick.records[tick.sent_before :] if each.session is not None
         ),
     )
 

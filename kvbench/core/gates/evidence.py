@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -127,6 +127,10 @@ class Evidence:
     method: Method = "sustained"
     """How the load was meant; what other methods do without is softened in core/search/methods.py."""
     limits: GateLimits = field(default_factory=GateLimits)
+    filled_s: float = 0.0
+    """Of a load of sessions: after so long they end about as fast as they begin; a queue is seen then."""
+    dispersion: float | None = None
+    """Of a load of sessions: variance over mean of the requests in a long time."""
     canaries: CanaryResult | None = None
     """What came of the requests whose right answers are known; None: there were none."""
 
@@ -149,6 +153,8 @@ class Evidence:
             latency_s=(summary.e2el_ms.p50 or 0.0) / 1e3,
             ttft_limit_s=(self.slo.tightest("ttft_ms") or 0.0) / 1e3,
         )
+        if readings is not None and self.dispersion is not None:
+            readings = replace(readings, dispersion=self.dispersion).since(self.filled_s)
         return None if readings is None else queue_growth(readings)
 
     def attained_with(self, slo: Slo) -> bool:

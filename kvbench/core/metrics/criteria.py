@@ -11,7 +11,15 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.records import RequestRecord
-from kvbench.core.slo import METRICS, Criterion, CriterionKind, Slo, misses_allowed
+from kvbench.core.slo import (
+    METRICS,
+    SESSION_METRICS,
+    Criterion,
+    CriterionKind,
+    Slo,
+    latencies_ms,
+    misses_allowed,
+)
 from kvbench.core.stats import autocorrelation_time, share_interval
 
 CONFIDENCE: Final = 0.95
@@ -53,7 +61,7 @@ def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tup
     broken = (
         limit.metric.removesuffix("_ms")
         for limit in slo.each
-        if not limit.kept(values[limit.metric])
+        if limit.metric in values and not limit.kept(values[limit.metric])
         if decided or values[limit.metric] is not None
     )
     return tuple(dict.fromkeys(broken))
@@ -61,7 +69,7 @@ def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tup
 
 def missed_text(causes: Mapping[str, int]) -> str:
     """``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``, of misses by cause as ``misses`` names them."""
-    latencies = {metric.removesuffix("_ms") for metric in METRICS}
+    latencies = {metric.removesuffix("_ms") for metric in (*METRICS, *SESSION_METRICS)}
     return ", ".join(
         f"{count} missed {cause.upper()}" if cause in latencies else f"{count} failed ({cause})"
         for cause, count in sorted(causes.items())
@@ -81,8 +89,9 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
         if record.first_token_s is not None and record.requested_output_len > 1:
             # The least that its TPOT can become: all missing tokens in the very next moment.
             tpot_s = (ended_s - record.first_token_s) / (record.requested_output_len - 1)
-    times = zip(METRICS, (ttft_s, tpot_s, e2el_s), strict=True)
-    return {name: None if time is None else time * 1e3 for name, time in times}, not cancelled
+    turn, session_s = record.turn, record.session_s
+    values = latencies_ms(ttft_s, tpot_s, e2el_s, record.ok or cancelled, turn, session_s)
+    return values, not cancelled
 
 
 def judge_criteria(
@@ -105,7 +114,7 @@ def _judged_by(
         if decided:
             seen.append(criterion.observe(values, record.ok))
         elif criterion.kind == "share" and any(
-            values[limit.metric] is not None and not limit.kept(values[limit.metric])
+            values.get(limit.metric) is not None and not limit.kept(values[limit.metric])
             for limit in criterion.limits
         ):
             seen.append(0.0)

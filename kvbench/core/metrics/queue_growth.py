@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -156,6 +156,22 @@ class QueueReadings:
             times_s=times,
             waiting=waiting,
             firsts=np.searchsorted(offsets, times, side="right") - waiting,
+        )
+
+    def since(self, begin_s: float) -> QueueReadings:
+        """As if the load had begun then: of sessions, whose turns become more until first ones end."""
+        sent, seen = self.offsets_s >= begin_s, self.times_s > begin_s
+        if not sent.any() or int(seen.sum()) < 2:
+            return self
+        before = int(np.searchsorted(self.offsets_s, begin_s))
+        return replace(
+            self,
+            offsets_s=self.offsets_s[sent] - begin_s,
+            settled_s=self.settled_s[sent] - begin_s,
+            ttft_s=self.ttft_s[sent],
+            times_s=self.times_s[seen] - begin_s,
+            waiting=self.waiting[seen],
+            firsts=np.maximum.accumulate(np.maximum(self.firsts[seen] - before, 0.0)),
         )
 
     @property

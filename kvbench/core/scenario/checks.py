@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from kvbench.core.deadlines import timeout_problem
 from kvbench.core.scenario.host_checks import host_problems
+from kvbench.core.scenario.sessions.session_checks import session_problems
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 
 SHAPELESS: Final = {
@@ -57,6 +58,7 @@ def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
         *_labels(data),
         *_lengths(data),
         *_hosts(data),
+        *(DataMistake(place, text) for place, text in session_problems(data)),
     ]
 
 
@@ -190,7 +192,7 @@ def _labels(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 
 def _lengths(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     workload = _section(data, "workload")
-    if workload.get("trace") is not None:
+    if workload.get("trace") is not None or workload.get("sessions") is not None:
         return  # its own lengths count, and they are looked at when it is read
     lengths = workload.get("input_len")
     if not isinstance(lengths, list):

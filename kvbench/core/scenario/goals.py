@@ -19,7 +19,7 @@ _LIMIT_SCHEMA: Final = {
             {
                 "type": "object",
                 "properties": {
-                    "metric": {"enum": list(slos.METRICS)},
+                    "metric": {"enum": [*slos.METRICS, *slos.SESSION_METRICS]},
                     "statistic": {"type": "string", "default": "each"},
                     "limit": {"type": "number", "exclusiveMinimum": 0},
                 },

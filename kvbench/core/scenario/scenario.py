@@ -39,6 +39,7 @@ from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
 from kvbench.core.scenario.references import References, Sized, references
 from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
+from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
 from kvbench.core.scenario.simulate_section import KvLink, Simulate
 from kvbench.core.scenario.workload_section import Checks, Load, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml
@@ -248,9 +249,9 @@ def _settled(scenario: Scenario) -> Scenario:
 
 
 def _stand_in_lengths(data: dict[str, Any]) -> None:
-    """A trace brings its own lengths, known once it is read; something must stand there until then."""
+    """Traces and sessions bring their own lengths, known once read; until then something stands there."""
     workload = data.get("workload")
-    if isinstance(workload, dict) and workload.get("trace") is not None:
+    if isinstance(workload, dict) and any(workload.get(key) is not None for key in ("trace", "sessions")):
         for key in ("input_len", "output_len"):
             workload.setdefault(key, 2)
 
@@ -318,6 +319,8 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         **{f"deployment.hosts.{name}.ssh": Ssh for name in _host_names(data)},
         "workload": Workload,
         "workload.trace": Trace,
+        "workload.sessions": Sessions,
+        "workload.sessions.shape": SessionShape,
         "slo": Slo,
         **{f"slo.tiers.{name}": Tier for name in _tier_names(data)},
         "search": Search,

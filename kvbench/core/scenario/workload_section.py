@@ -19,6 +19,7 @@ from kvbench.core.scenario.base import (
     as_tuple,
     custom,
 )
+from kvbench.core.scenario.sessions.sessions_section import Sessions
 from kvbench.core.scenario.yaml_lines import shorten
 
 
@@ -82,17 +83,22 @@ class Workload(Section):
     trace: Trace | None = Field(
         None, description="requests taken from a file instead (method trace); lengths are then its own"
     )
+    sessions: Sessions | None = Field(
+        None,
+        description="multi-turn sessions in place of requests (kvbench simulate); lengths are then theirs",
+    )
 
     @property
     def longest_output(self) -> int:
         """Most tokens that one request generates."""
-        return max(self.output_len, self.trace.longest_output if self.trace else 0)
+        own = self.trace or self.sessions
+        return max(self.output_len, own.longest_output if own else 0)
 
     @property
     def longest(self) -> int:
         """Most tokens of one request, prompt and output together."""
-        own = max(self.input_len) + self.output_len
-        return max(own, self.trace.longest) if self.trace else own
+        own, taken = max(self.input_len) + self.output_len, self.trace or self.sessions
+        return max(own, taken.longest) if taken else own
 
 
 MOST_WORKERS: Final = 256

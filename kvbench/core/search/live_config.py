@@ -64,6 +64,17 @@ class CriterionTarget:
 
 
 @dataclass(frozen=True)
+class TurnsLive:
+    """What a trial of sessions is told: at most so many ``requests``; after ``filled_s`` sessions end about
+    as fast as they begin; ``dispersion``: variance over mean of the requests in a long time.
+    """
+
+    requests: int
+    filled_s: float
+    dispersion: float
+
+
+@dataclass(frozen=True)
 class LiveConfig:
     """``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: end-to-end
     latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
@@ -73,6 +84,7 @@ class LiveConfig:
     when its time is up, figures that reach what is asked are a yes, proven or not.
     ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest.
     ``hopeless_s``: what has been under way for so long has broken a limit for sure.
+    ``turns``: of a load of sessions: what it sends comes as answers come, in the order of ``feed``'s offsets.
     """
 
     offsets_s: Sequence[float] | FloatArray
@@ -86,6 +98,7 @@ class LiveConfig:
     latencies: float = TRIAL_LATENCIES
     least_s: float = 0.0
     hopeless_s: float = math.inf
+    turns: TurnsLive | None = None
 
 
 @dataclass(frozen=True)

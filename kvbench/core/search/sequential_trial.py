@@ -67,6 +67,9 @@ GROWTH_FACTOR: Final = 1.08
 MIN_REQUESTS: Final = 12
 FAST: Final = 0.1
 """The share of the requests that hardly wait."""
+FILLS: Final = 8.0
+"""A load of sessions is offered for so many times as long again as it took to fill: what is judged is then
+several sessions long."""
 SECTIONS: Final = (4, 8)
 SECTIONED_REQUESTS: Final = 160
 """Sections of the steady part with fewer, and with at least so many requests."""
@@ -87,7 +90,12 @@ class LiveTrial:
 
     def __init__(self, config: LiveConfig, criteria: Sequence[CriterionTarget]) -> None:
         """Raises ValueError without criteria or arrivals."""
-        self._offsets = np.asarray(config.offsets_s, dtype=np.float64)
+        turns = config.turns
+        self._offsets = (
+            np.asarray(config.offsets_s, dtype=np.float64)
+            if turns is None
+            else np.full(turns.requests, np.inf)
+        )
         if not criteria or not len(self._offsets):
             raise ValueError("a trial needs at least one criterion and one planned request")
         self.config = config
@@ -100,11 +108,15 @@ class LiveTrial:
         self._ttft_s = np.full(n, np.nan)
         self._count = self._hopeless = 0
         self._series = _Series()
-        self._max_s = float(self._offsets[-1]) if config.max_s is None else config.max_s
-        self._dispersion = dispersion(self._offsets)
-        gaps = np.diff(self._offsets, prepend=0.0)
+        planned = np.asarray(config.offsets_s, dtype=np.float64)
+        self._max_s = float(planned[-1]) if config.max_s is None else config.max_s
+        self._filled_s = 0.0 if turns is None else turns.filled_s
+        self._dispersion = dispersion(planned) if turns is None else turns.dispersion
+        gaps = np.diff(planned, prepend=0.0)
         self._variation = float(gaps.var()) / max(float(gaps.mean()) ** 2, 1e-30)
-        self._next_growth_s = float(self._offsets[min(GROWTH_FIRST, n) - 1])
+        first = GROWTH_FIRST / config.rate if turns is not None else planned[min(GROWTH_FIRST, n) - 1]
+        self._next_growth_s = self._filled_s + float(first)
+        self._sent = 0
         self._next_look_s = FIRST_LOOK * config.latency_s
         self._latency_n = 0
         self._latency = config.latency_s
@@ -112,14 +124,24 @@ class LiveTrial:
         self._decision: Decision | None = None
 
     def feed(
-        self, t_s: float, observations: Sequence[Observation], waiting_first: int, sent: int
+        self,
+        t_s: float,
+        observations: Sequence[Observation],
+        waiting_first: int,
+        sent: int,
+        offsets_s: Sequence[float] = (),
     ) -> Decision | None:
         """Take in what became known up to ``t_s`` (seconds since the trial's start) and decide, or not yet.
 
         ``waiting_first``: requests sent or due that have no first token yet; ``sent``: requests sent so far.
         A request may be reported again when more of it is known (first as a miss, then with its margin).
+        ``offsets_s``: of sessions, when the requests sent since the last call were due, by their indices.
         After the decision the same one is returned. Raises ValueError for an index that was not planned.
         """
+        self._offsets[self._sent : self._sent + len(offsets_s)] = offsets_s
+        for due_s in offsets_s:  # as late as any before it: what is given up is looked for from the front
+            self._due_s[self._sent] = max(due_s, self._due_s[self._sent - 1] if self._sent else due_s)
+            self._sent += 1
         for each in observations:
             index = each[0]
             if not 0 <= index < len(self._offsets):
@@ -160,6 +182,8 @@ class LiveTrial:
     def _look(self, t_s: float) -> Decision | None:
         latency_s = self._latency_s()
         last = t_s >= self._up_s or self._count == len(self._offsets)
+        if t_s < self._filled_s and not last:
+            return None
         if t_s >= self._next_growth_s or last:
             self._next_growth_s = t_s * GROWTH_FACTOR
             growth = queue_growth(self._readings(t_s), walks=WALKS_AT_EACH_LOOK)
@@ -191,11 +215,12 @@ class LiveTrial:
     def _up(self, latency_s: float) -> float:
         """When the time is up: so many of the trial's own latencies, within what was planned."""
         wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
-        return min(self._max_s, max(wanted, requests_s(self.config.rate), self.config.least_s))
+        usual = max(wanted, requests_s(self.config.rate), self.config.least_s)
+        return min(self._max_s, self._filled_s + max(usual, FILLS * self._filled_s))
 
     def _alpha(self) -> float:
         """The chance of error of one look, for either side."""
-        first = FIRST_LOOK * max(self._latency_s(), 1e-9)
+        first = max(FIRST_LOOK * max(self._latency_s(), 1e-9), self._filled_s)
         looks = 1 + max(0.0, math.ceil(math.log(max(self._max_s / first, 1.0)) / math.log(LOOK_FACTOR)))
         return (1.0 - self.config.confidence) / looks
 
@@ -210,7 +235,7 @@ class LiveTrial:
     def _readings(self, t_s: float) -> QueueReadings:
         """What is known of the queue so far."""
         series, config = self._series, self.config
-        return QueueReadings(
+        readings = QueueReadings(
             rate=config.rate,
             idle_latency_s=config.latency_s,
             latency_s=self._latency_s(),
@@ -224,6 +249,7 @@ class LiveTrial:
             firsts=np.array(series.firsts),
             unbroken=t_s < MET_AFTER * config.latency_s and not self._any_broken(),
         )
+        return readings.since(self._filled_s) if self._filled_s else readings
 
     def _any_broken(self) -> bool:
         return any(
@@ -236,10 +262,14 @@ class LiveTrial:
     def _window(self, t_s: float) -> tuple[float, float]:
         """The steady part so far."""
         times, in_flight = np.array(self._series.times_s), np.array(self._series.in_flight)
-        late = in_flight[times >= t_s / 2]
+        if self.config.turns is not None:
+            filled_s, late = self._filled_s, in_flight[:0]
+        else:
+            filled_s, late = 0.0, in_flight[times >= t_s / 2]
         # A count is whole: where 0.4 requests are under way on average, having none is as full as it gets.
-        filled_s = float(times[np.argmax(in_flight >= math.floor(late.mean()))]) if len(late) else 0.0
-        start_s = min(filled_s, t_s / 2)
+        if len(late):
+            filled_s = float(times[np.argmax(in_flight >= math.floor(late.mean()))])
+        start_s = filled_s if self.config.turns is not None else min(filled_s, t_s / 2)
         known = self._settled_s - self._offsets
         known = known[~np.isnan(known)]
         lag_s = 1.1 * float(np.quantile(known, 0.95)) if len(known) else 0.0
@@ -256,12 +286,24 @@ class LiveTrial:
         clump = 1.0 if last or not self.config.thorough else self.config.rate * self._latency_s() / 2
         sections = SECTIONS[n >= SECTIONED_REQUESTS]
         how = Strictness(sections, self._alpha(), clump, int(inside.sum()) - n)
-        return [
-            mean_look(self._values[known, column], criterion.target, how)
-            if criterion.kind == "mean"
-            else share_look(self._values[known, column], self._margins[known, column], criterion.target, how)
-            for column, criterion in enumerate(self.criteria)
-        ]
+        looks = []
+        for column, criterion in enumerate(self.criteria):
+            told = known & self._tells(column)
+            if told.sum() < MIN_REQUESTS:
+                return []
+            pending = math.ceil(how.pending * float(told.sum()) / n)
+            mine, values = replace(how, pending=pending), self._values[told, column]
+            looks.append(
+                mean_look(values, criterion.target, mine)
+                if criterion.kind == "mean"
+                else share_look(values, self._margins[told, column], criterion.target, mine)
+            )
+        return looks
+
+    def _tells(self, column: int) -> BoolArray:
+        """Which requests say something of a criterion: of a session's, only some may."""
+        everybody = np.ones(len(self._offsets), np.bool_)
+        return everybody if self.config.turns is None else ~np.isnan(self._values[:, column])
 
     def _decide(
         self,
@@ -296,6 +338,7 @@ class LiveTrial:
     ) -> dict[str, Any]:
         """One criterion's, by the names of ``TrialFigures``."""
         criterion = self.criteria[index]
+        inside = inside & self._tells(index)
         limit_s, share = criterion.wait_limit_s, criterion.target if criterion.kind == "share" else None
         waited = self._margins[inside, index] * limit_s if criterion.whole else self._ttft_s[inside]
         # Who is not known yet, or failed, waits for longer than all the others.
@@ -307,7 +350,10 @@ class LiveTrial:
             for at in (kept, FAST)
         )
         slack_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
-        own_rate = queue_rate(self._offsets, self.config.rate, window_s, max(slack_s, 0.02 * limit_s), share)
+        own_rate = None
+        if self.config.turns is None:
+            slack_s = max(slack_s, 0.02 * limit_s)
+            own_rate = queue_rate(self._offsets, self.config.rate, window_s, slack_s, share)
         return {
             "queue_rate": own_rate,
             "attainment": look.share,

@@ -10,6 +10,7 @@ from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord
+from kvbench.core.sessions.sends import Following
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import TimingProfile
 
@@ -64,13 +65,19 @@ class System:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared."""
+    """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared;
+    those behind its prompt are its answer's.
+
+    ``following``: which of them wait for others instead. Their offsets count for nothing, and they may stand
+    anywhere; those with a planned time stand in its order.
+    """
 
     offsets_s: Sequence[float]
     input_len: Sequence[int]
     output_len: Sequence[int]
     timeout_s: float = 60.0
     hashes: Sequence[list[int]] | None = None
+    following: Following | None = None
 
     @classmethod
     def alike(
@@ -92,6 +99,8 @@ class Tick:
     first: Sequence[int]
     waiting: Sequence[int]
     in_flight: int
+    sent_before: int = 0
+    """How many had been sent at the last tick."""
 
 
 @dataclass

@@ -9,8 +9,9 @@ generator's, so that everything after it is the same as for a measured trial. Wh
 - **P** keeps a request's blocks until D has its KV; **D** reserves blocks before the transfer begins.
 - **Link**: each instance has one. A transfer takes P's and D's for bytes / bandwidth; who comes later waits
   its turn (first come, first served), then the latency passes, in which the link is free for others.
-- **Client**: never late. A request without its last token ``timeout_s`` after its scheduled send has failed,
-  and its work is dropped wherever it is.
+- **Client**: never late; requests at planned times, turns of sessions think time after the answers that
+  they wait for (``Sends``). A request without its last token ``timeout_s`` after its scheduled send has
+  failed, and its work is dropped wherever it is.
 
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D: ``core.simhandoff``.
 
@@ -25,10 +26,12 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from kvbench.core.records import RequestRecord
+from kvbench.core.sessions.sends import Sends
 from kvbench.core.simulation.blocking_handoff import BlockingHandOff
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.engine import StepEngine, use_of
-from kvbench.core.simulation.roles import Flow, Moved, Role
+from kvbench.core.simulation.kv_links import KvLinks
+from kvbench.core.simulation.roles import Flow, Role
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step import EngineRequest, Status
 from kvbench.core.simulation.step_time import TimingProfile
@@ -71,24 +74,21 @@ class SimulatedTrial:
         self._waiting: dict[int, None] = {}
         self._fresh_first: list[int] = []
         self._fresh_settled: list[int] = []
-        self._open = 0
+        self._open = self._ticked = 0
         self._starting: set[StepEngine] = set()
         self._stopped = False
-        self._free_at: dict[StepEngine, float] = {}
-        self._link_busy: dict[StepEngine, float] = {}
-        self._moved = Moved()
+        self._links = KvLinks(system.link)
+        self._sends = Sends(load.offsets_s, load.following)
         blocks = system.hand_off == "blocking"
         self._blocking = BlockingHandOff(self._flow_of, self._give, self._poke) if blocks else None
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        n = len(self.load.offsets_s)
-        if n:
-            self._at(self.load.offsets_s[0], self._send, 0)
+        self._plan_next()
         if self.watch is not None:
             self._at(TICK_S, self._tick, None)
-        while self._events and not self._stopped and (self._open or len(self.flows) < n):
+        while self._events and not self._stopped and (self._open or self._sends.left):
             self.step()
         for flow in self.flows:
             if not flow.settled:
@@ -114,28 +114,45 @@ class SimulatedTrial:
         assert self.watch is not None
         records = [flow.record for flow in self.flows]
         tick = Tick(
-            self.now, records, self._fresh_settled, self._fresh_first, list(self._waiting), self._open
+            self.now,
+            records,
+            self._fresh_settled,
+            self._fresh_first,
+            list(self._waiting),
+            self._open,
+            self._ticked,
         )
+        self._ticked = len(records)
         self._fresh_settled, self._fresh_first = [], []
         self._stopped = self.watch(tick)
         self._at(self.now + TICK_S, self._tick, None)
 
     # -- a request's way --------------------------------------------------------------------------
 
-    def _send(self, index: int) -> None:
-        load, over = self.load, self.system.overheads
-        scheduled = load.offsets_s[index]
-        prompt, output = load.input_len[index], load.output_len[index]
-        record = RequestRecord(f"sim-{index}", scheduled, prompt, output, sent_s=scheduled)
-        hashes = list(load.hashes[index]) if load.hashes is not None else []
+    def _plan_next(self) -> None:
+        """The next request with a planned time."""
+        if (following := self._sends.planned()) is not None:
+            self._at(following[0], self._send_planned, following[1])
+
+    def _send_planned(self, place: int) -> None:
+        self._plan_next()
+        self._send(place)
+
+    def _send(self, place: int) -> None:
+        """``place``: in the load. Requests are numbered as they are sent."""
+        load, over, index, scheduled = self.load, self.system.overheads, len(self.flows), self.now
+        prompt, output = load.input_len[place], load.output_len[place]
+        record = RequestRecord(f"sim-{place}", scheduled, prompt, output, sent_s=scheduled)
+        self._sends.sent(place, scheduled)
+        if load.following is not None:
+            record.session, record.turn = load.following.session[place], load.following.turn[place]
+        hashes = list(load.hashes[place]) if load.hashes is not None else []
         whole = EngineRequest(record.request_id, prompt, output, hashes=hashes)
-        flow = Flow(index, record, whole, self._last.engines[index % len(self._last.engines)])
+        flow = Flow(index, record, whole, self._last.engines[index % len(self._last.engines)], place)
         self.flows.append(flow)
         self._flow_of[whole] = flow
         self._waiting[index] = None
         self._open += 1
-        if index + 1 < len(load.offsets_s):
-            self._at(load.offsets_s[index + 1], self._send, index + 1)
         self._at(scheduled + load.timeout_s, self._time_out, flow)
         asked = self.now + over.router_ms / 1e3
         own = self.system.timing.overhead_s(self.system.time_scale, prompt)
@@ -209,17 +226,8 @@ class SimulatedTrial:
         block_tokens = (system.decode_config or system.config).block_tokens
         blocks = len(flow.whole.blocks) - flow.whole.cached_tokens // block_tokens
         nbytes = blocks * system.block_bytes
-        ends = (flow.first, flow.last)
-        start = max(self.now, *(self._free_at.get(end, 0.0) for end in ends))
-        busy = system.link.busy_s(nbytes)
-        for end in ends:
-            self._free_at[end] = start + busy
-            self._link_busy[end] = self._link_busy.get(end, 0.0) + busy
-        arrival = start + busy + system.link.latency_ms / 1e3
+        arrival = self._links.move((flow.first, flow.last), nbytes, self.now)
         flow.moving = True
-        self._moved.count += 1
-        self._moved.seconds += arrival - self.now
-        self._moved.nbytes += nbytes
         self._at(arrival, self._has_moved, flow)
         return arrival + system.overheads.arrival_ms / 1e3
 
@@ -321,6 +329,24 @@ class SimulatedTrial:
         if times:
             record.last_token_s = times[-1]
             record.itl_s = [later - earlier for earlier, later in pairwise(times)]
+        if error:
+            self._sends.failed(flow.place)
+            return
+        self._note_reuse(flow)
+        for time_s, place in self._sends.answered(flow.place, times[-1]):
+            self._at(time_s, self._send, place)
+
+    def _note_reuse(self, flow: Flow) -> None:
+        """What of an answered request's prompt was found, and how long its session took, if that is over."""
+        load, record = self.load, flow.record
+        flow.whole.hashes = []  # a load of long prompts has gigabytes of them
+        if flow.part is not None:
+            flow.part.hashes = []
+        if load.following is None:
+            return
+        record.cached_tokens = (flow.part or flow.whole).cached_tokens
+        if load.following.last[flow.place]:
+            record.session_s = (record.last_token_s or 0.0) - (self._sends.begun_s(flow.place) or 0.0)
 
     def _time_out(self, flow: Flow) -> None:
         if flow.settled:
@@ -350,19 +376,19 @@ class SimulatedTrial:
     # -- what comes of it -------------------------------------------------------------------------
 
     def _outcome(self) -> Outcome:
-        duration = self.now
+        duration, moved = self.now, self._links.moved
         return Outcome(
             records=[flow.record for flow in self.flows],
             duration_s=duration,
             stopped=self._stopped,
             figures={
-                name: role.figures(self._moved if name != "aggregated" else None)
+                name: role.figures(moved if name != "aggregated" else None)
                 for name, role in self.roles.items()
             },
             phases={name: role.phases() for name, role in self.roles.items()},
             use={name: use_of(role.engines, duration) for name, role in self.roles.items()},
-            transfers=self._moved.count,
-            transfer_s=self._moved.seconds,
-            transfer_bytes=self._moved.nbytes,
-            link_busy_share=min(1.0, max(self._link_busy.values(), default=0.0) / max(duration, 1e-9)),
+            transfers=moved.count,
+            transfer_s=moved.seconds,
+            transfer_bytes=moved.nbytes,
+            link_busy_share=self._links.busy_share(duration),
         )

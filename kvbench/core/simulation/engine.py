@@ -218,11 +218,13 @@ class StepEngine:
         if more:
             pool, block_tokens = self.scheduler.pool, self.config.block_tokens
             for request in sampled:
+                known = request.num_computed
                 request.num_computed += more
                 request.num_tokens += more
                 fresh = -(-request.num_computed // block_tokens) - len(request.blocks)
                 if fresh > 0:
                     request.blocks += pool.take((), fresh)
+                self.scheduler.register(request, known, request.num_computed)
         return sampled, ends
 
     def _alike(self, plan: StepPlan) -> int:

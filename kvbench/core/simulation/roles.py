@@ -23,12 +23,16 @@ class Moved:
 
 @dataclass(eq=False)
 class Flow:
-    """One request on its way. ``whole`` is what the client asked for: D's part, or an aggregated server's."""
+    """One request on its way. ``whole`` is what the client asked for: D's part, or an aggregated server's.
+
+    ``index``: which one it is in the order of sending; ``place``: in the load.
+    """
 
     index: int
     record: RequestRecord
     whole: EngineRequest
     last: StepEngine
+    place: int
     part: EngineRequest | None = None
     first: StepEngine | None = None
     times: list[float] = field(default_factory=list)

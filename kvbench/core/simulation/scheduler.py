@@ -94,7 +94,7 @@ class Scheduler:
             self._end(request)
             return
         request.num_computed = request.prompt_len - 1
-        self._register(request, 0, request.prompt_len)
+        self.register(request, 0, request.prompt_len)
         request.status = Status.READY
         self.ready.append(request)
 
@@ -172,7 +172,7 @@ class Scheduler:
             if request.aborted:
                 continue
             request.num_computed = chunk.start + chunk.count
-            self._register(request, chunk.start, request.num_computed)
+            self.register(request, chunk.start, request.num_computed)
             if chunk.samples:
                 request.num_tokens += 1
                 sampled.append(request)
@@ -276,7 +276,8 @@ class Scheduler:
         start = request.num_computed
         return Chunk(request, start, count, samples=start + count == request.num_tokens)
 
-    def _register(self, request: EngineRequest, start: int, end: int) -> None:
+    def register(self, request: EngineRequest, start: int, end: int) -> None:
+        """The KV of these tokens lies in its blocks: whole ones whose hash is known can be found from now."""
         block_tokens = self.config.block_tokens
         full = min(end // block_tokens, len(request.hashes))
         for index in range(start // block_tokens, full):

@@ -188,6 +188,10 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "untimed_tokens": "tokens that did not come between the first text and the last; TPOT is of the rest",
         "empty_events": "events of the stream without text",
         "first_blank": "whether the first text was nothing but blanks",
+        "session": "the number of its session in the trial",
+        "turn": "which request of its conversation it is, from 0",
+        "session_s": "of a session's last request: from the session's begin to its answer's end (s)",
+        "cached_tokens": "tokens of its prompt that the cache of the engine that computed it had",
     },
     "telemetry": {
         "trial_id": _ABOUT["trial_id"],

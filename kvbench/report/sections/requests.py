@@ -19,6 +19,8 @@ from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables import cells, sortable
 from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables.sessions_table import WHICH as WHICH_SESSIONS
+from kvbench.report.tables.sessions_table import sessions_table
 from kvbench.report.tables.table import STEADY, of_texts
 from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
 from kvbench.report.value import Block, Note, ReportSection
@@ -50,6 +52,14 @@ def brief_result(of: Material) -> Iterator[ReportSection]:
         yield ReportSection("result", "", [Block(table=cells.brief_result(shown))])
     elif not any(facts.methods for facts in of.runs):
         yield ReportSection("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
+
+
+def sessions(of: Material) -> Iterator[ReportSection]:
+    """Of loads of sessions: their rate, what they waited for, what was reused."""
+    for facts in of.runs:
+        if (table := sessions_table(facts.run, facts.rows)) is not None:
+            title = f"Sessions, {facts.name}" if facts.name else "Sessions"
+            yield ReportSection("sessions", title, [Block(words=WHICH_SESSIONS, table=table)], apart=True)
 
 
 def clients(of: Material) -> Iterator[ReportSection]:

@@ -41,7 +41,8 @@ class Judgement:
 def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Evidence:
     """What the gates see of the load alone, with its figures over the steady part."""
     method, decision = trial.plan.method, trial.watch.main_decision
-    window = judged_window(method, load.records) or steady_part(decision)
+    window = judged_window(method, load.records) or steady_part(decision) or _filled_part(trial)
+    turns = trial.offered.turns
     slo = judged_slo(method, scenario.slo.main())
     return Evidence(
         records=load.records,
@@ -50,7 +51,9 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Ev
         client=ClientFigures.from_json(load.client),
         worded=scenario.load.endpoint == "chat",
         dummy_weights=scenario.deployment.engine_options.answers_alike,
-        reuse_expected=bool(trial.trace) and shares_prefixes(trial.trace),
+        reuse_expected=turns is not None or (bool(trial.trace) and shares_prefixes(trial.trace)),
+        filled_s=0.0 if turns is None else turns.filled_s,
+        dispersion=None if turns is None else turns.dispersion,
         stopped_as=stopped_as(load, decision),
         method="sustained" if method == "equal_rate" else method,
     )
@@ -160,6 +163,12 @@ def expected_reuse(offered: Offered, load: LoadResult) -> dict[str, Any]:
     if not prompts or not shares_prefixes(requests):
         return {}
     return {"expected_hit_rate": sum(expected_hits(requests)) / prompts}
+
+
+def _filled_part(trial: PlannedTrial) -> Window | None:
+    """Of a load of sessions, from when they end about as fast as they begin until none begins any more."""
+    turns, end_s = trial.offered.turns, trial.offered.length_s
+    return None if turns is None else Window(min(turns.filled_s, end_s), end_s)
 
 
 def steady_part(decision: Decision | None) -> Window | None:

@@ -17,9 +17,18 @@ from kvbench.core.records import Cell, Method, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_requests
 from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
-from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, trial_length_s
-from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.slo import Criterion, Slo
+from kvbench.core.search.live_config import (
+    CriterionTarget,
+    Decision,
+    LiveConfig,
+    Observation,
+    TurnsLive,
+    trial_length_s,
+)
+from kvbench.core.search.sequential_trial import FILLS, LiveTrial
+from kvbench.core.sessions.session_load import SessionLoad
+from kvbench.core.sessions.session_source import SessionSource
+from kvbench.core.slo import Criterion, Slo, latencies_ms
 from kvbench.planning.trace_files import burst_plan
 from kvbench.sweep.trial.load_progress import Progress, Settled
 
@@ -119,6 +128,10 @@ class Offered:
     requests: Sequence[TracedRequest] | None = None
     flood: Flood | None = None
     """Of a ceiling probe."""
+    sessions: SessionLoad | None = None
+    """Of a load of sessions: its requests. ``offsets_s`` are then when sessions begin."""
+    turns: TurnsLive | None = None
+    """What is known of these beforehand."""
 
     @property
     def n(self) -> int:
@@ -156,6 +169,25 @@ def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] =
         return Offered(offsets, requests, own)
     n = num_requests(scenario, wanted)
     return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))
+
+
+def planned_sessions(scenario: Scenario, wanted: Wanted, source: SessionSource) -> Offered:
+    """The load of one trial of sessions. Its rate counts requests: a session brings several, in the mean.
+
+    It is offered until sessions end as fast as they begin, and for some times as long again: for as many
+    requests as that takes, be they more than search.max_requests.
+    """
+    search, session_rate = scenario.search, wanted.rate / source.requests_each
+    filled_s = source.filled_s(wanted.latency_s)
+    seconds = search.trial_s
+    if wanted.searched:
+        usual_s = trial_length_s(wanted.rate, wanted.latency_s, wanted.least_s)
+        seconds = search.max_trial_s or max(seconds, min(usual_s, search.max_requests / wanted.rate))
+    seconds = filled_s + max(seconds, FILLS * filled_s, search.min_requests / wanted.rate)
+    count = max(2, math.ceil(session_rate * seconds))
+    load = source.load(session_rate, count, scenario.workload.burstiness, wanted.seed)
+    turns = TurnsLive(load.requests, filled_s, source.dispersion)
+    return Offered(load.session_offsets_s, sessions=load, turns=turns)
 
 
 def num_requests(scenario: Scenario, wanted: Wanted) -> int:
@@ -202,7 +234,10 @@ class TrialWatch:
                     thorough=wanted.thorough,
                     confirms=wanted.confirms,
                     least_s=wanted.least_s,
-                    hopeless_s=_hopeless_s(slo, wanted.cell.output_len),
+                    hopeless_s=_hopeless_s(slo, wanted.cell.output_len)
+                    if offered.turns is None
+                    else math.inf,
+                    turns=offered.turns,
                 ),
                 [_target(criterion) for criterion in slo.all_criteria()],
             )
@@ -223,7 +258,9 @@ class TrialWatch:
         """Takes in what became known; True if the trial may end."""
         for name, live in self._trials.items():
             seen = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
-            decision = live.feed(progress.t_s, seen, progress.waiting_first, progress.sent)
+            decision = live.feed(
+                progress.t_s, seen, progress.waiting_first, progress.sent, progress.offsets_s
+            )
             if decision is not None:
                 self.decisions.setdefault(name, decision)
         if self._flood is not None:
@@ -253,10 +290,19 @@ class PlannedTrial:
     watch: TrialWatch
 
     @classmethod
-    def of(cls, scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] = ()) -> PlannedTrial:
-        """``trace``: the scenario's, if it has one."""
+    def of(
+        cls,
+        scenario: Scenario,
+        plan: TrialPlan,
+        trace: Sequence[TracedRequest] = (),
+        source: SessionSource | None = None,
+    ) -> PlannedTrial:
+        """``trace``, ``source``: the scenario's trace or sessions, if it has them."""
         trace, wanted = plan.requests or trace, plan.wanted(scenario.seed)
-        offered = planned(scenario, wanted, trace)
+        if source is None:
+            offered = planned(scenario, wanted, trace)
+        else:
+            offered = planned_sessions(scenario, wanted, source)
         return cls(
             plan, trace, offered, TrialWatch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier)
         )
@@ -265,7 +311,8 @@ class PlannedTrial:
 def _target(criterion: Criterion) -> CriterionTarget:
     """With its limit on TTFT, or else on the whole latency: waiting is a part of both."""
     limits = {each.metric: each.limit / 1e3 for each in criterion.limits}
-    wait_s = limits.get("ttft_ms")
+    waits = [limits[each] for each in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if each in limits]
+    wait_s = min(waits, default=None)
     whole = wait_s is None and set(limits) == {"e2el_ms"}
     return CriterionTarget(criterion.kind, criterion.target, wait_s or limits.get("e2el_ms", 0.0), whole)
 
@@ -293,12 +340,6 @@ def _stopped(settled: Settled) -> bool:
 
 
 def _observation(slo: Slo, settled: Settled) -> Observation:
-    times = (settled.ttft_s, settled.tpot_s, settled.e2el_s)
-    ttft_ms, tpot_ms, e2el_ms = (None if time is None else time * 1e3 for time in times)
     ok = settled.error == ""
-    return (
-        settled.index,
-        slo.observe(ttft_ms, tpot_ms, e2el_ms, ok),
-        slo.margins(ttft_ms, tpot_ms, e2el_ms, ok),
-        settled.ttft_s,
-    )
+    values = latencies_ms(settled.ttft_s, settled.tpot_s, settled.e2el_s, ok, settled.turn, settled.session_s)
+    return settled.index, slo.observe(values, ok), slo.margins(values, ok), settled.ttft_s

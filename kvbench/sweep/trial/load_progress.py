@@ -11,13 +11,16 @@ from kvbench.core.records import RequestRecord
 
 @dataclass(frozen=True)
 class Settled:
-    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen."""
+    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen.
+    ``turn``, ``session_s``: as in a RequestRecord."""
 
     index: int
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
     error: str = ""
+    turn: int | None = None
+    session_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Progress:
     waiting_first: int = 0
     lag_ms: float = 0.0
     settled: tuple[Settled, ...] = ()
+    offsets_s: tuple[float, ...] = ()
+    """When the requests sent since the last progress were due, where no plan says so: turns of sessions."""
 
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:

@@ -19,7 +19,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import judged_slo
-from kvbench.core.slo import Slo
+from kvbench.core.slo import Slo, latencies_ms
 from kvbench.results.checksums import Damage
 from kvbench.results.run import TRIALS
 from kvbench.sweep.trial.judging import Judgement, evidence_of, judged
@@ -240,9 +240,11 @@ def _share_then(
         counts = [0, 0, 0, 0]
         """Known and kept, known and broken, perhaps known: kept, broken."""
         for each in requests:
-            times = {"ttft_ms": each.ttft_s, "tpot_ms": each.tpot_s, "e2el_ms": each.e2el_s}
-            in_ms = {name: None if time_s is None else time_s * 1e3 for name, time_s in times.items()}
-            kept = criterion.observe(in_ms, each.ok) >= 0.5
+            latencies = each.ttft_s, each.tpot_s, each.e2el_s
+            seen = criterion.observe(latencies_ms(*latencies, each.ok, each.turn, each.session_s), each.ok)
+            if math.isnan(seen):
+                continue  # it says nothing of that criterion
+            kept = seen >= 0.5
             end_s = each.last_token_s if each.ok and each.last_token_s is not None else math.inf
             perhaps = end_s > at_s - KNOWN_LATE_S
             counts[2 * perhaps + (not kept or end_s > at_s)] += 1

@@ -133,7 +133,8 @@ def test_criteria_of_each_form() -> None:
 def test_observations_and_margins_agree(
     slo: Slo, ttft: float | None, tpot: float | None, e2el: float | None, ok: bool
 ) -> None:
-    seen, margins = slo.observe(ttft, tpot, e2el, ok), slo.margins(ttft, tpot, e2el, ok)
+    in_ms = {"ttft_ms": ttft, "tpot_ms": tpot, "e2el_ms": e2el}
+    seen, margins = slo.observe(in_ms, ok), slo.margins(in_ms, ok)
     assert len(seen) == len(margins) == len(slo.criteria())
     for (kind, target), value, margin in zip(slo.criteria(), seen, margins, strict=True):
         if kind == "share":
@@ -148,7 +149,7 @@ def test_observations_and_margins_agree(
 
 def test_a_failed_request_keeps_nothing_and_counts_in_no_mean() -> None:
     slo = Slo(limits=(Limit.parse("ttft p90 <= 500"), Limit.parse("ttft mean <= 500")))
-    share, mean = slo.observe(10, 5, 100, ok=False)
+    share, mean = slo.observe({"ttft_ms": 10, "tpot_ms": 5, "e2el_ms": 100}, ok=False)
     assert share == 0.0
     assert math.isnan(mean)
 

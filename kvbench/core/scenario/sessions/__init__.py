@@ -1,0 +1,1 @@
+"""The part of a scenario that asks for sessions."""

@@ -1,0 +1,181 @@
+"""The requests of a load of sessions: sessions as planned, turns after answers, blocks of prompts.
+
+Sessions begin at planned times, whatever became of others (open loop). Within one, a turn is sent think time
+after the answer before it, and after the last of the sub-agents that it waits for; a sub-agent begins after
+the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has blocks of its
+own, but for what sessions share: nothing is found that another copy, or an earlier trial, has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.core.sessions.corpus import Blocks, BlockScope, Session, Turn, chained
+from kvbench.core.sessions.offered_reuse import offered_reuse
+from kvbench.core.sessions.sends import Following
+from kvbench.core.simulation.kv_cache import mix64_array
+
+
+@dataclass(frozen=True, eq=False)
+class SessionLoad:
+    """The requests of a trial, by their places; each session's stand in a row. Lengths in tokens."""
+
+    offsets_s: Sequence[float]
+    """Of the first request of each session its planned time; of the others nan."""
+    input_len: Sequence[int]
+    output_len: Sequence[int]
+    following: Following
+    prompts: Sequence[Blocks]
+    """Nodes of one tree (``chained``): of each prompt's whole blocks, and behind them its answer's."""
+    block_tokens: int
+
+    @property
+    def requests(self) -> int:
+        return len(self.input_len)
+
+    @cached_property
+    def session_offsets_s(self) -> NDArray[np.float64]:
+        """When each session begins, ascending."""
+        known: NDArray[np.float64] = np.array([each for each in self.offsets_s if not math.isnan(each)])
+        return known
+
+    def prompt_tokens(self, sent: Sequence[int]) -> int:
+        """Tokens in whole blocks of the prompts of these requests."""
+        return self.block_tokens * sum(self.input_len[place] // self.block_tokens for place in sent)
+
+    def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
+        """Prompt tokens that caches of so many tokens (None: unlimited) could have found, of requests in the
+        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less.
+        """
+        offered = offered_reuse([self.prompts[place] for place in sent])
+        most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
+        found = []
+        for each in capacities:
+            blocks = offered.of_prompts(len(sent), None if each is None else each // self.block_tokens)
+            found.append(self.block_tokens * int(np.minimum(blocks, most).sum()))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PromptHashes(Sequence[list[int]]):
+    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for.
+
+    They end where nothing is known to be like another prompt's.
+    """
+
+    load: SessionLoad
+    block_tokens: int
+    """The engine's."""
+
+    def __len__(self) -> int:
+        return self.load.requests
+
+    @overload
+    def __getitem__(self, place: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[list[int]]: ...
+    def __getitem__(self, place: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        nodes, size = self.load.prompts[place], self.block_tokens
+        count = len(nodes) * self.load.block_tokens // size
+        # A node stands for all tokens up to its end, so it says what lies before it as well.
+        ends = np.arange(1, count + 1) * size - 1
+        of_node = nodes[ends // self.load.block_tokens].astype(np.uint64)
+        hashes: list[int] = mix64_array(mix64_array(of_node) ^ ends.astype(np.uint64)).tolist()
+        return hashes
+
+
+@dataclass
+class _Drawn:
+    """What becomes a ``SessionLoad``, request by request."""
+
+    offsets_s: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    after: list[tuple[int, ...]] = field(default_factory=list)
+    session: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    last: list[bool] = field(default_factory=list)
+
+    def add(self, session: Session, number: int, offset_s: float, after: tuple[int, ...] = ()) -> int:
+        """A session, or a sub-agent that waits for ``after``; returns the place of its last request."""
+        place = -1
+        for index, turn in enumerate(session.turns):
+            place = len(self.turns)
+            self.offsets_s.append(float("nan") if after else offset_s)
+            self.turns.append(turn)
+            self.after.append(after)
+            self.session.append(number)
+            self.turn.append(index)
+            self.last.append(False)
+            below = [self.add(each, number, 0.0, (place,)) for each in turn.subagents if each.turns]
+            after = (place, *below)
+        return place
+
+
+def session_load(
+    sessions: Sequence[Session],
+    offsets_s: Sequence[float],
+    scope: BlockScope,
+    block_tokens: int,
+    *,
+    own_answers: bool,
+) -> SessionLoad:
+    """Sessions that begin at ``offsets_s``, one each. A session that stands there again is a copy.
+
+    ``own_answers``: where a prompt begins with the whole prompt before it, what follows there is that one's
+    answer as the server gave it; else answers are recorded ones, that no server has the KV of.
+    """
+    drawn = _Drawn()
+    for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
+        drawn.last[drawn.add(session, number, float(offset_s))] = True
+    prompts = _nodes(drawn, sessions, scope, block_tokens)
+    if own_answers:
+        prompts = _with_answers(drawn, prompts, block_tokens)
+    following = Following(
+        drawn.after, [each.think_time_s for each in drawn.turns], drawn.session, drawn.turn, drawn.last
+    )
+    lengths = [each.input_len for each in drawn.turns], [max(1, each.output_len) for each in drawn.turns]
+    return SessionLoad(drawn.offsets_s, *lengths, following, prompts, block_tokens)
+
+
+def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_tokens: int) -> list[Blocks]:
+    """Blocks of each prompt, copies told apart, as nodes of one tree."""
+    copies: dict[int, int] = {}
+    copy_of = []
+    for session in sessions:
+        copy_of.append(copies.get(id(session), 0))
+        copies[id(session)] = copy_of[-1] + 1
+    span = 1 + max((int(each.blocks.max()) for each in drawn.turns if len(each.blocks)), default=0)
+    salted = []
+    for turn, number in zip(drawn.turns, drawn.session, strict=True):
+        salt = number if scope == "session" else copy_of[number]
+        shared = 0 if scope == "session" else sessions[number].shared_len // block_tokens
+        blocks = turn.blocks[: turn.input_len // block_tokens] + salt * span
+        blocks[:shared] -= salt * span
+        salted.append(blocks)
+    return chained(salted)[0]
+
+
+def _with_answers(drawn: _Drawn, prompts: Sequence[Blocks], block_tokens: int) -> list[Blocks]:
+    """Each prompt with its answer's blocks behind it, as far as the next of its conversation goes on so."""
+    found = list(prompts)
+    for later, after in enumerate(drawn.after):
+        if not after or not drawn.turn[later]:
+            continue
+        earlier = after[0]
+        mine, next_ = prompts[earlier], prompts[later]
+        known = len(mine)
+        # The KV of the last token of an answer is never computed.
+        until = (drawn.turns[earlier].input_len + drawn.turns[earlier].output_len - 1) // block_tokens
+        goes_on = len(next_) >= known and (not known or next_[known - 1] == mine[-1])
+        if goes_on and min(until, len(next_)) > known:
+            found[earlier] = next_[: min(until, len(next_))]
+    return found
