@@ -21,6 +21,7 @@ help:
 	@echo "make liars   set up, then plant every lie that a system can tell, and see it caught, and honest trials left alone (some seven minutes)"
 	@echo "make kills   set up, then kill a real sweep a hundred times at random moments, and resume it (KILLS_ARGS=)"
 	@echo "make soak    set up, then sweeps on virtual systems with faults for half an hour: nothing grows (SOAK_ARGS=)"
+	@echo "make test-heavy  the tests that make test leaves out: long searches, every lie, every fault (some half an hour)"
 	@echo "make faults  set up, then do every fault to real processes, and write docs/faults.md (some five minutes)"
 	@echo "make perf    set up, then kvbench's own figures: start times and memory"
 	@echo "make perf-loadgen  what the load generator costs and errs, against the exact server (PERF_LOADGEN_ARGS=)"
@@ -83,6 +84,10 @@ kills: setup
 
 soak: setup
 	@$(BIN)/python -m tools.soak $(SOAK_ARGS)
+
+.PHONY: test-heavy
+test-heavy: setup setup-tests
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m heavy $(PYTEST_ARGS)
 
 .PHONY: faults
 faults: setup

@@ -164,8 +164,8 @@ def test_the_environment_names_the_folder_for_runs(tmp_path: Path) -> None:
     "env",
     [
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1"},
+        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.heavy),
+        pytest.param({"PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.heavy),
     ],
 )
 def test_any_locale_will_do(env: dict[str, str]) -> None:

@@ -37,7 +37,7 @@ def begun(*words: str, sets: Sequence[str] = ()) -> Iterator[Running]:
 def test_after_any_end_it_goes_on_and_redoes_no_trial_that_is_stored(tmp_path: Path) -> None:
     words = ("--connector", "aggregated", "--connector", "tcp", "--output", str(tmp_path))
     with begun("quickstart", *words, sets=SMALL) as sweep:
-        sweep.wait_for("saturating probe")
+        sweep.wait_for(" 64 in ")
         sweep.signal(signal.SIGINT)
         first = sweep.finish()
     run = the_run(tmp_path)
@@ -61,7 +61,7 @@ def test_after_any_end_it_goes_on_and_redoes_no_trial_that_is_stored(tmp_path: P
 
     with begun("--resume", str(run.path)) as sweep:
         sweep.wait_for("tcp: ready")
-        sweep.wait_for("saturating probe")
+        sweep.wait_for(" 64 in ")
         sweep.kill()
     wait_until(lambda: not tagged_processes(run), 10.0)
     run = the_run(tmp_path)

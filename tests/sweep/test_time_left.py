@@ -57,7 +57,9 @@ def watched(name: str, folder: Path, **settings: Any) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("name", ["quickstart", "xpyd", "burst-or-sustained"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("quickstart", marks=pytest.mark.heavy), "xpyd", "burst-or-sustained"]
+)
 def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, tmp_path: Path) -> None:
     clock = watched(name, tmp_path)
     total_s = clock.now_s

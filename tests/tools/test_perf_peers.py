@@ -101,6 +101,7 @@ def test_errors_are_against_the_schedule() -> None:
     assert nothing.ttft_p50_ms is None
 
 
+@pytest.mark.heavy
 def test_a_real_run_writes_both_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.perf_peers", "--only", "kvbench,router:kvbench"]
     command += ["--streams", "4", "--seconds", "1", "--repeats", "2", "--output", str(tmp_path)]

@@ -34,7 +34,7 @@ def known(index: int) -> truth.Truth:
 # --- one search
 
 
-@pytest.mark.parametrize("index", [1, CHEAP, 7])
+@pytest.mark.parametrize("index", [CHEAP, *(pytest.param(each, marks=pytest.mark.heavy) for each in (1, 7))])
 def test_a_search_in_this_process_says_what_the_command_says(index: int) -> None:
     """One that converges, one whose backlog makes trials void, one that finds nothing."""
     system, true = draw(SEEDS["develop"], index), known(index)
@@ -44,6 +44,7 @@ def test_a_search_in_this_process_says_what_the_command_says(index: int) -> None
     assert replace(here, real_s=0.0) == replace(by_command, real_s=0.0)
 
 
+@pytest.mark.heavy
 def test_other_seeds_of_a_search_are_other_searches() -> None:
     system, true = draw(SEEDS["develop"], 1), known(1)
     one, again, other = (replace(judge(system, true, seed, 60.0), real_s=0.0) for seed in (1, 1, 2))
@@ -145,6 +146,7 @@ def test_figures_count_by_kind() -> None:
     assert [each.kind for each in figures([kept], every_kind=True)] == ["drift", "slow", "all"]
 
 
+@pytest.mark.heavy
 def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     rows = tmp_path / "new" / "rows.jsonl"
     jobs = [SearchJob("develop", CHEAP, known(CHEAP), seed, 60.0) for seed in (1, 2)]

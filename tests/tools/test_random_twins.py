@@ -66,6 +66,7 @@ def test_who_is_ahead_is_said_as_a_comparison_says_it(tmp_path: Path) -> None:
     assert who_is_ahead([replace(runs[0], cells=[unsure]), runs[1]]) == "a search did not converge"
 
 
+@pytest.mark.heavy
 def test_identical_systems_are_hardly_ever_put_into_an_order(tmp_path: Path) -> None:
     """Each search has other arrivals and other dice; each two of them are twins."""
     system = draw(SEEDS["develop"], QUICK)

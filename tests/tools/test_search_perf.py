@@ -60,6 +60,7 @@ def test_the_kept_truths_are_those_of_the_systems(name: str) -> None:
     assert below[0][1] == pytest.approx(true.latency_s, rel=0.2)
 
 
+@pytest.mark.heavy
 def test_the_search_is_true_and_fast() -> None:
     names = ("md1", "prefill", "slots", "tpot", "cliff", "drift")
     work = [

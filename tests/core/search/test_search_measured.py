@@ -118,7 +118,7 @@ def queue(
     return trial
 
 
-@pytest.mark.parametrize("ceiling", [False, True])
+@pytest.mark.parametrize("ceiling", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_the_root_is_found_without_bias(ceiling: bool) -> None:
     found, trials = [], []
     for seed in range(24):
@@ -339,6 +339,7 @@ def test_a_point_is_no_more_than_its_trial() -> None:
         fit([], 1, 2)
 
 
+@pytest.mark.heavy
 def test_a_mean_is_searched_by_its_score() -> None:
     found = []
     for seed in range(20):

@@ -139,6 +139,7 @@ def test_requests_of_vllm_bench_and_aiperf_are_read() -> None:
         assert all(load.known.any() for load in read_inputs([path], EngineLimits()).loads)
 
 
+@pytest.mark.heavy
 def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
     """A real bench of the emulated engine, at three lengths, of which the middle one is held out."""
     runs = 0

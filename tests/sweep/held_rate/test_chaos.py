@@ -148,6 +148,7 @@ def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished,
     assert "nothing is left to do" in kvbench("chaos", "--resume", path).text
 
 
+@pytest.mark.heavy
 def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_on(tmp_path: Path) -> None:
     asked = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
     words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(tmp_path))

@@ -52,6 +52,7 @@ def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     assert {row["what"] for row in json.loads(both.out)["rows"]} >= {"memory (MB)", "TPOT P99 (ms)"}
 
 
+@pytest.mark.heavy
 def test_an_interrupt_keeps_the_windows_and_it_goes_on_in_a_new_session(tmp_path: Path) -> None:
     running = Running(*WORDS, "--output", str(tmp_path), sets=EASY)
     try:

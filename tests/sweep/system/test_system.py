@@ -48,7 +48,9 @@ def searched(tmp_path: Path, cli: CliOptions) -> RunFolder:
 
 
 @pytest.mark.parametrize("aborts", ["", "abort"])
-@pytest.mark.parametrize("service_s", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize(
+    "service_s", [0.02, *(pytest.param(each, marks=pytest.mark.heavy) for each in (0.005, 0.1))]
+)
 def test_the_rate_of_a_queue_is_found(tmp_path: Path, service_s: float, aborts: str) -> None:
     """Over three seeds: the median within 10 % of the formula's, and none far off."""
     truth = md1_rate(service_s, 3 * service_s, 0.9)
