@@ -157,6 +157,11 @@ class _Ready:
 def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
     scenario, source = _resolved(cli) if like is None else simulable(cli)
     simulator = scenario.deployment.engine_options.simulator
+    if simulator.command and scenario.workload.sessions is not None:
+        raise InputError(
+            "somebody else's simulator is asked for single requests, and the scenario asks for sessions",
+            hint="leave workload.sessions out, or --system",
+        )
     if simulator.command:
         require_there(simulator)
     else:

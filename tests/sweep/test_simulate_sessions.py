@@ -77,6 +77,10 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
         (("chaos", "agentic-emulated", "--rate", "4"), "this command offers single requests"),
         (("bench", "agentic-emulated", "--concurrency", "4"), "sessions begin open loop"),
         (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
+        (
+            ("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
+            "asked for single requests",
+        ),
         (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
     ],
 )
