@@ -17,7 +17,7 @@ from kvbench.processes.common.entry import parse_spec, print_error, read_spec
 from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
 from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
-from kvbench.processes.loadgen.in_flight import InFlightRequest
+from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import (
     PlannedRequest,
     Spares,
@@ -26,7 +26,8 @@ from kvbench.processes.loadgen.plan import (
     plant_canaries,
     prepare,
 )
-from kvbench.processes.loadgen.run import Begin, LoadRun
+from kvbench.processes.loadgen.run import LoadRun
+from kvbench.processes.loadgen.schedules.base import Begin
 from kvbench.processes.loadgen.schedules.planned_schedule import PlannedSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
@@ -103,7 +104,7 @@ def dispatched(
     server.resolve()
     prepare(spec, plan, server)
 
-    def begin(run: LoadRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
+    def begin(run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
         if not request.parts:
             prepare(spec, (request,), server)
         return InFlightRequest(run, request, scheduled_s)

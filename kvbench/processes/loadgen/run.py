@@ -15,7 +15,7 @@ from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
 from kvbench.processes.loadgen.plan import PlannedRequest
 from kvbench.processes.loadgen.progress import Counts
-from kvbench.processes.loadgen.schedules.base import Schedule
+from kvbench.processes.loadgen.schedules.base import Begin, Schedule
 from kvbench.processes.loadgen.sockets.alarm import TimerFd
 from kvbench.processes.loadgen.sockets.clock import StampClock
 from kvbench.processes.loadgen.sockets.loop import EVENTS_AT_ONCE, READABLE, SocketLoop
@@ -42,10 +42,6 @@ PENDING_BYTES: Final = 6_000_000
 """With more than that lying about, streams are taken in before their end."""
 LOOK_BEATS: Final = 20
 """Beats between two looks at how many there are."""
-
-
-Begin = Callable[["LoadRun", PlannedRequest, float], InFlightRequest]
-"""Makes a planned request that is due."""
 
 
 class Stop(Protocol):

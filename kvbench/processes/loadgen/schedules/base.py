@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Protocol
 
-from kvbench.processes.loadgen.in_flight import InFlightRequest
+from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import PlannedRequest
+
+Begin = Callable[[InFlightRun, PlannedRequest, float], InFlightRequest]
+"""Makes a planned request that is due."""
 
 
 class Schedule(Protocol):

@@ -9,9 +9,9 @@ from typing import Final
 
 from kvbench.core.sessions.sends import Sends
 from kvbench.core.sessions.session_load import SessionLoad
-from kvbench.processes.loadgen.in_flight import InFlightRequest
+from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import PlannedRequest
-from kvbench.processes.loadgen.run import Begin, LoadRun
+from kvbench.processes.loadgen.schedules.base import Begin
 from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
 
 
@@ -100,7 +100,7 @@ class SessionSchedule:
     def filling(self, begin: Begin) -> Begin:
         """``begin`` for requests whose prompts are made only then, as they may hold answers."""
 
-        def filled(run: LoadRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
+        def filled(run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
             request.prompt = self._prompts.json(request.index)
             return begin(run, request, scheduled_s)
 
