@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kvbench.core.deadlines import timeout_problem
 from kvbench.core.scenario.host_checks import host_problems
-from kvbench.core.scenario.sessions.session_checks import session_problems
+from kvbench.core.scenario.rules.session_checks import session_problems
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 
 SHAPELESS: Final = {

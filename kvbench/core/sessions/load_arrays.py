@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.sessions.sends import Following
+from kvbench.core.load.sends import Following
 from kvbench.core.sessions.session_load import SessionLoad
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -17,9 +17,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.core.load.sends import Following
 from kvbench.core.sessions.corpus import Blocks, BlockScope, Session, Turn, chained
 from kvbench.core.sessions.offered_reuse import offered_reuse
-from kvbench.core.sessions.sends import Following
 from kvbench.core.simulation.kv_cache import mix64_array
 
 

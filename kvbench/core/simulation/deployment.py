@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
 
+from kvbench.core.load.sends import Sends
 from kvbench.core.records import RequestRecord
-from kvbench.core.sessions.sends import Sends
 from kvbench.core.simulation.blocking_handoff import BlockingHandOff
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
 from kvbench.core.simulation.engine import StepEngine, use_of

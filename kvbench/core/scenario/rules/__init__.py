@@ -1,0 +1,1 @@
+"""What is wrong with parts of a scenario, by its plain data."""
