@@ -97,7 +97,8 @@ class Bench:
         """That of a scenario."""
         scenario, _ = resolve(cli, sessions=True)
         assert scenario.workload.sessions is not None
-        deployment = SimulatedDeployment.of(scenario, plan_of(scenario).deployments[0])
+        planned = next(each for each in plan_of(scenario).deployments if not each.reference_only)
+        deployment = SimulatedDeployment.of(scenario, planned)
         source = session_source(scenario.workload.sessions)
         return cls(scenario.slo.main(), source, system_of(scenario, deployment))
 
