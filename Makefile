@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report perf-sessions perf-session-rate perf-turns clean
+.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report perf-sessions perf-session-rate perf-turns perf-predict clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make perf-sessions  a plan of a million turns: time, memory; sessions made after one half of a corpus beside the other (PERF_SESSIONS_ARGS=)"
 	@echo "make perf-session-rate  searched rates of sessions beside long trials, on simulated systems drawn at random (PERF_SESSION_RATE_ARGS=)"
 	@echo "make perf-turns  how late turns are sent, a thousand sessions at once, on the exact server (PERF_TURNS_ARGS=)"
+	@echo "make perf-predict  predictions beside what others measured (PERF_PREDICT_ARGS=FOLDER, docs/prediction.md)"
 	@echo "make perf-report  time and memory of a report, and of reading 10 million requests (PERF_REPORT_ARGS=)"
 	@echo "make perf-md1  how true a whole sweep is in real time, on a queue known by formula (PERF_MD1_ARGS=)"
 	@echo "make test-html  set up, then look at a report in headless Chromium: light, dark, narrow, print, its values (KVBENCH_SHOTS=folder)"
@@ -123,6 +124,9 @@ perf-session-rate: setup
 
 perf-turns: setup
 	@$(BIN)/python -m tools.perf_turns $(PERF_TURNS_ARGS)
+
+perf-predict: setup
+	@$(BIN)/python -m tools.perf_predict $(PERF_PREDICT_ARGS)
 
 perf-report: setup
 	@$(BIN)/python -m tools.perf_report $(PERF_REPORT_ARGS)
