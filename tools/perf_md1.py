@@ -41,7 +41,7 @@ INPUT_LEN: Final = 16
 ATTAINMENT: Final = 0.95
 OVERLOAD: Final = 1.3
 OVERLOAD_LIMIT_S: Final = 20.0
-SWEEP_DEADLINE_S: Final = 600.0
+SWEEP_DEADLINE_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
