@@ -22,4 +22,5 @@ def session_source(wanted: Sessions) -> SessionSource:
 def write_session_load(path: Path, load: SessionLoad) -> None:
     """The file that a load generator reads (``LoadSpec.sessions_path``)."""
     with path.open("wb") as file:
+        # A numpy before 2.1 stores the flag as one more array, which nobody reads.
         np.savez(file, allow_pickle=False, **load_arrays(load))
