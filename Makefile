@@ -14,7 +14,10 @@ BIN := .venv/bin
 
 help:
 	@echo "make sweep   set up, then find the highest request rates of scenario $(SCENARIO) (SCENARIO=, SWEEP_ARGS=)"
-	@echo "make test    set up, then formatting, linting, types, import rules and tests (PYTEST_ARGS=, JOBS=)"
+	@echo "make test    set up, then formatting, linting, types, import rules and the default suite of tests (PYTEST_ARGS=, JOBS=)"
+	@echo "make test-real  the other tests that start servers, pairs, sweeps and namespaces (some twenty minutes)"
+	@echo "make test-all  every test, those of tools and the heavy ones too (more than an hour)"
+	@echo "make green   says whether HEAD has passed make test"
 	@echo "make setup   set up only: .venv with kvbench and its native libraries (FORCE=1 does it all again)"
 	@echo "make setup-tests  and what only tests need: sshd, nft and openssl by apt-get, where it may; starts no service"
 	@echo "make lint    set up, then everything of make test but the tests"
@@ -71,9 +74,22 @@ lint: setup
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.house
 
-# The test runner comes last, so that its closing line is the last one printed.
+# The default suite: all tests without processes, and a core of tests with them (CONTRIBUTING.md). The test runner
+# comes last, so that its closing line is the last one printed. A pass of all of it on a clean tree is noted.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup-tests lint
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,$(BIN)/python tools/green.py run -- )$(PYTEST) -m "(core or not real) and not heavy" --ignore=tests/tools $(PYTEST_ARGS)
+
+# Says whether HEAD has passed `make test`. Needs no set-up.
+.PHONY: green test-real test-all
+green:
+	@$(PYTHON) tools/green.py check
+
+test-real: setup-tests
+	@$(PYTEST) --reruns 2 -m "real and not core and not heavy" --ignore=tests/tools $(PYTEST_ARGS)
+
+test-all: setup-tests lint
+	@$(PYTEST) --reruns 2 -m "" $(PYTEST_ARGS)
 
 liars: setup
 	@$(BIN)/python -m tools.liars
@@ -88,7 +104,7 @@ soak: setup
 
 .PHONY: test-heavy
 test-heavy: setup setup-tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m heavy $(PYTEST_ARGS)
+	@$(PYTEST) -m heavy $(PYTEST_ARGS)
 
 .PHONY: faults
 faults: setup

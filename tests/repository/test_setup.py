@@ -118,6 +118,7 @@ def test_nothing_is_installed_system_wide_when_asked_not_to(monkeypatch: pytest.
     assert not setup_native.may_apt_install()
 
 
+@pytest.mark.real
 def test_the_dev_group_is_read_by_the_environments_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "PYTHON", sys.executable)
     assert setup.dev_packages() == PYPROJECT["dependency-groups"]["dev"]
@@ -208,6 +209,7 @@ def test_what_the_tests_lack_is_installed_and_starts_no_service(
     assert "will be skipped" not in capsys.readouterr().out
 
 
+@pytest.mark.real
 def test_what_the_tests_cannot_have_is_said_and_not_tried_again(
     bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +240,7 @@ def test_without_the_right_to_install_it_is_only_said(
     assert not (bare.parent / "asked").exists()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("answer", "installs"), [(101, True), (0, False)])
 def test_a_policy_that_is_there_stays_and_is_asked(
     bare: Path, capsys: pytest.CaptureFixture[str], answer: int, installs: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from emulated import Pair, pair_specs, running, spec
 from fake_cuda import copied, fake_cuda
 
@@ -46,6 +47,7 @@ def test_what_the_gpu_holds_is_what_arrives(tmp_path: Path) -> None:
         assert Pair("tcp", p, d).tokens(prompt_of(40), 12) != aggregated.tokens(prompt_of(40), 12)
 
 
+@pytest.mark.real
 def test_without_a_driver_the_engine_says_so_and_ends(tmp_path: Path) -> None:
     from emulated import launch
 

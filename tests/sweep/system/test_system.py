@@ -23,7 +23,7 @@ from kvbench.sweep.simulate import simulated
 from tests.support.commands import Running, kvbench, tagged_processes, the_run, wait_until
 from tests.support.simulators import ECHO, QUEUE, command, md1_rate
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.real]
 ROOT = Path(__file__).parents[3]
 LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attainment", "0.9")
 
