@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.core.gates.client import host_starved
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import (
     EMULATED,
@@ -922,6 +923,24 @@ def test_a_disturbance_that_took_nothing_refuses_nothing(
     found = disturbed(records, **changes)
     assert judge(found)[0] == ("met" if records is GOOD else "missed")
     assert fired(found).get("machine_disturbed") in ("warning", None)
+
+
+def test_cpu_time_of_unknown_owner_is_not_blamed_on_others() -> None:
+    why = "the process that listens at http://127.0.0.1:8000 cannot be seen"
+    found = disturbed(BAD, replace(TAKEN, unknown_owner=why), hosts_watched=False)
+    verdict, _, findings = judge(found)
+    (finding,) = [each for each in findings if each.gate == "machine_disturbed"]
+    assert (verdict, finding.level) == ("missed", "warning")
+    assert finding.message == (
+        "the machine was disturbed: 53.0% of the CPU time was used by processes of unknown owner "
+        f"(cc1plus 41%, ld 9%); {why}"
+    )
+    assert finding.advice.startswith("find out whether these processes work for the server")
+    starved = host_starved(replace(found, router=STARVED, client=LATE_CLIENT))
+    assert starved is not None
+    assert "other processes" not in starved.message
+    throttled = replace(TAKEN, other_cpu_share=0.02, unknown_owner=why, throttled_share=0.3)
+    assert why not in judge(disturbed(BAD, throttled, hosts_watched=False))[2][0].message
 
 
 def test_a_stolen_machine_refuses_a_miss_too() -> None:
