@@ -880,6 +880,34 @@ def test_kv_over_nvlink_is_not_taken_for_tcp() -> None:
     assert "wrong_transport" not in fired(over(carried, ""))
 
 
+def lacking(error: str, detail: str) -> Evidence:
+    """A trial of which one request failed so."""
+    return evidence([replace(GOOD[0], error=error, error_detail=detail), *GOOD[1:]])
+
+
+@pytest.mark.parametrize(
+    ("error", "detail", "process"),
+    [
+        ("connect", "[Errno 24] Too many open files", "load generator"),
+        ("connect", "[Errno 12] Cannot allocate memory", "load generator"),
+        ("http_error", "decode-0: cannot be reached: [Errno 24] Too many open files", "router"),
+        ("http_error", "[Errno 28] No space left on device", "emulated engine"),
+    ],
+)
+def test_what_kvbench_itself_lacks_is_no_miss_of_the_system(error: str, detail: str, process: str) -> None:
+    verdict, reason, findings = judge(lacking(error, detail))
+    assert (verdict, findings[0].gate) == ("invalid", "own_resources")
+    assert findings[0].evidence == {"failed": {process: 1}}
+    assert reason.startswith("kvbench's own processes lacked resources: ")
+    assert reason.endswith(f"; the first: {detail}")
+
+
+def test_what_a_server_of_others_lacks_is_its_own_affair() -> None:
+    found = replace(lacking("http_error", "Too many open files"), engines=REAL)
+    assert "own_resources" not in fired(found)
+    assert "own_resources" not in fired(lacking("connect", "[Errno 111] Connection refused"))
+
+
 # --- others on the machine: recorded telemetry decides
 
 REAL = {
