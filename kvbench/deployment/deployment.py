@@ -277,6 +277,10 @@ class RunningDeployment:
         """
         return self._asked.complete(prompts, max_tokens, scored=scored)
 
+    def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
+        """Seconds until one streamed answer is complete, requested as in a trial. Raises ServerError."""
+        return self._asked.streamed_s(prompt, max_tokens)
+
     def chat_length(self) -> ChatLength:
         """How the words of a chat's message become prompt tokens here. Raises ServerError."""
         return self._asked.chat_length()

@@ -33,6 +33,8 @@ COMPILE_S: Final = 180.0
 """vLLM compiles a kernel for log-probabilities when they are first asked for (``torch.compile`` in its
 ``v1/sample/ops/logprobs.py``, also with ``--enforce-eager``): it may last longer than a request may."""
 GATEWAY_TIMEOUT: Final = 504
+STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True}}
+"""What a trial's requests ask for besides, as the load generator sends them."""
 
 
 class SingleRequests:
@@ -64,6 +66,19 @@ class SingleRequests:
         """Greedy completions that are asked for together. Raises ServerError."""
         fields = [self._prompt(prompt) for prompt in prompts]
         return [self._read(each, completion_of) for each in self._post(fields, max_tokens, scored)]
+
+    def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
+        """Return the seconds until one streamed answer is complete, requested as in a trial.
+
+        Raises ServerError.
+        """
+        fields = [{**self._prompt(prompt), **STREAMED}]
+        began = time.monotonic()
+        (response,) = self._post(fields, max_tokens, scored=False)
+        took_s = time.monotonic() - began
+        if response.status_code != 200:
+            raise self._failed(f"POST {self._url} answered {status_text(response.status_code)} to a stream")
+        return took_s
 
     def chat_length(self) -> ChatLength:
         """How words become prompt tokens, measured once by two messages. Raises ServerError, InputError."""

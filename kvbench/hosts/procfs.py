@@ -82,25 +82,41 @@ def is_kernel_thread(process: ProcessReading) -> bool:
     return _KERNEL in (process.pid, process.parent)
 
 
-def listening(urls: Iterable[str]) -> list[int]:
-    """The processes of this user that listen on this machine at the ports of URLs that name it."""
+@dataclass(frozen=True)
+class Listeners:
+    """Who listens at URLs that name this machine.
+
+    ``pids``: the processes that can be seen. ``urls``: the URLs that name this machine. ``unseen``: those of
+    them whose listener cannot be seen, as in a container or of another user.
+    """
+
+    pids: tuple[int, ...] = ()
+    urls: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+
+def listening(urls: Iterable[str]) -> Listeners:
+    """Find the processes that listen on this machine at the ports of URLs that name it."""
     addresses = {each.address for all_of in psutil.net_if_addrs().values() for each in all_of}
     here = {"localhost", "0.0.0.0", *addresses}
-    parts = [urlsplit(url) for url in urls]
-    ports = {each.port or (443 if each.scheme == "https" else 80) for each in parts if each.hostname in here}
+    ports = {}
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.hostname in here:
+            ports[url] = parts.port or (443 if parts.scheme == "https" else 80)
     if not ports:
-        return []
+        return Listeners()
     try:
         sockets = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
-        return []
-    return sorted(
-        {
-            each.pid
-            for each in sockets
-            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in ports
-        }
-    )
+        sockets = []
+    seen: dict[int, set[int]] = {}
+    for each in sockets:
+        if each.pid and each.status == psutil.CONN_LISTEN and each.laddr:
+            seen.setdefault(each.laddr.port, set()).add(each.pid)
+    found = {pid for port in ports.values() for pid in seen.get(port, ())}
+    unseen = tuple(url for url, port in ports.items() if port not in seen)
+    return Listeners(tuple(sorted(found)), tuple(ports), unseen)
 
 
 def family(pid: int) -> list[int]:

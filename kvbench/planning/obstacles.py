@@ -16,6 +16,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, Problem
 from kvbench.launchers.parts.sockets import is_free, is_here
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.open_files import few_open_files
 from kvbench.planning.process_specs import unusable
 
 REACH_S: Final = 1.0
@@ -24,14 +25,16 @@ MOST_NAMED: Final = 8
 
 
 def obstacles(scenario: Scenario, plan: Plan) -> list[Problem]:
-    """What nothing can start with: GPUs, hosts, ports. Nothing is loaded and nothing started.
+    """What nothing can start with: open files, GPUs, hosts, ports. Nothing is loaded and nothing started.
 
     `kvbench doctor SCENARIO` looks closer: it loads the libraries, and asks the hosts.
     """
+    files = few_open_files(scenario)
+    first = [files] if files is not None else []
     if not scenario.deployment.engine_options.starts_processes:
-        return []
+        return first
     look = _ports(scenario, plan) if scenario.deployment.launcher == "local" else _hosts(scenario)
-    return [*_gpus(plan), *look]
+    return [*first, *_gpus(plan), *look]
 
 
 def left_out(scenario: Scenario, plan: Plan) -> dict[str, Problem]:

@@ -29,6 +29,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply, right_answers
+from kvbench.sweep.trial.idle import idle_latency_s
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs, reference_outputs
 from kvbench.sweep.trial.trial import TrialRunner
 
@@ -73,10 +74,13 @@ class DeployedSite:
             return Alone(1.0, unchecked=INVENTED)
         self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
         outputs = self._greedy(cell.input_len, cell.output_len)
-        self._deployment.reset_caches()
         known = self._store.earlier.outputs.get((cell.connector, cell.input_len))
-        if known is not None:  # the search began with that latency, and is told the same trials again
-            outputs = replace(outputs, latency_s=known.latency_s)
+        # An earlier search began with its latency, and is told the same trials again.
+        latency_s = (
+            idle_latency_s(self._scenario, self._deployment, cell) if known is None else known.latency_s
+        )
+        outputs = replace(outputs, latency_s=latency_s or outputs.latency_s)
+        self._deployment.reset_caches()
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
         return Alone(outputs.latency_s, outputs)
 

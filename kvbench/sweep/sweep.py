@@ -22,6 +22,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.launchers.agents.wire import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.open_files import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
@@ -55,6 +56,7 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> 
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = _fixed(cli, scenario, trace)
+    require_open_files(scenario, *((fixed.rate, fixed.concurrency) if fixed is not None else ()))
     kind = "sweep" if fixed is None else "bench"
     asked = {} if fixed is None else asdict(fixed)
     # Nobody can go on with a run of sessions: their corpus may be another one by then.

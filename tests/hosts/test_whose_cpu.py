@@ -13,6 +13,7 @@ from kvbench.hosts import procfs
 from kvbench.hosts.devices import cpu_pressure_s
 from kvbench.hosts.host_figures import host_figures
 from kvbench.hosts.telemetry import HostReading
+from kvbench.sweep.trial.host_samples import unknown_owner
 
 BURN = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 MEASURE = """
@@ -98,10 +99,26 @@ def test_a_server_on_this_machine_is_found_by_its_port() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert procfs.listening([f"http://127.0.0.1:{port}/metrics"]) == [os.getpid()]
-        assert procfs.listening([f"http://localhost:{port}"]) == [os.getpid()]
-    assert procfs.listening([f"http://192.0.2.7:{port}"]) == []
-    assert procfs.listening([]) == []
+        assert procfs.listening([f"http://127.0.0.1:{port}/metrics"]).pids == (os.getpid(),)
+        assert procfs.listening([f"http://localhost:{port}"]).pids == (os.getpid(),)
+        both = procfs.listening([f"http://localhost:{port}", "http://192.0.2.7:1"])
+        assert both.urls == (f"http://localhost:{port}",)
+        assert both.unseen == ()
+    assert procfs.listening([f"http://192.0.2.7:{port}"]) == procfs.Listeners()
+    assert procfs.listening([]) == procfs.Listeners()
+
+
+def test_the_owner_of_cpu_time_beside_a_server_of_others_on_this_machine_is_unknown() -> None:
+    """Its workers need not be children of the process that listens, and that may not be visible at all."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # no listener can be seen there, as of a container or another user
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        found = procfs.listening([url])
+    assert (found.pids, found.unseen) == ((), (url,))
+    assert f"the process that listens at {url} cannot be seen" in unknown_owner(found)
+    seen = procfs.Listeners((7,), (url,))
+    assert "its workers need not be children" in unknown_owner(seen)
+    assert unknown_owner(procfs.Listeners()) == ""  # on another machine, or started by kvbench
 
 
 def test_waiting_is_counted_where_the_kernel_does(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ FAULTS = {
         Fault(
             "out_of_files_client",
             "the load generator may open no more connections",
-            r"the load generator could not open \d+ of its connections: .*Too many open files",
+            r"the load generator could not open \d+ of its connections; the first: .*Too many open files",
             _REFUSED,
         ),
         Fault(

@@ -24,6 +24,7 @@ from kvbench.hosts.server_hints import status_hint
 from kvbench.planning.served_model import served_model
 from kvbench.processes import http1
 from kvbench.processes.http1 import ReceivedRequest, Response
+from kvbench.sweep.trial.idle import ALONE_REQUESTS
 from tests.processes.loadgen.test_loadgen import made_certificate
 
 LOAD = ("--rate", "20", "--input-len", "64", "--output-len", "6", "--ttft-ms", "20000")
@@ -32,11 +33,15 @@ SECRET = "kvb-Canary_4711"
 
 
 class Foreign:
-    """An OpenAI-compatible server: ``models`` at /v1/models, or ``status`` for every request."""
+    """An OpenAI-compatible server: ``models`` at /v1/models, or ``status`` for every request.
 
-    def __init__(self, models: list[str], status: int = 200) -> None:
+    Streams begin ``stream_s`` after their requests; other answers come at once.
+    """
+
+    def __init__(self, models: list[str], status: int = 200, stream_s: float = 0.0) -> None:
         self.models = models
         self.status = status
+        self.stream_s = stream_s
         self.headers: list[Mapping[str, str]] = []
         self.bodies: list[dict[str, Any]] = []
 
@@ -52,12 +57,15 @@ class Foreign:
             if not body.get("stream"):
                 response.send(200, b'{"choices": [{"text": "same"}]}')
                 return
-            response.start_stream()
-            for event in (TOKEN, TOKEN, TOKEN, USAGE, DONE):
-                response.write(event)
-            response.end()
+            asyncio.get_running_loop().call_later(self.stream_s, self.stream, response)
         else:
             response.send(404, b"no")
+
+    def stream(self, response: Response) -> None:
+        response.start_stream()
+        for event in (TOKEN, TOKEN, TOKEN, USAGE, DONE):
+            response.write(event)
+        response.end()
 
 
 @contextmanager
@@ -215,6 +223,20 @@ def test_tls_is_believed_by_file_or_not_at_all_and_said_so(tmp_path: Path) -> No
     assert "http://" in caught.value.hint
     with pytest.raises(InputError, match="cannot be used"):
         served_model("https://127.0.0.1:9", ServerAccess(ca_file=str(tmp_path / "none.pem")))
+
+
+def test_the_idle_latency_is_that_of_streamed_requests(tmp_path: Path) -> None:
+    """Such a server was reported as overloaded: it looked idle with an answer at once."""
+    server = Foreign(["m"], stream_s=0.3)
+    with served(server) as url:
+        done = kvbench(
+            *("bench", "--base-url", url, *LOAD, "--output-len", "3", "--output", str(tmp_path)), sets=SHORT
+        )
+    run = the_run(tmp_path)
+    assert run.outputs[0]["latency_s"] >= 0.3, done.text
+    alone = [each for each in server.bodies if each.get("stream")][:ALONE_REQUESTS]
+    assert {(each["max_tokens"], len(each["prompt"])) for each in alone} == {(3, 64)}
+    assert len({tuple(each["prompt"]) for each in alone}) == len(alone), "no prefix cache answers for it"
 
 
 def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path) -> None:

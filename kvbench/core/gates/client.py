@@ -12,14 +12,66 @@ from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.machine import cpu_taken
-from kvbench.core.records import Finding
+from kvbench.core.records import Finding, RequestRecord
 from kvbench.core.slo import Slo
 
-_OWN: Final = re.compile(r"Too many open files|Cannot assign requested address|No buffer space available")
-"""Why a connection cannot be opened that is no fault of the server's: EMFILE, EADDRNOTAVAIL, ENOBUFS."""
+_LACKING: Final = (
+    "Too many open files|Cannot assign requested address|No buffer space available|Cannot allocate memory"
+    "|No space left on device"
+)
+"""What the system says to a process that lacks descriptors, ports, memory or disk: EMFILE, EADDRNOTAVAIL,
+ENOBUFS, ENOMEM, ENOSPC."""
+_OWN: Final = re.compile(_LACKING)
+_OF_ROUTER: Final = re.compile(rf"cannot be reached: [^\n]*({_LACKING})")
+"""An answer of kvbench's router that could not connect to a server."""
 _STEP: Final = "step"
 _TRANSFER: Final = "KV transfer"
 _LASTS: Final = {_STEP: "its busy time", _TRANSFER: "the transfers' modelled time"}
+
+
+def own_resources(evidence: Evidence) -> Finding | None:
+    """kvbench's own processes had the descriptors, ports, memory and disk that the load needs.
+
+    evidence: the operating system's errors when the load generator or kvbench's router opened a connection,
+    and those that emulated engines report. Such requests are no misses of the system: one refuses the trial.
+    limits: what a server that kvbench did not start lacks is the system's own affair.
+    """
+    emulated = any(engine.step_lag_p99_s is not None for engine in evidence.engines.values())
+    counts = {"load generator": 0, "router": 0, "emulated engine": 0}
+    first = ""
+    for record in evidence.records:
+        process = _lacked_by(record, emulated)
+        if process:
+            counts[process] += 1
+            first = first or record.error_detail
+    lacking = {process: count for process, count in counts.items() if count}
+    if not lacking:
+        return None
+    parts = [
+        f"the load generator could not open {count} of its connections"
+        if process == "load generator"
+        else f"the {process} failed {count} requests"
+        for process, count in lacking.items()
+    ]
+    return Finding(
+        "own_resources",
+        "invalid",
+        f"kvbench's own processes lacked resources: {', '.join(parts)}; the first: {first}",
+        "free memory and disk if it says so; else raise the limit of open files in the shell that starts "
+        "kvbench (`ulimit -n 65536`), or offer a lower rate",
+        {"failed": lacking},
+    )
+
+
+def _lacked_by(record: RequestRecord, emulated: bool) -> str:
+    """Which process of kvbench's a request failed in for lack of resources; empty if in none."""
+    if record.error == "connect" and _OWN.search(record.error_detail):
+        return "load generator"
+    if record.error == "http_error" and _OF_ROUTER.search(record.error_detail):
+        return "router"
+    if record.error == "http_error" and emulated and _OWN.search(record.error_detail):
+        return "emulated engine"
+    return ""
 
 
 def client_limited(evidence: Evidence) -> Finding | None:
@@ -28,22 +80,9 @@ def client_limited(evidence: Evidence) -> Finding | None:
     evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
     whichever is larger. Where the kernel stamps what arrives, a late look harms only chunks that were read
     together with later ones: each may have come as early as the last look that found nothing.
-    limits: a client on another machine than the servers still shares their network. It had a descriptor and
-    a port for each connection, too: without them its requests fail, and no server knows of it.
+    limits: a client on another machine than the servers still shares their network.
     """
     client = evidence.client
-    starved = [
-        each for each in evidence.records if each.error == "connect" and _OWN.search(each.error_detail)
-    ]
-    if starved:
-        return Finding(
-            "client_limited",
-            "invalid",
-            f"the load generator could not open {len(starved)} of its connections: {starved[0].error_detail}",
-            "raise the limit of open files in the shell that starts kvbench (`ulimit -n 65536`), add workers "
-            "(load.workers), or offer a lower rate",
-            {"not_opened": len(starved)},
-        )
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag = max(client.send_ms, client.look_ms)
     if lag <= allowed:

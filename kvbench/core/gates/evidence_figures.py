@@ -270,6 +270,8 @@ class HostFigures:
     busy_share: float | None = None
     pressure_share: float | None = None
     takers: tuple[str, ...] = ()
+    unknown_owner: str = ""
+    """Why the owner of ``other_cpu_share`` is unknown: it may be the server's own work. Empty: it is not."""
     nics: Mapping[str, NicFigures] = field(default_factory=dict)
     """Interfaces and RDMA devices by name."""
     gpu_watts: Mapping[str, float] = field(default_factory=dict)

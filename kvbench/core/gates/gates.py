@@ -62,6 +62,7 @@ __all__ = [
 Gate = Callable[[Evidence], Finding | None]
 
 GATES: Final[tuple[Gate, ...]] = (
+    client.own_resources,
     requests.failed_requests,
     requests.server_restarted,
     answers.wrong_answers,

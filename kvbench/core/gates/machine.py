@@ -19,26 +19,30 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     waited, and others or the hypervisor took more than a tenth. Processes of kvbench's and of the
     deployment's are no others, nor are kernel threads.
     limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
-    (client_limited, host_starved, emulator_behind); of a server that somebody else has started nobody knows
-    which processes are its own.
+    (client_limited, host_starved, emulator_behind). Of a server on this machine that kvbench did not start,
+    the processes that listen and their children are its own; the owner of other CPU time is unknown.
     """
     parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
     if not parts:
         return None
     host = evidence.host
     starved = engines_starved(evidence)
+    unknown = bool(host.unknown_owner) and (host.other_cpu_share or 0.0) > evidence.limits.other_cpu_share
     return Finding(
         "machine_disturbed",
         "invalid" if starved else "warning",
         "the machine was disturbed: "
         + ", ".join(parts)
-        + "; with all cores in use a miss is not the system's" * starved,
-        "stop other work on this machine, see to its cooling and power, and measure again",
+        + "; with all cores in use a miss is not the system's" * starved
+        + (f"; {host.unknown_owner}" if unknown else ""),
+        "find out whether these processes work for the server; " * unknown
+        + "stop other work on this machine, see to its cooling and power, and measure again",
         {
             "takers": list(host.takers),
             "busy_share": host.busy_share,
             "pressure_share": host.pressure_share,
             "other_cpu_share": host.other_cpu_share,
+            **({"unknown_owner": host.unknown_owner} if unknown else {}),
             "steal_share": host.steal_share,
             "throttled_share": host.throttled_share,
             "thermal_events": host.thermal_events,
@@ -70,8 +74,9 @@ def engines_starved(evidence: Evidence) -> bool:
 
 def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
     """What took more of the CPU time than it may, in words."""
+    others = "processes of unknown owner" if host.unknown_owner else "other processes"
     for what, share, limit in (
-        ("used by other processes", host.other_cpu_share, limits.other_cpu_share),
+        (f"used by {others}", host.other_cpu_share, limits.other_cpu_share),
         ("stolen by the hypervisor", host.steal_share, limits.steal_share),
     ):
         if share is not None and share > limit:

@@ -59,7 +59,7 @@ EARLY: Final = 8
 """The first so-manyth part of a trial shows how long requests wait where hardly anybody waits before them."""
 FILL: Final = 2.0
 """Waiting has built up after so many times what the first requests waited: those whose latency is longer than
-average are still to come."""
+average are still to come. Nor is a queue concluded before so many idle latencies."""
 SPAN_LEAST: Final = 0.2
 """The share of the time so far that must be left for a slope."""
 QUEUED: Final = 0.5
@@ -239,7 +239,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
 
     ``walks``: ``WALKS_AT_EACH_LOOK`` for who asks again and again while the trial runs.
     """
-    if readings.early_s is None:
+    if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)
     if slope is not None:

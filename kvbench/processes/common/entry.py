@@ -7,6 +7,7 @@ import difflib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -103,6 +104,12 @@ def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
             loop.close()
     except KvbenchError as error:
         return print_error(name, error)
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files as far as it may: a stream takes a descriptor on each side."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def print_error(name: str, error: KvbenchError) -> int:

@@ -11,6 +11,7 @@ import uvloop
 
 from kvbench.core.plan.process_modules import EMULATOR_MODULE
 from kvbench.errors import InputError, KvbenchError, PortInUseError
+from kvbench.processes.common.entry import raise_open_files
 from kvbench.processes.common.timeslice import shorten_slice
 from kvbench.processes.emulator.lies import plant
 from kvbench.processes.emulator.server import EngineServer, serve
@@ -29,6 +30,7 @@ async def engine(spec: EngineSpec) -> None:
 def main(argv: list[str]) -> int:
     """Runs one engine; returns the exit code."""
     shorten_slice()
+    raise_open_files()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.core.plan.process_modules import LOADGEN_MODULE
-from kvbench.errors import InputError, KvbenchError
+from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.processes.common.entry import parse_spec, print_error, read_spec
 from kvbench.processes.common.record_file import write_records
 from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
@@ -54,7 +54,11 @@ def generate(spec: LoadSpec) -> int:
     end = run.run(orders, orders.start_at)
     for line in run.last_lines():
         print_event(line)
-    write_records(Path(spec.records_path), run.records)
+    try:
+        write_records(Path(spec.records_path), run.records)
+    except OSError as error:  # the log may be on the same disk, so stdout alone can say so
+        print_event({"event": "unwritten", "why": error.strerror or str(error)})
+        return StoreError.exit_code
     print_event(end)
     return 0
 

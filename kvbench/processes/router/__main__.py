@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -14,7 +13,7 @@ from typing import Final
 
 from kvbench.core.plan.process_modules import ROUTER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import STOPPING, print_error, read_spec, run
+from kvbench.processes.common.entry import STOPPING, print_error, raise_open_files, read_spec, run
 from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.common.timeslice import shorten_slice
 from kvbench.processes.http1 import serve
@@ -93,8 +92,7 @@ def several_processes(spec: RouterSpec) -> int:
 
 def main(argv: Sequence[str]) -> int:
     shorten_slice()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream takes a descriptor on each side
+    raise_open_files()
     try:
         spec = read_spec(RouterSpec, argv)
         if spec.processes < 1:

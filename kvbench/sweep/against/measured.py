@@ -22,6 +22,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.open_files import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.report import report
@@ -138,6 +139,7 @@ def command(cli: CliOptions, measured: Path, output: Path, console: Console) -> 
     rows = rows_of(run, scenario)
     plan = plan_of(scenario)
     require_gpus(plan)
+    require_open_files(scenario)
     store = create_store(output, scenario, source, plan, "bench")
     store.update(against={"run": run.run_id, "time_scale": time_scale(scenario)})
     console.print(f"run folder: {store.path}", markup=False)

@@ -30,6 +30,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.open_files import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.table import json_text
@@ -75,6 +76,7 @@ def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console
     scenario, source = held_scenario(cli, asked.held)
     plan = plan_of(scenario)
     require_gpus(plan)
+    require_open_files(scenario)
     cells = held_cells(plan)
     rates = rates_of(asked.held, cells)
     faults = planned_faults(scenario, plan, cells, asked)

@@ -23,6 +23,7 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.launchers.base import Launcher
 from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.open_files import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.held.soak_rows import soak_problems
@@ -81,6 +82,7 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console)
     scenario, source = held_scenario(cli, asked.held)
     plan = plan_of(scenario)
     require_gpus(plan)
+    require_open_files(scenario)
     cells = held_cells(plan)
     rates = rates_of(asked.held, cells)
     more = {"rates": rates, "window_s": asked.window, "windows": asked.windows}

@@ -12,7 +12,7 @@ from kvbench.core.gates.evidence_figures import HostFigures, NicFigures
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.host_figures import host_figures
-from kvbench.hosts.procfs import listening
+from kvbench.hosts.procfs import Listeners, listening
 from kvbench.hosts.telemetry import Sampler, read_host
 from kvbench.launchers.base import Launcher
 
@@ -38,8 +38,10 @@ class Observer:
         else:
             # A server of somebody else's may well run here: it is what is measured, and no disturbance.
             self._system = list(deployment.pids().values())
+            self._listeners = Listeners()
             if deployment.external:
-                self._system = listening([deployment.endpoints.base_url, *self._urls.values()])
+                self._listeners = listening([deployment.endpoints.base_url, *self._urls.values()])
+                self._system = list(self._listeners.pids)
             self._before = read_host(also=self._system)
             self._sampler = Sampler(
                 trial_id, deployment.pids(), self._urls, headers, deployment.endpoints.access
@@ -56,7 +58,8 @@ class Observer:
         if not self._far:
             self._sampler.__exit__()
             self.rows = [{**row, "host": ""} for row in self._sampler.rows]
-            self.host = host_figures(self._before, read_host(also=self._system))
+            host = host_figures(self._before, read_host(also=self._system))
+            self.host = replace(host, unknown_owner=unknown_owner(self._listeners))
         elif error is None:
             self._take(self._ended())
         else:  # which is what has to be reported, not what may come of it here
@@ -82,6 +85,25 @@ class Observer:
                 source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
                 self.rows.append({**row, "source": source, "host": host})
         self.host = joined({host: figures_of(answer["figures"]) for host, answer in answers.items()})
+
+
+def unknown_owner(listeners: Listeners) -> str:
+    """Why CPU time that the listeners did not take may still be the server's; empty if it cannot be.
+
+    ``listeners``: of a server that kvbench did not start. The processes that listen and their children work
+    for it; others may do so too.
+    """
+    if listeners.unseen:
+        return (
+            f"the process that listens at {listeners.unseen[0]} cannot be seen (a container's or another "
+            "user's), so these may be the server's own"
+        )
+    if listeners.urls:
+        return (
+            "the server runs on this machine, and its workers need not be children of the process that "
+            "listens, so these may be the server's own"
+        )
+    return ""
 
 
 def figures_of(figures: Mapping[str, Any]) -> HostFigures:

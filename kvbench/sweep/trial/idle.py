@@ -38,6 +38,36 @@ SLACK_S: Final = 0.02
 BACKLOG: Final = "backlog"
 
 
+ALONE_REQUESTS: Final = 3
+ALONE_S: Final = 10.0
+"""Streamed requests that show the idle latency, by their median; no further one is sent after these seconds,
+since a trial lasts 20 latencies and these should be a small part of it."""
+
+
+class StreamingDeployment(Protocol):
+    """A deployment that answers single requests by streams."""
+
+    def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float: ...
+
+
+def idle_latency_s(scenario: Scenario, deployment: StreamingDeployment, cell: Cell) -> float | None:
+    """Return the seconds of one request of a cell on the idle system, streamed as in a trial.
+
+    The prompts are new, so no prefix cache has them. A server may answer requests that are not streamed much
+    faster. None if a request fails: trials report why.
+    """
+    seed = trial_seed(scenario.seed, f"alone-{uuid.uuid4().hex}", 0)
+    shape = PromptShape(cell.input_len, scenario.model.vocab_size)
+    times: list[float] = []
+    try:
+        for prompt in token_prompts(ALONE_REQUESTS, shape, seed).tolist():
+            if sum(times) < ALONE_S:
+                times.append(deployment.streamed_s(prompt, cell.output_len))
+    except ServerError:
+        return None
+    return median(times)
+
+
 class ServedDeployment(Protocol):
     """What is asked of a deployment."""
 

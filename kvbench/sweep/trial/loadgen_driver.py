@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.core.load.workers import joined_client, joined_records, require_common_start, turn_records
 from kvbench.core.plan.process_modules import LOADGEN_MODULE
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError
+from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Far, Launcher, Process
 from kvbench.processes.common.record_file import read_records
@@ -169,6 +169,12 @@ class LoadGenerator:
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
                     self._say_to_all("stop")
+            elif kind == "unwritten":
+                raise StoreError(
+                    f"the load generator {worker.process.name} cannot write its records to "
+                    f"{worker.records_path.parent}: {event.get('why')}",
+                    hint="free space on the disk of the run folder, or choose another folder with --output",
+                )
             elif kind == "end":
                 worker.end = event
                 if all(each.end is not None for each in self._workers):

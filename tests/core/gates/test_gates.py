@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.core.gates.client import host_starved
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import (
     EMULATED,
@@ -879,6 +880,34 @@ def test_kv_over_nvlink_is_not_taken_for_tcp() -> None:
     assert "wrong_transport" not in fired(over(carried, ""))
 
 
+def lacking(error: str, detail: str) -> Evidence:
+    """A trial of which one request failed so."""
+    return evidence([replace(GOOD[0], error=error, error_detail=detail), *GOOD[1:]])
+
+
+@pytest.mark.parametrize(
+    ("error", "detail", "process"),
+    [
+        ("connect", "[Errno 24] Too many open files", "load generator"),
+        ("connect", "[Errno 12] Cannot allocate memory", "load generator"),
+        ("http_error", "decode-0: cannot be reached: [Errno 24] Too many open files", "router"),
+        ("http_error", "[Errno 28] No space left on device", "emulated engine"),
+    ],
+)
+def test_what_kvbench_itself_lacks_is_no_miss_of_the_system(error: str, detail: str, process: str) -> None:
+    verdict, reason, findings = judge(lacking(error, detail))
+    assert (verdict, findings[0].gate) == ("invalid", "own_resources")
+    assert findings[0].evidence == {"failed": {process: 1}}
+    assert reason.startswith("kvbench's own processes lacked resources: ")
+    assert reason.endswith(f"; the first: {detail}")
+
+
+def test_what_a_server_of_others_lacks_is_its_own_affair() -> None:
+    found = replace(lacking("http_error", "Too many open files"), engines=REAL)
+    assert "own_resources" not in fired(found)
+    assert "own_resources" not in fired(lacking("connect", "[Errno 111] Connection refused"))
+
+
 # --- others on the machine: recorded telemetry decides
 
 REAL = {
@@ -922,6 +951,24 @@ def test_a_disturbance_that_took_nothing_refuses_nothing(
     found = disturbed(records, **changes)
     assert judge(found)[0] == ("met" if records is GOOD else "missed")
     assert fired(found).get("machine_disturbed") in ("warning", None)
+
+
+def test_cpu_time_of_unknown_owner_is_not_blamed_on_others() -> None:
+    why = "the process that listens at http://127.0.0.1:8000 cannot be seen"
+    found = disturbed(BAD, replace(TAKEN, unknown_owner=why), hosts_watched=False)
+    verdict, _, findings = judge(found)
+    (finding,) = [each for each in findings if each.gate == "machine_disturbed"]
+    assert (verdict, finding.level) == ("missed", "warning")
+    assert finding.message == (
+        "the machine was disturbed: 53.0% of the CPU time was used by processes of unknown owner "
+        f"(cc1plus 41%, ld 9%); {why}"
+    )
+    assert finding.advice.startswith("find out whether these processes work for the server")
+    starved = host_starved(replace(found, router=STARVED, client=LATE_CLIENT))
+    assert starved is not None
+    assert "other processes" not in starved.message
+    throttled = replace(TAKEN, other_cpu_share=0.02, unknown_owner=why, throttled_share=0.3)
+    assert why not in judge(disturbed(BAD, throttled, hosts_watched=False))[2][0].message
 
 
 def test_a_stolen_machine_refuses_a_miss_too() -> None:

@@ -109,6 +109,14 @@ def test_an_overload_with_a_patient_slo_is_seen_by_its_queue() -> None:
         assert "queue" in found.reason
 
 
+def test_no_queue_is_concluded_before_two_idle_latencies() -> None:
+    """However clearly it grows: what is offered to an idle system looks like that at first."""
+    for seed in range(8):
+        found = run_md1(1.5, seed, limit_s=2.0, decode_s=8.0)
+        assert found.verdict == "missed"
+        assert found.at_s >= 2 * (0.05 + 8.0)
+
+
 Services = Callable[[np.random.Generator, int], np.ndarray]
 
 

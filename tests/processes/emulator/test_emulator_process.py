@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -71,6 +72,16 @@ def test_a_signal_ends_it_with_its_child(tmp_path: Path, number: signal.Signals)
         assert "Traceback" not in engine.log.read_text()
     finally:
         engine.stop()
+
+
+def test_an_engine_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, soft), hard))  # what it inherits
+    try:
+        with running(tmp_path, spec()) as engine:
+            assert resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_signal_while_it_starts(tmp_path: Path) -> None:

@@ -329,6 +329,27 @@ def test_records_cut_short_are_refused(tmp_path: Path) -> None:
             records_in(tmp_path)
 
 
+def test_records_that_cannot_be_written_are_reported_on_stdout(tmp_path: Path) -> None:
+    """As on a full disk, on which the log cannot grow either."""
+
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+
+    with in_background([0.01, *GOOD]) as url:
+        path = write_spec(tmp_path, url, num_requests=5, request_rate=1000.0)
+        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            preexec_fn=small,
+        )
+    assert done.returncode == 1
+    assert json.loads(done.stdout.splitlines()[-1]) == {"event": "unwritten", "why": "File too large"}
+
+
 def test_too_few_descriptors_are_told_before_the_trial(tmp_path: Path) -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))

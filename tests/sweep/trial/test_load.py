@@ -26,7 +26,7 @@ from kvbench.core.load.workers import (
     workers_for,
 )
 from kvbench.core.records import RequestRecord
-from kvbench.errors import KvbenchError, ProcessDiedError
+from kvbench.errors import KvbenchError, ProcessDiedError, StoreError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare, cause_of
@@ -149,6 +149,9 @@ if mine.get("die"):
     sys.exit(3)
 for event in mine.get("progress", []):
     tell({"event": "progress", **event})
+if mine.get("unwritten"):
+    tell({"event": "unwritten", "why": "No space left on device"})
+    sys.exit(1)
 reason = "complete"
 if mine.get("until_stop"):
     reason = {"stop\\n": "stopped"}[sys.stdin.readline()]
@@ -228,6 +231,13 @@ def test_one_worker_that_ends_early_ends_all_with_a_clear_error(launcher: LocalL
     with pytest.raises(ProcessDiedError, match=r"actor-w1 ended early \(status 3\): out of luck") as caught:
         drive(launcher, [{"until_stop": True}, {"die": True}])
     assert "actor-w1.log" in caught.value.hint
+
+
+def test_a_full_disk_under_a_worker_is_reported_as_a_full_disk(launcher: LocalLauncher) -> None:
+    """Its log may be on the same disk, and empty."""
+    with pytest.raises(StoreError, match=r"actor-w1 cannot write .*: No space left on device") as caught:
+        drive(launcher, [{"until_stop": True}, {"unwritten": True}])
+    assert "free space" in caught.value.hint
 
 
 def test_a_generator_that_fails_is_told_in_one_line(launcher: LocalLauncher) -> None:
