@@ -17,7 +17,7 @@ SCHEMA_VERSION: Final = 1
 # Classes of failure of one request. "" is success. "cancelled" is a request that kvbench itself
 # ended because its trial was stopped; it is neither met nor missed. "no_answer" had nothing of an answer
 # when its time was up, "timeout" a part of one. "early_close" ended in order but too soon, "half_event"
-# in the middle of an event, "reset" by a broken connection.
+# in the middle of an event, "reset" by a broken connection. "aborted" is an answer that the server gave up.
 RequestError = Literal[
     "",
     "connect",
@@ -30,12 +30,26 @@ RequestError = Literal[
     "redirect",
     "no_answer",
     "error_body",
+    "aborted",
     "wrong_length",
     "cancelled",
 ]
 
 UNENDED: Final = ("timeout", "no_answer", "cancelled")
 """Classes of requests that were still open when kvbench gave them up."""
+
+ABORTED: Final = ("abort", "error")
+"""Values of ``finish_reason`` by which vLLM and SGLang report that they gave an answer up."""
+
+
+def abort_text(choices: Any) -> str:
+    """Return in words that ``choices`` of a completion or chat report an aborted answer; empty if not."""
+    for choice in choices if isinstance(choices, list) else ():
+        reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+        if reason in ABORTED:
+            return f'the server aborted the answer (finish_reason "{reason}")'
+    return ""
+
 
 # "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]

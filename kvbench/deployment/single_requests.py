@@ -13,6 +13,7 @@ import httpx
 from kvbench.core.foreign_text import visible
 from kvbench.core.load.chat_prompts import ChatLength, messages
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
+from kvbench.core.records import abort_text
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.completions import (
     REFUSALS,
@@ -150,10 +151,15 @@ class SingleRequests:
                 f"POST {self._url} answered {status_text(status)}: {said}", status_hint(status, sent_key)
             )
         try:
-            return what(web.json_of(response))
-        except (ValueError, LookupError, TypeError) as error:
+            answer = web.json_of(response)
+            aborted = abort_text(answer.get("choices"))
+            found = what(answer)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             lacks = "no completion" if what is completion_of else "no usage.prompt_tokens"
             raise self._failed(f"POST {self._url} answered {lacks}: {said}") from error
+        if aborted:
+            raise self._failed(f"POST {self._url}: {aborted}: {said}")
+        return found
 
     def _failed(self, what: str, of_answer: str = "") -> ServerError:
         """The error for a request that failed: what the logs say of it, else what the answer means."""

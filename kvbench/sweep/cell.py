@@ -22,7 +22,7 @@ from kvbench.sweep.bench import CellWorkOf, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
-from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan
+from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed_requests
 from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0
@@ -67,6 +67,11 @@ class Fixed:
         rounds = 2 + math.ceil(1.2 * self.duration_s / max(latency_s, 1e-3))
         n = self.num_requests or min(most, self.concurrency * rounds)
         return ClosedLoad(self.concurrency, n, self.duration_s)
+
+    def requests(self, scenario: Scenario, latency_s: float) -> int:
+        """How many requests each trial sends at most; ``latency_s``: of one request alone."""
+        closed = self.closed(scenario.search.max_requests, latency_s)
+        return closed.num_requests if closed is not None else fixed_requests(scenario, self.rate)
 
     def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
         """Each trial's way and the number of the trial whose load it repeats: own, other, other, own.

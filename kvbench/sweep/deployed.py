@@ -27,6 +27,7 @@ from kvbench.planning.process_specs import process_specs, unusable
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
+from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply, right_answers
 from kvbench.sweep.trial.idle import idle_latency_s
@@ -53,8 +54,11 @@ class DeployedSite:
         watcher: Watcher,
         *,
         compared: bool = False,
+        fixed: Fixed | None = None,
     ) -> None:
-        """``compared``: other deployments' outputs are compared with this one's."""
+        """``compared``: other deployments' outputs are compared with this one's. ``fixed``: the load that is
+        offered, where no rate is searched for.
+        """
         self.trace_rate = trials.trace_rate
         self.has_direct = deployment.endpoints.direct is not None
         self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
@@ -65,6 +69,9 @@ class DeployedSite:
         # A modelled engine answers the same always; of a real one it is measured.
         self._trials = trials
         self._compared = compared
+        self._fixed = fixed
+        self._latency_s = 0.0
+        """Of one request alone, as far as it is known."""
         self._trace = trials.trace
         self._asked_again = compared and not scenario.deployment.engine_options.repeats_exactly
 
@@ -82,11 +89,13 @@ class DeployedSite:
         outputs = replace(outputs, latency_s=latency_s or outputs.latency_s)
         self._deployment.reset_caches()
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
+        self._latency_s = outputs.latency_s
         return Alone(outputs.latency_s, outputs)
 
     def outputs(self, input_len: int) -> Outputs | None:
         outputs = self._greedy(input_len, self._scenario.workload.output_len)
         self._store.add_outputs(self._deployment.plan.label, input_len, outputs)
+        self._latency_s = outputs.latency_s
         return outputs
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
@@ -118,6 +127,7 @@ class DeployedSite:
                 proof="reference" if self._compared else "own",
                 scored=not self._scenario.deployment.engine_options.repeats_exactly,
                 trace=self._trace,
+                requests=self._fixed.requests(self._scenario, self._latency_s) if self._fixed else 0,
             )
         except ServerError as error:
             self._watcher.note(
@@ -158,7 +168,8 @@ class DeployedSite:
 class DeployedBench:
     """Starts each deployment's processes, here or on the scenario's hosts, and stops them after it.
 
-    ``trace``: what trials replay, if the scenario has one.
+    ``trace``: what trials replay, if the scenario has one. ``fixed``: the load that is offered, where no
+    rate is searched for.
     """
 
     alike = True
@@ -170,8 +181,10 @@ class DeployedBench:
         store: RunStore,
         watcher: Watcher,
         trace: Sequence[TracedRequest] = (),
+        fixed: Fixed | None = None,
     ) -> None:
         self._scenario = scenario
+        self._fixed = fixed
         self._plan = plan
         self._store = store
         self._watcher = watcher
@@ -244,6 +257,7 @@ class DeployedBench:
                 self._store,
                 self._watcher,
                 compared=self._is_compared_with(planned.label),
+                fixed=self._fixed,
             )
 
     @contextmanager

@@ -171,7 +171,7 @@ def deployed_sweep(
     trace: Sequence[TracedRequest] = (),
 ) -> Sweep:
     """The same over deployments that really run."""
-    bench = DeployedBench(scenario, plan, store, watcher, trace)
+    bench = DeployedBench(scenario, plan, store, watcher, trace, fixed)
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
 

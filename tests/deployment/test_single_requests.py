@@ -33,6 +33,7 @@ class Compiling(ThreadingHTTPServer):
         self.begun: float | None = None
         self.over = threading.Event()
         self.asked: list[dict[str, Any]] = []
+        self.choice: dict[str, Any] = CHOICE
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,7 +52,9 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.router and left_s > 0.1:  # which gives its engine up before the client does
                 left_s, status = 0.1, 504
             self.server.over.wait(max(0.0, left_s))
-        self.answer(status, {"choices": [CHOICE]} if status == 200 else {"error": {"message": "late"}})
+        self.answer(
+            status, {"choices": [self.server.choice]} if status == 200 else {"error": {"message": "late"}}
+        )
 
     def answer(self, status: int, said: dict[str, Any]) -> None:
         content = json.dumps(said).encode()
@@ -108,3 +111,10 @@ def test_a_request_without_them_has_its_timeout_and_no_more() -> None:
     with asked(600.0) as (requests, server):
         assert requests.complete([[1, 2]], 2)[0].text == " a"
         assert "logprobs" not in server.asked[0]
+
+
+def test_an_aborted_answer_is_no_right_answer() -> None:
+    with asked(0.0) as (requests, server):
+        server.choice = {"text": "", "finish_reason": "abort"}
+        with pytest.raises(ServerError, match="aborted the answer"):
+            requests.complete([[1, 2]], 2)

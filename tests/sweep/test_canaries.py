@@ -15,8 +15,10 @@ from hostile import spec_for
 from resuming import without_checksums
 from rich.console import Console
 
+from kvbench.core.canaries.answer_kinds import judged_canaries
 from kvbench.core.canaries.bound import found_in_any, percent_text
 from kvbench.core.canaries.places import AFTER_FAILURE
+from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord
@@ -30,7 +32,14 @@ from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.run import CANARIES, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import simulate
-from kvbench.sweep.trial.canary_supply import AT_END, CanarySupply, right_answers
+from kvbench.sweep.cell import Fixed
+from kvbench.sweep.trial.canary_supply import (
+    AT_END,
+    LEAST_IDLE,
+    LONGEST_S,
+    CanarySupply,
+    right_answers,
+)
 from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned
 from kvbench.sweep.verify.audit import audit
 from tests.processes.exact_server.test_exact import exact, trouble
@@ -245,6 +254,87 @@ def test_a_short_bench_asks_for_the_canaries_of_one_trial_and_no_more() -> None:
     assert len(server.seen) == 0  # emptied after them
     supply = supply_of(server)
     assert len(supply.places(*offered(1)).at) == least
+
+
+class SlowServer(Server):
+    """Takes its time, and gives the answer to another prompt while more than so many are asked at once."""
+
+    def __init__(self, latency_s: float = 0.0, most: int = 64) -> None:
+        super().__init__()
+        self.latency_s, self.most, self.now_s, self.at_once = latency_s, most, 0.0, 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool
+    ) -> list[Completion]:
+        self.now_s += self.latency_s
+        self.at_once = max(self.at_once, len(prompts))
+        found = super().complete_all(prompts, max_tokens, scored=scored)
+        return found if len(prompts) <= self.most else [found[-1], *found[1:]]
+
+
+def idle_answers(server: SlowServer, *, scored: bool, requests: int = 0, budget_s: float = 0.0) -> CanaryPool:
+    scenario, _ = resolve(CliOptions("quickstart", EASY))
+    pool = right_answers(
+        *(scenario, server, "tcp", CELL, budget_s),
+        proof="own",
+        scored=scored,
+        requests=requests,
+        clock=server.clock,
+    )
+    assert pool is not None
+    return pool
+
+
+def test_idle_answers_are_asked_for_one_at_a_time() -> None:
+    server = SlowServer(most=4)
+    pool = idle_answers(server, scored=False)
+    assert server.at_once == 1
+    assert not pool.crossed
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_slow_server_is_asked_for_less_than_a_minute(scored: bool) -> None:
+    server = SlowServer(latency_s=2.0)
+    pool = idle_answers(server, scored=scored, requests=5000)
+    assert server.now_s <= LONGEST_S + 2 * server.latency_s
+    assert len(pool) >= 8 - scored
+    slower = SlowServer(latency_s=20.0)
+    assert len(idle_answers(slower, scored=scored, requests=5000)) == LEAST_IDLE
+
+
+def test_an_idle_answer_that_is_another_canarys_is_wrong_and_no_noise() -> None:
+    server = SlowServer(most=4)
+    pool = idle_answers(server, scored=True)
+    (number, owner, text), *_ = pool.crossed
+    assert text == pool.right(owner) != pool.right(number)
+    result = judged_canaries(pool, [])
+    assert {each.kind for each in result.wrong} == {"another_prompt"}
+    assert len(result.wrong) == len(pool.crossed) == result.checked
+    assert "asked before the load" in result.wrong[0].text()
+    assert not idle_answers(SlowServer(), scored=True).crossed
+
+
+def test_a_known_load_has_its_share_of_canaries() -> None:
+    """A bench or a closed loop of 1,500 requests has 2 %, one of few at least ten."""
+    scenario, _ = resolve(CliOptions("quickstart", (*EASY, "search.min_requests=1")))
+    for requests, least in ((1500, 30), (320, 10), (60, 10), (12, 6)):
+        server = SlowServer()
+        pool = right_answers(
+            *(scenario, server, "aggregated", CELL, 0.0), proof="reference", scored=False, requests=requests
+        )
+        assert pool is not None
+        places = CanarySupply(scenario, server, pool).places(Offered(np.zeros(requests)), 1)
+        assert len(places.at) >= least
+
+
+def test_what_a_fixed_load_sends_is_known() -> None:
+    scenario, _ = resolve(CliOptions("quickstart", ("search.trial_s=10", "search.min_requests=60")))
+    assert Fixed(30.0).requests(scenario, 0.1) == 300
+    assert Fixed(1.0).requests(scenario, 0.1) == 60
+    assert Fixed(0.0, concurrency=700, num_requests=1500).requests(scenario, 0.1) == 1500
 
 
 def test_an_empty_share_asks_nobody_anything() -> None:

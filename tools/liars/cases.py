@@ -101,7 +101,7 @@ def _foreign(lie: str, gate: str, *sets: str, servers: int = 1, metrics: bool = 
 _ASKED_IDLE: Final = 80
 """No fewer than a bench asks of an idle server, before any load: canaries, each more than once."""
 FOREIGN: Final = CliOptions(input_len="512", output_len=64, ttft_ms=4000, tpot_ms=1000)
-TROUBLE: Final = ("kind", "every", "spared", "prompt_off", "per_event", "late_s")
+TROUBLE: Final = ("kind", "every", "spared", "prompt_off", "per_event", "late_s", "in_flight")
 CASES: Final[tuple[Case, ...]] = (
     _lie("warm_cache"),
     _lie("skip_prefill"),
@@ -160,6 +160,17 @@ CASES: Final[tuple[Case, ...]] = (
     replace(
         _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=_ASKED_IDLE),
         watched=True,
+    ),
+    # Another user's answer in 5 % of cases, once more requests are under way, idle ones included.
+    replace(
+        _foreign("swapped_above_4", "repeated_answers", *_MANY, kind="stale", every=20, in_flight=4),
+        watched=True,
+        rate=60,
+    ),
+    replace(
+        _foreign("swapped_above_9", "repeated_answers", *_MANY, kind="stale", every=20, in_flight=9),
+        watched=True,
+        rate=60,
     ),
     _beside(_foreign("empty_first", "empty_first_event", kind="empty_first", first_token_s=0.6)),
     _foreign("blank_first", "early_first_token", kind="blank_first", first_token_s=0.6),

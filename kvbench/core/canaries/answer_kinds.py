@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 from zlib import crc32
@@ -26,7 +26,7 @@ WORDS: Final[Mapping[str, str]] = {
     "cut": "cut",
     "garbage": "garbage",
 }
-When = Literal["load", "after_trial", "end_of_cell"]
+When = Literal["load", "after_trial", "end_of_cell", "idle"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class JudgedCanary:
             what += f" after {self.at_char} characters"
         elif self.at_char:
             what += f" from character {self.at_char + 1} on"
-        asked = "" if self.when == "load" else ", asked beside the load"
+        asked = {"load": "", "idle": ", asked before the load"}.get(self.when, ", asked beside the load")
         shown = f"expected {self.expected[:48]!r}, got {self.answer[:48]!r}"
         return f"{self.request_id} at {self.sent_s:.2f} s{asked}: {what}; {shown}" + (
             f"; {self.around}" if self.around else ""
@@ -117,6 +117,8 @@ class CanaryResult:
     """The same prompts were asked before, and nobody could empty the caches."""
     of_reference: bool = False
     """They are the answers of the server that gave the right ones: garbage among them is its own noise."""
+    idle: tuple[tuple[int, int], ...] = ()
+    """CRC-32 and length of the idle server's whole answers, where those under load are as exact."""
 
     def to_json(self) -> dict[str, Any]:
         """For a trial's engine columns."""
@@ -167,9 +169,10 @@ def judged_canaries(
         doubtful = near if beyond else [*near, *unplaced]
     singly = exact or bool(pool.answers.choices)
     least = 1 if singly else refused_from(len(answered), noise, doubted_below(noise)) or 0
-    wrong = (*certain, *(each for each in garbage if each not in doubtful))
+    crossed = _crossed_idle(pool)
+    wrong = (*crossed, *certain, *(each for each in garbage if each not in doubtful))
     return CanaryResult(
-        checked=len(answered),
+        checked=len(answered) + len(crossed),
         unanswered=len(found) - len(answered),
         noisy=len(doubtful),
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
@@ -181,7 +184,36 @@ def judged_canaries(
         noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
         repeated=repeated,
         of_reference=of_reference,
+        idle=_idle_texts(pool) if exact and answered and not wrong and not doubtful else (),
     )
+
+
+def _crossed_idle(pool: CanaryPool) -> list[JudgedCanary]:
+    """Idle answers that are another canary's: the right answers themselves cannot be trusted."""
+    return [
+        JudgedCanary(
+            number,
+            f"idle-canary-{number}",
+            "another_prompt",
+            "idle",
+            whose=f"that of canary prompt {owner}",
+            answer=text,
+            expected=next((each for each in _idle_answers(pool, number) if each != text), ""),
+        )
+        for number, owner, text in pool.crossed
+    ]
+
+
+def _idle_answers(pool: CanaryPool, number: int) -> Iterator[str]:
+    for outputs in (pool.answers, *pool.answers.repeats):
+        if number < len(outputs.texts):
+            yield outputs.texts[number]
+
+
+def _idle_texts(pool: CanaryPool) -> tuple[tuple[int, int], ...]:
+    """Checksums of the right answers, where all are whole and of prompts of the load's own lengths."""
+    alike = not pool.places and all(pool.whole(number) for number in range(len(pool)))
+    return tuple(_checksum(text) for text in pool.answers.texts) if alike else ()
 
 
 def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> CanaryPool:

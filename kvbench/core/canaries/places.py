@@ -40,12 +40,14 @@ def wanted_canaries(requests: int, share: float, least: int) -> int:
 def canary_places(requests: int, share: float, least: int, early: int, seed: int) -> list[int]:
     """Places of canaries among 0 … ``requests`` − 1, ascending: one at random in each equal part.
 
-    ``early``: after so many requests the trial may end. ``least`` lie before that, and later ones by the
-    share alone. A function of its arguments.
+    ``early``: after so many requests the trial may end. ``least`` lie before that if they find room, else in
+    all of it, and later ones by the share alone. A function of its arguments.
     """
     early = min(max(1, early), requests)
     first = min(wanted_canaries(early, share, least), requests)
-    parts = [(0, early, first), (early, requests, math.ceil(share * (requests - early)) if share > 0 else 0)]
+    rest = math.ceil(share * (requests - early)) if share > 0 else 0
+    rest = max(rest, wanted_canaries(requests, share, least) - first)
+    parts = [(0, early, first), (early, requests, rest)]
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
     places = []
     for begin, end, count in parts:

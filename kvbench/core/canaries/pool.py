@@ -68,6 +68,30 @@ class CanaryPool:
         return joined(noise_of(self.answers), self.under_load)
 
     @cached_property
+    def crossed(self) -> tuple[tuple[int, int, str], ...]:
+        """(canary, whose answer it got, that text) of idle answers that are another canary's.
+
+        A server that answers a prompt in two ways, one of which is the answer to a single other prompt, has
+        sent somebody else's answer. Noise does not make a whole text of another prompt.
+        """
+        texts = [
+            [text, *(again.texts[number] for again in self.answers.repeats if number < len(again.texts))]
+            for number, text in enumerate(self.answers.texts)
+        ]
+        owners: dict[str, set[int]] = {}
+        for number, found in enumerate(texts):
+            for text in found:
+                owners.setdefault(text, set()).add(number)
+        return tuple(
+            (number, next(iter(others)), text)
+            for number, found in enumerate(texts)
+            for text in dict.fromkeys(found)
+            if len(set(found)) > 1 and len(text) >= TELLING_CHARS
+            if len(others := owners[text] - {number}) == 1
+            if texts[next(iter(others))].count(text) >= found.count(text)
+        )
+
+    @cached_property
     def telling(self) -> Mapping[str, int]:
         """Right answer → its prompt's number, of those that no other prompt has and chance does not give."""
         rights = [self.right(number) for number in range(len(self))]

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence
+from kvbench.core.metrics.equal_answers import CERTAIN_TEXTS, equal_answers
 from kvbench.core.records import Finding
 
 WORDED_SHARE: Final = 0.05
@@ -22,6 +23,9 @@ MOST_KEPT: Final = 20
 """So many wrong answers are told in a finding, and kept with it."""
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
+EQUAL_BY_CHANCE: Final = 0.0005
+"""Highest probability, by each of two tests, that an honest server gives such equal answers: fewer than 1 of
+1,000 honest trials are refused."""
 SAME_SHARE: Final = 0.9
 COMPUTED_TOKENS: Final = 2048
 LONGER: Final = 8
@@ -122,6 +126,52 @@ def same_answers(evidence: Evidence) -> Finding | None:
         else "ask it two questions by hand: a cache before it, a canned answer or broken weights look like "
         "this; if its weights are dummies, say so (deployment.engine_options.dummy_weights=true)",
         {"same": count, "answers": len(crcs)},
+    )
+
+
+def repeated_answers(evidence: Evidence) -> Finding | None:
+    """No request gets another user's answer.
+
+    evidence: the texts (a CRC-32 and the length of each) of all answers of 16 tokens and 32 bytes and more.
+    Refused where requests that were under way together, or one after the other, got equal ones more often
+    than requests at other times did, or all of them more often than the idle server's answers; an honest
+    trial by either test in fewer than 1 of 2,000 cases (core/metrics/equal_answers.py).
+    limits: answers that are crossed, so that each is there once, are left to the canaries; silent where
+    prompts share beginnings, only a warning with dummy weights.
+    """
+    if evidence.reuse_expected:
+        return None
+    canaries = evidence.canaries
+    found = equal_answers(evidence.records, canaries.idle if canaries is not None else ())
+    by_time = found.by_time < EQUAL_BY_CHANCE and found.neighbours >= CERTAIN_TEXTS
+    by_idle = found.by_idle < EQUAL_BY_CHANCE
+    if not by_time and not by_idle:
+        return None
+    seen = (
+        f"{found.neighbours} texts came twice at about the same time, {found.expected:.2g} expected by chance"
+        if by_time
+        else f"{found.repeated} of {found.answers} answers under load have another one's text, "
+        f"of {found.idle} idle ones {found.idle_repeated}"
+    )
+    named = "".join(f"; {one} and {other} got the same" for one, other in found.pairs[:MOST_TOLD])
+    return Finding(
+        "repeated_answers",
+        "warning" if evidence.dummy_weights else "invalid",
+        f"requests got the answers to other prompts: {seen}{named if by_time else ''}",
+        "with dummy weights answers may be alike for other reasons"
+        if evidence.dummy_weights
+        else "another user's answer was sent: look for crossed request ids, KV blocks that are freed or "
+        "reused too early, and for a cache before the server",
+        {
+            "answers": found.answers,
+            "repeated": found.repeated,
+            "texts": found.texts,
+            "at_the_same_time": found.neighbours,
+            "expected": round(found.expected, 4),
+            "idle": found.idle,
+            "idle_repeated": found.idle_repeated,
+            "pairs": [list(each) for each in found.pairs[:MOST_KEPT]],
+        },
     )
 
 

@@ -21,6 +21,7 @@ from kvbench.core.gates import (
 )
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import EngineFigures
+from kvbench.core.metrics.equal_answers import is_long
 from kvbench.core.records import Finding, RequestRecord
 
 Gate = Callable[[Evidence], Finding | None]
@@ -121,6 +122,11 @@ LONG_ANSWERS: Final = Source(
     ),
 )
 
+COMPARED_ANSWERS: Final = Source(
+    "answers are too short to differ",
+    lambda evidence: sum(map(is_long, evidence.records)) >= answers.LEAST_ANSWERS,
+)
+
 
 def _paired(evidence: Evidence) -> bool:
     """P hands over KV to D."""
@@ -149,6 +155,7 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     answers.wrong_answers: Need((CANARIES,)),
     answers.wrong_prompt_length: Need((SOCKET, PROMPT_USAGE)),
     answers.same_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, LONG_ANSWERS)),
+    answers.repeated_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, COMPARED_ANSWERS)),
     answers.prompts_unread: Need((FRESH_PROMPTS, SOCKET, LENGTHS)),
     answers.empty_answers: Need((SOCKET, TEXTS)),
     streaming.answer_at_once: Need((SOCKET, IN_TIME)),

@@ -26,6 +26,11 @@ class Ledger:
         self._started = time.monotonic()
         self._cpu = time.process_time()
 
+    @property
+    def open(self) -> int:
+        """Requests under way."""
+        return self._open
+
     def began(self, stream: ServedStream) -> None:
         """A request has arrived."""
         self.streams.append(stream)

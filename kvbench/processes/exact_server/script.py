@@ -50,9 +50,15 @@ class Playwright:
         """The last request's prompt, as its CRC-32."""
         self._blank = wire.event(spec.model, [wire.choice(" ")])
 
-    def script(self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool) -> Script:
-        """For request number ``index`` in order of arrival; ``close``: the connection ends with it."""
-        trouble = self._trouble if self._trouble is not None and self._trouble.hits(index) else None
+    def script(
+        self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool, in_flight: int = 1
+    ) -> Script:
+        """For request number ``index`` in order of arrival; ``close``: the connection ends with it;
+        ``in_flight``: requests under way, this one included.
+        """
+        trouble = (
+            self._trouble if self._trouble is not None and self._trouble.hits(index, in_flight) else None
+        )
         usage_off = trouble.usage_off if trouble is not None and trouble.kind == "wrong_usage" else 0
         prompt_off = trouble.prompt_off if trouble is not None and trouble.kind == "wrong_prompt" else 0
         usage = wire.usage_of(wanted.prompt_tokens + prompt_off, output_len + usage_off)

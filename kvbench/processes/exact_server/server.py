@@ -323,7 +323,9 @@ class ExactServer:
         stream = ServedStream(len(self._ledger.streams), head.request_id, connection.stamp, connection.kernel)
         stream.output_len = wanted.output_len or self._spec.output_len
         stream.prompt_tokens = wanted.prompt_tokens
-        script = self._playwright.script(stream.index, wanted, stream.output_len, close=head.close)
+        script = self._playwright.script(
+            stream.index, wanted, stream.output_len, close=head.close, in_flight=self._ledger.open + 1
+        )
         self._ledger.began(stream)
         connection.stream, stream.connection = stream, connection
         stream.send = connection.sock.send

@@ -59,6 +59,8 @@ class Trouble:
     spared: int = 0
     """The first so many requests are in no trouble, as before any load."""
     after_tokens: int = 1
+    in_flight: int = 0
+    """Only while more requests than this are under way, the one in trouble included."""
     usage_off: int = -1
     prompt_off: int = -1
     per_event: int = 4
@@ -66,9 +68,9 @@ class Trouble:
     late_s: float = 1.0
     connections: int = 0
 
-    def hits(self, index: int) -> bool:
-        """Whether request number ``index`` is mistreated."""
-        if self.kind == "refuse" or index < self.spared:
+    def hits(self, index: int, in_flight: int) -> bool:
+        """Whether request number ``index`` is mistreated, with which ``in_flight`` are under way."""
+        if self.kind == "refuse" or index < self.spared or in_flight <= self.in_flight:
             return False
         return index in self.at if self.at else index % self.every == 0
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from kvbench import connectors
 from kvbench.connectors.base import Connector
 from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, prompt_key
-from kvbench.core.records import RequestRecord
+from kvbench.core.records import RequestRecord, abort_text
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.loadgen.answer import ServerAnswer
@@ -217,6 +217,9 @@ class DirectRequest(InFlightRequest):
             fields = None
         if not isinstance(fields, dict):
             return ("bad_stream", "the answer is no JSON object: " + clipped(body)), {}
+        aborted = abort_text(fields.get("choices"))
+        if aborted:
+            return ("aborted", aborted), {}
         missing = self._dispatch.connector.missing_in_prefill_response(fields)
         if missing:
             error, detail = whole_body_error(body)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from zlib import crc32
 
 from kvbench.core.foreign_text import visible
-from kvbench.core.records import RequestError
+from kvbench.core.records import RequestError, abort_text
 
 MAX_DETAIL_CHARS: Final = 300
 MAX_EVENT_BYTES: Final = 1 << 20
@@ -183,6 +183,9 @@ class StreamReader:
         choices = event.get("choices")
         if not choices:
             return False
+        aborted = abort_text(choices)
+        if aborted:
+            self._fail("aborted", aborted)
         if self.token_ids is not None:
             self.token_ids += token_ids_in(choices)
         text = text_in(choices)

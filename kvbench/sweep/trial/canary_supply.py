@@ -37,7 +37,11 @@ from kvbench.sweep.trial.load_plan import Offered
 from kvbench.sweep.trial.output_check import joined_outputs
 
 TOGETHER: Final = 8
-"""So many prompts are asked for at once; and so many again, to see how a server differs from itself."""
+"""Prompts that are asked for again at once, and again one by one, to see how a server differs from itself."""
+LONGEST_S: Final = 30.0
+"""Seconds that all idle answers of a cell take at most, those that are asked for again included."""
+LEAST_IDLE: Final = 4
+"""Idle answers that are asked for in any case, however slow the server is."""
 AFTER_TRIAL: Final = 2
 """At most so many canaries after a trial in which requests failed or were cancelled."""
 AT_END: Final = 8
@@ -70,20 +74,24 @@ def right_answers(
     proof: Proof,
     scored: bool,
     trace: Sequence[TracedRequest] = (),
+    requests: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> CanaryPool | None:
-    """Asks an idle deployment for the answers that canaries are compared with, for ``budget_s``.
+    """Asks an idle deployment for the answers that canaries are compared with, one request at a time.
 
-    As many as a trial may need, but at least what the least trial needs, and two that may follow a failure;
-    more of a server's own, whose trials hold few of them: 2 wrong ones of 3 are told from its noise only if
-    enough others did not differ when asked again. ``scored``: with log-probabilities, and again. None where
-    there are to be no canaries. Raises ServerError.
+    So a fault that needs several requests at once is not in the right answers. For ``budget_s`` all are asked
+    for that a trial may need; after that what the least trial needs (``requests``: what a trial is known to
+    send), and some that may follow a failure. ``LONGEST_S`` ends it once there are ``LEAST_IDLE``.
+    ``scored``: with log-probabilities, and again. None where no canaries are wanted. Raises ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
         return None
     more = AFTER_FAILURE if proof == "reference" else SPARES
-    least = wanted_canaries(search.min_requests, checks.canary_share, checks.min_canaries) + more
-    most = wanted_canaries(search.max_requests, checks.canary_share, checks.min_canaries) + SPARES
+    shortest = requests or search.min_requests
+    share, fewest = checks.canary_share, checks.min_canaries
+    least = len(canary_places(shortest, share, fewest, search.min_requests, 0)) + more
+    most = wanted_canaries(search.max_requests, share, fewest) + SPARES
     wanted = min(MOST, max(least, most))
     places = _trace_places(scenario, trace)[:wanted]
     lengths = [(trace[place].input_len, trace[place].output_len) for place in places]
@@ -96,16 +104,13 @@ def right_answers(
         prompts = [canary_prompt(lengths[number][0], seed, number, vocab_size) for number in numbers]
         return deployment.complete_all(prompts, most_tokens, scored=scored)
 
-    began = time.monotonic()
-    found: list[Completion] = []
-    enough = min(least, len(lengths))
-    for batch in _batches(lengths):
-        late = time.monotonic() - began > (budget_s / 2 if scored else budget_s)
-        if late and len(found) >= enough:
-            break
-        found += asked(batch[: enough - len(found)] if late else batch)
-    seconds, count = time.monotonic() - began, len(found)
-    repeats = _asked_again(deployment, asked, lengths[:count]) if scored else []
+    began = clock()
+    part = 0.5 if scored else 1.0  # of the time: the rest is for asking again
+    found = _asked_alone(
+        asked, (min(least, len(lengths)), len(lengths)), part * budget_s, part * LONGEST_S, clock
+    )
+    seconds, count = clock() - began, len(found)
+    repeats = _asked_again(deployment, asked, lengths[:count], clock) if scored else []
     deployment.reset_caches()
     return CanaryPool(
         label,
@@ -119,33 +124,46 @@ def right_answers(
     )
 
 
+def _asked_alone(
+    asked: Callable[[Sequence[int]], list[Completion]],
+    least_most: tuple[int, int],
+    budget_s: float,
+    longest_s: float,
+    clock: Callable[[], float],
+) -> list[Completion]:
+    """Prompts one at a time: the most within the budget, else the least within the longest time."""
+    least, most = least_most
+    found: list[Completion] = []
+    began = clock()
+    while len(found) < most:
+        seconds = clock() - began
+        wanted = most if seconds <= budget_s else least
+        if len(found) >= (LEAST_IDLE if seconds > max(budget_s, longest_s) else wanted):
+            break
+        found += asked([len(found)])
+    return found
+
+
 def _asked_again(
     deployment: AskedDeployment,
     asked: Callable[[Sequence[int]], list[Completion]],
     lengths: Sequence[tuple[int, int]],
+    clock: Callable[[], float],
 ) -> list[Outputs]:
-    """The first prompts alone, and all of them beside others than before."""
-    few = range(min(TOGETHER, len(lengths)))
-    alone = joined_outputs([each for number in few for each in asked([number])])
+    """The first prompts alone, as far as a quarter of the time reaches, and all of them beside others."""
+    began = clock()
+    alone: list[Completion] = []
+    for number in range(min(TOGETHER, len(lengths))):
+        if alone and clock() - began > LONGEST_S / 4:
+            break
+        alone += asked([number])
     deployment.reset_caches()
     again = {
         number: answer
         for batch in _others_together(lengths)
         for number, answer in zip(batch, asked(batch), strict=True)
     }
-    return [alone, joined_outputs([again[number] for number in sorted(again)])]
-
-
-def _batches(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Numbers of prompts that are asked for together, all of one output length."""
-    batches: list[list[int]] = []
-    for number, (_, output_len) in enumerate(lengths):
-        last = batches[-1] if batches else []
-        if last and len(last) < TOGETHER and lengths[last[0]][1] == output_len:
-            last.append(number)
-        else:
-            batches.append([number])
-    return batches
+    return [joined_outputs(alone), joined_outputs([again[number] for number in sorted(again)])]
 
 
 def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:

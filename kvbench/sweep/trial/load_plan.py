@@ -14,6 +14,7 @@ from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.traces import TracedRequest, request_rate, scaled
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Method, RequestRecord
+from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_requests
 from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
@@ -207,7 +208,16 @@ def num_requests(scenario: Scenario, wanted: Wanted) -> int:
         seconds = search.max_trial_s or max(
             seconds, trial_length_s(wanted.rate, wanted.latency_s, wanted.least_s)
         )
-    return max(search.min_requests, min(search.max_requests, round(wanted.rate * seconds)))
+    return _within(search, wanted.rate * seconds)
+
+
+def fixed_requests(scenario: Scenario, rate: float) -> int:
+    """Requests of a trial that offers all of a rate's load."""
+    return _within(scenario.search, rate * scenario.search.trial_s)
+
+
+def _within(search: Search, requests: float) -> int:
+    return max(search.min_requests, min(search.max_requests, round(requests)))
 
 
 class TrialWatch:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers
-from kvbench.core.load.traces import TracedRequest
+from kvbench.core.load.traces import TracedRequest, shares_prefixes
 from kvbench.core.metrics.limit import TrialFacts, binding_of
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, RequestRecord, TrialRecord
@@ -144,9 +144,16 @@ class StoredTrial:
         evidence = replace(
             evidence_of(self.scenario, trial, load),
             recorded=record.findings,
+            reuse_expected=self._prompts_share_beginnings,
             canaries=self._judged_canaries(),
         )
         return judged(self.scenario, trial, load, evidence)
+
+    @property
+    def _prompts_share_beginnings(self) -> bool:
+        return self.scenario.workload.sessions is not None or (
+            bool(self.trace) and shares_prefixes(self.trace)
+        )
 
     def _decisions(self) -> dict[str, Decision]:
         """What was decided while it was under way, by tier."""

@@ -100,6 +100,12 @@ def test_what_failed_is_no_answer() -> None:
     assert (result.checked, result.unanswered, result.wrong) == (0, 2, ())
 
 
+def test_an_aborted_answer_is_no_corrupt_answer() -> None:
+    aborted = replace(answered(0, RIGHT[0][:20], 0), error="aborted")
+    result = judged_canaries(POOL, [aborted])
+    assert (result.checked, result.unanswered, result.wrong) == (0, 1, ())
+
+
 def test_what_happened_around_is_told() -> None:
     broken = replace(answered(3, ""), error="reset")
     wrong = judged_canaries(

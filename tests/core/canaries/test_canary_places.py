@@ -25,6 +25,7 @@ def test_places_are_in_the_load_ascending_and_enough_of_them_early(
     assert all(0 <= place < requests for place in places)
     soon = min(early, requests)
     assert sum(place < soon for place in places) == wanted_canaries(soon, share, least)
+    assert len(places) >= wanted_canaries(requests, share, least)
     assert places == canary_places(requests, share, least, early, seed)
 
 

@@ -34,6 +34,10 @@ from hostile import (
 from kvbench.core.records import RequestRecord
 from kvbench.processes.http1 import ReceivedRequest, Response, serve
 
+ABORTED = b'data: {"choices":[{"index":0,"text":" a","finish_reason":"abort"}],"usage":null}\n\n'
+ABORTED_CHAT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"error"}]}\n\n'
+"""How vLLM (its issue 57082) and SGLang end an answer that they give up."""
+
 
 @pytest.mark.parametrize(
     ("name", "steps"),
@@ -129,6 +133,16 @@ def test_every_way_to_stream_is_understood(name: str, steps: list[Step]) -> None
             200,
             "died",
         ),
+        ("aborted", [HEAD, chunk(TOKEN + ABORTED + USAGE + DONE), LAST], "aborted", 200, '"abort"'),
+        (
+            "aborted at its last token",
+            [HEAD, chunk(TOKEN * 2 + ABORTED + USAGE + DONE), LAST],
+            "aborted",
+            200,
+            "",
+        ),
+        ("aborted at once", [HEAD, chunk(ABORTED_CHAT), chunk(DONE), LAST], "aborted", 200, '"error"'),
+        ("aborted, then closes", [HEAD, chunk(TOKEN), chunk(ABORTED), "close"], "aborted", 200, ""),
         ("garbage for HTTP", [b"\x00\x01 no http\r\n\r\n", "close"], "bad_stream", 0, "HTTP"),
         ("garbage body", [HEAD, chunk(b"\xff\xfe\x00garbage\n\n"), LAST], "bad_stream", 200, "garbage"),
         ("garbage event", [HEAD, chunk(TOKEN + b"data: {nope\n\n" + DONE), LAST], "bad_stream", 200, "nope"),

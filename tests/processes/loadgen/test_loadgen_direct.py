@@ -204,6 +204,18 @@ def test_one_server_needs_no_prefill() -> None:
         ("an error", [plain("500 No", b'{"detail":"boom"}')], "http_error", 500, "boom"),
         ("a redirect", [plain("302 Found", b"", "location: /x\r\n")], "redirect", 302, "/x"),
         ("an error with 200", [plain("200 OK", b'{"error":"full"}')], "error_body", 200, "full"),
+        (
+            "aborted",
+            [
+                plain(
+                    "200 OK",
+                    b'{"choices":[{"text":"","finish_reason":"abort"}],"kv_transfer_params":{"a":1}}',
+                )
+            ],
+            "aborted",
+            200,
+            "abort",
+        ),
         ("no parameters", [plain("200 OK", b'{"choices":[]}')], "bad_stream", 200, "kv_transfer_params"),
         ("no object", [plain("200 OK", b"[]")], "bad_stream", 200, "no JSON object"),
         ("no JSON", [plain("200 OK", b"{")], "bad_stream", 200, "no JSON object"),

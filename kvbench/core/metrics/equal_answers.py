@@ -1,0 +1,168 @@
+"""Equal answers to different prompts: honest ones, or another user's answer?
+
+Greedy answers to different prompts may be equal: blank ones, short ones, and those of a model that repeats
+itself. Such a text comes at any time, and from an idle server, too. An answer that goes to the wrong user is
+equal to that of a request that was under way at the same time, or to that of a neighbour. Two tests use this;
+both hold for any distribution of honest answers, as the prompts of a load are drawn independently:
+
+1. Time. Each text that two to four requests got has a chance of being two neighbours' by accident: the share
+   of neighbours among all pairs of requests. With independent prompts every assignment of the texts to the
+   requests is equally likely, so the number of texts that neighbours got is a sum of such chances, and its
+   tail at most that of a binomial with their mean (Hoeffding 1956);
+   that different texts cannot fall on one request is neglected.
+2. Idle. The answers of the idle server and those under load are draws from one distribution, so each answer
+   that another prompt got, too, is as likely to be an idle one as its share of all: hypergeometric. This sees
+   faults that do not depend on time, as far as there are enough idle answers.
+
+Each test alone refuses fewer than 1 in 2,000 honest trials, both together fewer than 1 in 1,000: of 82,041
+simulated ones (60 to 600 requests, steady and bursty, five distributions of texts) 10 were refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from kvbench.core.records import RequestRecord
+from kvbench.core.stats import binomial_cdf
+
+LONG_TOKENS: Final = 16
+"""Answers of fewer tokens are not compared: their texts are too often equal to tell anything."""
+LONG_BYTES: Final = 32
+"""Bytes that a text has at least: 16 blank tokens have fewer."""
+MOST_EQUAL: Final = 4
+"""Requests that share a text in the test of time; one that more have is a popular answer, or a canned one."""
+NEIGHBOURS: Final = 2
+"""The next two requests count as neighbours, also where the one before had ended: its KV may be stale."""
+CERTAIN_TEXTS: Final = 2
+"""At least so many texts have to be neighbours': a single one may be a proxy's mistake."""
+MOST_CHANCE: Final = 0.5
+"""A text whose requests are neighbours with a higher chance than this tells nothing and is left out."""
+
+Text = tuple[int, int]
+"""CRC-32 and length in bytes."""
+
+
+@dataclass(frozen=True)
+class EqualAnswers:
+    """Equal answers among ``answers`` long ones.
+
+    ``repeated``: answers whose text another prompt got, too. ``texts``: those that two to four requests got
+    and that were tested; ``neighbours``: how many of them went to requests under way at the same time.
+    ``by_time``, ``by_idle``: the probability that an honest server shows as much. ``idle``: idle answers that
+    were compared, of which ``idle_repeated`` had a text that another prompt got. ``pairs``: neighbours' ids.
+    """
+
+    answers: int = 0
+    repeated: int = 0
+    texts: int = 0
+    neighbours: int = 0
+    expected: float = 0.0
+    by_time: float = 1.0
+    idle: int = 0
+    idle_repeated: int = 0
+    by_idle: float = 1.0
+    pairs: tuple[tuple[str, str], ...] = ()
+
+
+def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -> EqualAnswers:
+    """Compare the long answers of a load with each other and with ``idle``, an idle server's answers.
+
+    Canaries have the idle answers' prompts, so that they are left out where these are compared.
+    """
+    long = [each for each in records if is_long(each)]
+    chances: list[float] = []
+    pairs: list[tuple[str, str]] = []
+    for output_len in sorted({each.output_len for each in long}):
+        alike = sorted(
+            (each for each in long if each.output_len == output_len), key=lambda each: each.sent_s or 0.0
+        )
+        _neighbours(alike, chances, pairs)
+    expected = math.fsum(chances)
+    fresh = [_text(each) for each in long if each.canary is None]
+    compared = [each for each in idle if each[1] >= LONG_BYTES]
+    idle_repeated, by_idle = _idle_chance(fresh, compared)
+    return EqualAnswers(
+        answers=len(long),
+        repeated=_repeated([_text(each) for each in long]),
+        texts=len(chances),
+        neighbours=len(pairs),
+        expected=expected,
+        by_time=_tail(len(pairs), len(chances), expected),
+        idle=len(compared),
+        idle_repeated=idle_repeated,
+        by_idle=by_idle,
+        pairs=tuple(pairs),
+    )
+
+
+def is_long(record: RequestRecord) -> bool:
+    """Whether an answer is long enough to be compared."""
+    long = record.output_len >= LONG_TOKENS and (record.text_bytes or 0) >= LONG_BYTES
+    return record.ok and long and record.text_crc is not None and record.sent_s is not None
+
+
+def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: list[tuple[str, str]]) -> None:
+    """Add the chance of each text that two to four of these requests got, and the pairs of neighbours.
+
+    ``alike``: requests of one output length in the order of their sending.
+    """
+    n = len(alike)
+    places: dict[Text, list[int]] = {}
+    for place, each in enumerate(alike):
+        places.setdefault(_text(each), []).append(place)
+    tested = [found for found in places.values() if 2 <= len(found) <= MOST_EQUAL]
+    if not tested:
+        return
+    starts = np.array([each.sent_s or 0.0 for each in alike])
+    ends = np.array([each.last_token_s or each.sent_s or 0.0 for each in alike])
+    order = np.arange(n)
+    # A request's neighbours are those up to here: sent before its end, or among the next ones.
+    until = np.minimum(n, np.maximum(np.searchsorted(starts, ends, "right"), order + 1 + NEIGHBOURS))
+    of_pair = float((until - order - 1).sum()) / math.comb(n, 2)
+    for found in tested:
+        chance = math.comb(len(found), 2) * of_pair
+        if chance > MOST_CHANCE:
+            continue
+        chances.append(chance)
+        near = next(((one, other) for one, other in pairwise(found) if other < until[one]), None)
+        if near is not None:
+            pairs.append((alike[near[0]].request_id, alike[near[1]].request_id))
+
+
+def _tail(seen: int, of: int, expected: float) -> float:
+    """The probability of ``seen`` or more of ``of``, at most; 1 where the bound does not hold."""
+    if seen < expected + 1:
+        return 1.0
+    return max(0.0, 1.0 - binomial_cdf(seen - 1, of, expected / of))
+
+
+def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:
+    """Idle answers that another prompt got, and the probability of so few of them."""
+    every = [*load, *idle]
+    counts, repeated = Counter(every), _repeated(every)
+    seen = sum(counts[each] > 1 for each in idle)
+    if not idle or not repeated:
+        return seen, 1.0
+    others = len(every) - repeated
+    ways = sum(
+        math.comb(repeated, count) * math.comb(others, len(idle) - count)
+        for count in range(seen + 1)
+        if len(idle) - count <= others
+    )
+    return seen, ways / math.comb(len(every), len(idle))
+
+
+def _repeated(texts: Sequence[Text]) -> int:
+    """How many have a text that another one has."""
+    return sum(count for count in Counter(texts).values() if count > 1)
+
+
+def _text(record: RequestRecord) -> Text:
+    return record.text_crc or 0, record.text_bytes or 0
