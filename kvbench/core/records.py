@@ -256,6 +256,12 @@ class TrialRecord:
     labels: list[str] = field(default_factory=list)
     method: Method = "sustained"
 
+    def verdict_of(self, tier: str) -> VerdictKind:
+        """The verdict for one tier of the SLO. "" is the trial's own."""
+        of_tier = (self.summary.get("tiers") or {}).get(tier) if tier else None
+        verdict: VerdictKind = self.verdict if of_tier is None else of_tier["verdict"]
+        return verdict
+
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA_VERSION, **asdict(self)}
 

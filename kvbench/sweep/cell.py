@@ -21,7 +21,7 @@ from kvbench.results.run import CellResult
 from kvbench.sweep.bench import CellWorkOf, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.knowledge import Knowledge
-from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered, tier_verdict
+from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered
 from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed_requests
 from kvbench.sweep.trial.output_check import Equality, compare
 
@@ -343,7 +343,7 @@ class CellRunner:
                     "done",
                     answer=answer,
                     reason="" if answer["status"] == "converged" else answer["reason"],
-                    confirmed_by=resting_on(records, tier, rate, self._scenario.search.precision),
+                    confirmed_by=confirmed_by(records, tier, rate, self._scenario.search.precision),
                     method=method,
                     tier=tier,
                     main=main and place == 0,
@@ -363,24 +363,17 @@ def _first_guess(latency_s: float) -> float:
     return START_CONCURRENCY / max(latency_s, 1e-3)
 
 
-def resting_on(records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float) -> str | None:
-    """The trial that a rate rests on, or that shows what is known of it.
-
-    One that was met at the rate or up to the precision above it, the nearest and then the newest; without one
-    (the answer is not "converged" then) what came out nearest to the rate, met or not.
-    """
+def confirmed_by(
+    records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float
+) -> str | None:
+    """The trial that was met at a rate or up to the precision above it: the nearest, then the newest."""
     if not rate:
         return None
-    judged = [
-        (abs(math.log(record.request_rate / rate)), -place, record)
-        for place, record in enumerate(records)
-        if record.purpose != "ceiling" and tier_verdict(record, tier) in ("met", "missed", "undecided")
-        if abs(math.log(record.request_rate / rate)) <= math.log1p(precision) + 1e-9
+    low, high = rate * (1 - 1e-9), rate * (1 + precision) * (1 + 1e-9)
+    met = [
+        record
+        for record in reversed(records)
+        if record.verdict_of(tier) == "met" and low <= record.request_rate <= high
     ]
-    above = [
-        each
-        for each in judged
-        if tier_verdict(each[2], tier) == "met" and each[2].request_rate >= rate * (1 - 1e-9)
-    ]
-    found = min(above or judged, default=None)
-    return found[2].trial_id if found is not None else None
+    found = min(met, key=lambda record: record.request_rate, default=None)
+    return found.trial_id if found is not None else None

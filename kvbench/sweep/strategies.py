@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvbench.core.records import Cell, TrialRecord, VerdictKind
+from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.search.burst import BurstSearch
 from kvbench.core.search.search import RateSearch, TrialFigures
 
@@ -135,7 +135,7 @@ class Tiered:
     def tell(self, record: TrialRecord) -> None:
         asked = self.ask()
         for tier, search in self._searches.items():
-            verdict = tier_verdict(record, tier)
+            verdict = record.verdict_of(tier)
             own = asked is not None and asked.tier == tier
             if record.purpose == "ceiling":
                 # It is a place to start from and no verdict: not even a disturbed one is worth a repetition.
@@ -161,15 +161,6 @@ def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
     for cell, rate in found.items():
         rates.setdefault((cell.input_len, cell.output_len), []).append(rate)
     return {lengths: min(each) for lengths, each in rates.items() if len(each) > 1}
-
-
-def tier_verdict(record: TrialRecord, tier: str) -> VerdictKind:
-    """A trial's verdict for one tier. "" is the trial's own."""
-    of_tier = (record.summary.get("tiers") or {}).get(tier) if tier else None
-    if of_tier is None:
-        return record.verdict
-    verdict: VerdictKind = of_tier["verdict"]
-    return verdict
 
 
 def measured_of(record: TrialRecord, tier: str) -> TrialFigures | None:

@@ -12,7 +12,6 @@ import pytest
 
 from kvbench.core.records import TrialRecord
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep.strategies import tier_verdict
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RUNS = {path.parent.name: load_run(path.parent) for path in sorted(REFERENCE.glob("*/manifest.json"))}
@@ -71,7 +70,7 @@ def test_an_answer_that_is_called_confirmed_rests_on_a_trial_that_was_met(
     rate = result.answer["max_request_rate"]
     highest = rate * (1 + run.plan["scenario"]["search"]["precision"])
     verdicts = {
-        trial.trial_id: (trial.request_rate, tier_verdict(trial, result.tier))
+        trial.trial_id: (trial.request_rate, trial.verdict_of(result.tier))
         for trial in trials_of(run, result)
     }
     met = {
@@ -100,7 +99,7 @@ def test_what_proves_that_a_burst_is_no_rate_is_a_rate_that_was_held() -> None:
 def test_a_rate_below_which_an_answer_lies_was_missed(run: RunFolder, result: CellResult) -> None:
     assert result.answer is not None
     if result.answer["censored"] == "below":
-        verdicts = [tier_verdict(trial, result.tier) for trial in trials_of(run, result)]
+        verdicts = [trial.verdict_of(result.tier) for trial in trials_of(run, result)]
         assert "missed" in verdicts
         assert "met" not in verdicts
     elif result.answer["censored"] == "above":

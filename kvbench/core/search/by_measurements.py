@@ -132,34 +132,53 @@ def _least_s(history: TrialHistory) -> float:
 
 
 def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
-    """The best answer so far: the rate that a trial has confirmed, or else the most likely one."""
+    """The best answer so far: the rate that a trial has confirmed, or else the most likely one.
+
+    No rate without a trial that was met at or below it, and no lower bound above all rates that were met.
+    """
     settled = _settled(history, estimate)
-    rate = settled if settled is not None else history.inside(estimate.median)
+    found = settled if settled is not None else _most_likely(history, estimate)
+    lower: float | None = None
+    upper: float | None = estimate.upper
+    censored: Literal["", "above", "below"] = ""
     status: Status = "converged"
-    support = history.support(rate)
-    reason = "" if support is None else f"met at {support.rate:g}"
+    confirming = None if found is None else history.confirming(found)
+    reason = "" if confirming is None else f"met at {confirming.rate:g}"
     if settled is None:
         status, reason = _unsettled(history, estimate, finished)
     limits, tried = history.limits, history.tried
-    lower, upper = min(estimate.lower, rate), max(estimate.upper, rate)
-    if settled is None and lower < limits.min_rate:
-        lower = 0.0  # nothing below it was tried
-    known: tuple[float | None, float | None, float | None, Literal["", "above", "below"]]
-    known = (rate, lower, upper, "")
-    if settled is None and all(each.verdict == "missed" for each in tried):
-        # Nothing but misses: any rate would be a guess.
-        known = (None, None, history.bracket.upper, "below" if tried else "")
-        if tried and history.trials_left <= 0:
-            status, reason = "exhausted", f"max_trials = {limits.max_trials} came before any rate was met"
-    elif settled is not None and settled >= limits.max_rate:
-        status, reason = "censored", f"not missed at {rate:g}, the highest rate allowed: raise max_rate"
-        known = (rate, lower, None, "above")
-    found, low, high, censored = known
-    figures, trials = (
-        {**history.figures(found), **_belief(history, estimate, finished)},
-        len(history.outcomes),
-    )
-    return SearchAnswer(found, low, high, censored, status, settled is not None, trials, reason, **figures)
+    if found is not None:
+        met = [
+            each.rate for each in tried if each.verdict == "met" and each.rate <= max(estimate.upper, found)
+        ]
+        lower, upper = min(estimate.lower, found, max(met)), max(estimate.upper, found)
+        if settled is None and lower < limits.min_rate:
+            lower = 0.0  # nothing below it was tried
+    elif tried and all(each.verdict == "missed" for each in tried):
+        upper, censored = history.bracket.upper, "below"
+    elif estimate.upper >= limits.max_rate:
+        upper = None  # that end was assumed, not measured
+    if found is None and tried and history.trials_left <= 0:
+        status, reason = "exhausted", f"max_trials = {limits.max_trials} came before any rate was met"
+    if settled is not None and settled >= limits.max_rate:
+        status, reason = "censored", f"not missed at {settled:g}, the highest rate allowed: raise max_rate"
+        upper, censored = None, "above"
+    figures = {**history.figures(found), **_belief(history, estimate, finished)}
+    trials = len(history.outcomes)
+    return SearchAnswer(found, lower, upper, censored, status, settled is not None, trials, reason, **figures)
+
+
+def _most_likely(history: TrialHistory, estimate: RateEstimate) -> float | None:
+    """The median of the posterior, but not below all rates that were met; None if none was met."""
+    return _not_below_all_met(history, history.inside(estimate.median), estimate.upper)
+
+
+def _not_below_all_met(history: TrialHistory, rate: float, highest: float) -> float | None:
+    """That rate if a trial was met at or below it, else the lowest met one, or None beyond ``highest``."""
+    if history.supporting(rate) is not None:
+        return rate
+    lowest = min((each.rate for each in history.tried if each.verdict == "met"), default=math.inf)
+    return lowest if lowest <= highest else None
 
 
 def _belief(history: TrialHistory, estimate: RateEstimate, finished: bool) -> dict[str, Any]:
@@ -255,6 +274,7 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     met = [each.rate for each in history.tried if reached_target(each) and each.thorough]
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
+    median = _not_below_all_met(history, median, median * (1 + precision)) or 0.0
     return median if median and estimate.within(median, precision) >= _sure(history) else None
 
 

@@ -168,19 +168,22 @@ class TrialHistory:
         once = tally.last == "missed" and tally.misses < 2
         return Probe(lowest, "confirm") if once and self.usable(tally) else None
 
-    def support(self, rate: float) -> TrialOutcome | None:
+    def confirming(self, rate: float) -> TrialOutcome | None:
         """A trial that was met at that rate or up to the precision above it: the nearest, then the newest."""
         top = rate * (1 + self.limits.precision) * (1 + 1e-9)
         met = [each for each in reversed(self.tried) if reached_target(each) and rate <= each.rate <= top]
         return min(met, key=lambda each: each.rate, default=None)
 
+    def supporting(self, rate: float) -> TrialOutcome | None:
+        """The highest trial that was met at or below that rate; of several at one rate the newest."""
+        top = rate * (1 + 1e-9)
+        met = [each for each in reversed(self.tried) if each.verdict == "met" and each.rate <= top]
+        return max(met, key=lambda each: each.rate, default=None)
+
     def figures(self, rate: float | None) -> dict[str, Any]:
-        """The curve, and the attainment of the trial that the rate rests on, or else of the newest at it."""
+        """The curve, and the attainment of the trial that supports the rate."""
         figures: dict[str, Any] = {"curve": tuple(each.to_json() for each in self.outcomes)}
-        if rate is None:
-            return figures
-        at_rate = (each for each in reversed(self.tried) if each.rate == rate)
-        outcome = self.support(rate) or next(at_rate, None)
+        outcome = None if rate is None else self.supporting(rate)
         if outcome is not None and outcome.measured is not None and outcome.measured.n:
             figures.update(
                 attainment=outcome.measured.attainment,

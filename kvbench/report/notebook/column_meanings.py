@@ -129,6 +129,8 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "gpus": "GPUs of all of them, of an emulated engine as planned; missing where that is not known",
         "max_request_rate_per_engine": "the highest rate by engine (requests/s)",
         "max_request_rate_per_gpu": "the highest rate by GPU (requests/s)",
+        "trial_request_rate": "the rate offered to the supporting trial: the highest that met the SLO, at or "
+        "below max_request_rate (requests/s)",
         "request_goodput_per_gpu": "requests within the SLO by GPU, at the supporting trial (requests/s)",
         "output_tok_per_s_per_gpu": "output tokens by GPU, at the supporting trial (tokens/s)",
         "cost_per_1k_requests": "cost of a thousand requests at the highest rate, by price_per_gpu_hour",

@@ -134,7 +134,7 @@ def _draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str], palette: 
     axes.set_ylim(0, max(tops) * 1.14)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.grid(False, axis="x")
-    names = [f"{_short(row.cell.connector)}\n{number(row.answer.max_request_rate)}/s" for row in rows]
+    names = [f"{_short(row.cell.connector)}\n{number(row.trial_rate)}/s" for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=7.5)
 
 

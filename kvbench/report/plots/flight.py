@@ -20,7 +20,7 @@ from kvbench.report.plots.sheet import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style
 from kvbench.report.plots.values import says
 from kvbench.report.tables.numbers import number
-from kvbench.report.tables.result import read_answer
+from kvbench.report.tables.result import highest_met, read_answer
 from kvbench.results.run import CellResult, RunFolder
 
 if TYPE_CHECKING:
@@ -179,12 +179,9 @@ def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
 
 
 def _supporting(trials: Sequence[TrialRecord], result: CellResult) -> TrialRecord | None:
-    """The trial that confirmed the answer, else the last one at its rate."""
+    """The trial with the highest rate that was met, at or below the answer."""
     mine = [trial for trial in trials if trial.cell == result.cell and trial.method == result.method]
-    named = [trial for trial in mine if trial.trial_id == result.confirmed_by]
-    rate = read_answer(result.answer).max_request_rate if result.answer else None
-    at_rate = [trial for trial in mine if rate is not None and trial.request_rate == rate]
-    return next(iter([*named, *reversed(at_rate)]), None)
+    return highest_met(mine, read_answer(result.answer).max_request_rate if result.answer else None)
 
 
 def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord], palette: Palette) -> None:

@@ -51,7 +51,7 @@ _CONNECTOR: Final[Mapping[str, _Shown]] = {
     "connector": lambda row: row.cell.connector,
     "input": lambda row: row.cell.input_len,
 }
-_AT_RATE: Final = {**_CONNECTOR, "rate": lambda row: number(row.answer.max_request_rate)}
+_AT_RATE: Final = {**_CONNECTOR, "rate": lambda row: number(row.trial_rate)}
 
 # --- the result ------------------------------------------------------------------------------------
 
@@ -66,6 +66,7 @@ def result(rows: Sequence[Row]) -> Table:
         f"per {unit}": lambda row: number(row.rate_per(unit)),
         "limit": lambda row: LIMIT_WORDS.get(row.limit, MISSING),
         "search": lambda row: row.search + (", confirmed" if row.confirmed else ""),
+        "measured at (req/s)": lambda row: number(row.trial_rate),
         "met (%) [95 %]": with_interval,
         "achieved (req/s)": _figure("achieved_request_rate"),
         "trials": lambda row: row.trials,
@@ -83,6 +84,7 @@ def gist(rows: Sequence[Row]) -> Table:
         "input": lambda row: f"{row.cell.input_len:,}",
         f"max rate (req/s) {interval_word(row.answer for row in rows)}": lambda row: row.answer.text(),
         f"per {unit}": lambda row: number(row.rate_per(unit)),
+        "measured at (req/s)": lambda row: number(row.trial_rate),
         "met %": _share("slo_attainment"),
         "TTFT P50 (ms)": _figure("ttft_ms_p50"),
         "TTFT P99 (ms)": _figure("ttft_ms_p99"),
@@ -102,7 +104,9 @@ def with_interval(row: Row) -> str:
     return f"{share} [{percent(values['attainment_lower'])}, {percent(values['attainment_upper'])}]"
 
 
-_RANKS: Final = (0, 0, 5, 4, 2, 3, 7, 6)
+_RATE_WIDTH: Final = 20
+"""From how many characters on a figure of ``brief_result`` takes several lines: a rate's interval fits."""
+_RANKS: Final = (0, 0, 5, 1, 4, 2, 3, 7, 6)
 """Of the figures of ``brief_result``: what a narrow terminal leaves out first has the highest."""
 
 
@@ -116,6 +120,7 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
         "input\nlen": lambda row: row.cell.input_len,
         f"max rate\nreq/s {interval_word(row.answer for row in rows)}": lambda row: row.answer.text(),
         f"req/s\n/{'GPU' if unit == 'GPU' else 'eng'}": lambda row: number(row.rate_per(unit)),
+        "at\nreq/s": lambda row: number(row.trial_rate),
         "met\n%": _share("slo_attainment"),
         "TTFT ms\nP50 / P99": _pair("ttft_ms_p50", "ttft_ms_p99"),
         "TPOT ms\nP50 / P99": _pair("tpot_ms_p50", "tpot_ms_p99"),
@@ -125,7 +130,8 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
     several, limits = any(name for name, _ in named), any(row.limit for row in rows)
     columns = [Column("", "run", align="left")] * several + [Column("", "connector", align="left")]
     columns += [
-        Column("", title, align="right", rank=rank) for title, rank in zip(figures, _RANKS, strict=True)
+        Column("", title, align="right", width=_RATE_WIDTH, rank=rank)
+        for title, rank in zip(figures, _RANKS, strict=True)
     ]
     columns += [Column("", "limit", align="left", rank=1)] * limits
     cells = [
@@ -166,8 +172,8 @@ WHY_AHEAD: Final = (
     "where those are not known) are not compared; those per GPU are."
 )
 WHICH_TRIAL: Final = (
-    "Milliseconds, of the trial that confirmed the rate or else of the highest "
-    "rate that met the SLO. TTFT counts from the scheduled send."
+    "Milliseconds, of the trial with the highest rate that met the SLO, at or below the answer; `rate` is "
+    "what was offered to it. TTFT counts from the scheduled send."
 )
 
 

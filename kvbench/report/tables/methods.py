@@ -16,7 +16,7 @@ from typing import Any
 
 from kvbench.core.records import TrialRecord
 from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.result import interval_word, read_answer
+from kvbench.report.tables.result import highest_met, interval_word, read_answer
 from kvbench.report.tables.table import STEADY, WHOLE_RUN, Table, of_method
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
@@ -105,16 +105,9 @@ def _burst(run: RunFolder) -> Table:
 
 
 def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRecord | None:
-    """The trial behind an answer of another method: the one confirmed by, or met at that rate."""
-    mine = [
-        trial
-        for trial in run.all_trials
-        if trial.cell == result.cell and trial.method == result.method and trial.verdict == "met"
-    ]
-    for trial in mine:
-        if trial.trial_id == result.confirmed_by:
-            return trial
-    return next((trial for trial in reversed(mine) if trial.request_rate == rate), None)
+    """The trial that supports an answer of another method or tier."""
+    method = [each for each in run.all_trials if (each.cell, each.method) == (result.cell, result.method)]
+    return highest_met(method, rate, result.tier)
 
 
 # --- one equal rate --------------------------------------------------------------------------------
@@ -177,6 +170,7 @@ def _tiers(run: RunFolder) -> Table:
     shown, rows, answers = [], [], []
     for result in results:
         answer = read_answer(result.answer) if result.answer else None
+        trial = _trial_at(run, result, answer.max_request_rate if answer else None)
         answers += [] if answer is None else [answer]
         shown.append(
             [
@@ -185,7 +179,7 @@ def _tiers(run: RunFolder) -> Table:
                 result.tier,
                 answer.text() if answer else result.status,
                 str((result.answer or {}).get("status") or ""),
-                result.confirmed_by or "–",
+                trial.trial_id if trial else "–",
             ]
         )
         rows.append(
@@ -198,7 +192,7 @@ def _tiers(run: RunFolder) -> Table:
                 "lower": answer.lower if answer else None,
                 "upper": answer.upper if answer else None,
                 "status": (result.answer or {}).get("status"),
-                "trial_id": result.confirmed_by,
+                "trial_id": trial.trial_id if trial else None,
             }
         )
     words = (

@@ -1,8 +1,7 @@
 """The result table: one row per connector and input length, made from a run folder and nothing else.
 
-A row's latencies and rates come from the trial that supports its answer: the one that confirmed it if
-there was one, otherwise the trial with the highest rate that met the SLO. Where there is no such trial
-they are missing, and are shown as missing.
+A row's latencies and rates come from the trial that supports its answer: the highest rate that met the SLO,
+at or below the answer. The row shows that trial's rate. Without such a trial these columns are empty.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ class Answer:
     """How probable it is that the interval holds the rate; None where it is not known."""
     posterior: tuple[float, ...] = ()
     """Equally probable rates, where the search has kept them."""
+    refusals: str = ""
+    """How many trials were refused, and for which reasons; empty if none was, or if there is a rate."""
 
     @property
     def possible(self) -> PossibleRates:
@@ -54,7 +55,7 @@ class Answer:
 
     def text(self) -> str:
         """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
-        ``none (< 0.5)``."""
+        ``none (< 0.5)``, ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``."""
         if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
             interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
             return f"{number(self.max_request_rate)}{'' if self.sure else '?'} {interval}"
@@ -62,8 +63,10 @@ class Answer:
             return f"≥ {number(self.max_request_rate)}"
         if self.outcome == "one_rate":
             return f"at {number(self.max_request_rate)}"
-        if self.outcome == "none":
-            return "none" if self.upper is None else f"none (< {number(self.upper)})"
+        if self.outcome in ("none", "undecided"):
+            known = "none" if self.outcome == "none" else "no rate"
+            known += "" if self.upper is None else f" (< {number(self.upper)})"
+            return f"{known}; {self.refusals}" if self.refusals else known
         return str(self.outcome)
 
 
@@ -77,6 +80,9 @@ class Row:
     values: Mapping[str, float | None]
     trials: int = 0
     trial_id: str | None = None
+    """The trial that supports the answer, which ``values``, ``trial_rate`` and ``verdict`` are of."""
+    trial_rate: float | None = None
+    """The rate that was offered to it."""
     verdict: str = ""
     search: str = ""
     confirmed: bool = False
@@ -166,6 +172,7 @@ class Row:
             "trials": self.trials,
             "findings": sum(self.findings.values()),
             "trial_id": self.trial_id,
+            "trial_request_rate": self.trial_rate,
             "verdict": self.verdict,
             "search": self.search,
             "confirmed": self.confirmed,
@@ -190,8 +197,9 @@ def summary_table(run: RunFolder, name: str = "") -> list[Row]:
 def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Row:
     trials = run.trials_of(cell)
     answer = _answer(run, trials, result)
-    confirmed_by = result.confirmed_by if result else None
-    support = _supporting_trial(trials, answer, confirmed_by)
+    support = _supporting_trial(trials, answer)
+    if support is None and answer.outcome in ("found", "undecided", "none"):
+        answer = _without_support(answer, trials)
     given = (result.answer if result else None) or {}
     labels = dict.fromkeys([*run.labels, *(label for trial in trials for label in trial.labels)])
     levels: Counter[str] = Counter(finding.level for trial in trials for finding in trial.findings)
@@ -203,6 +211,7 @@ def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Ro
         values=trial_values(support),
         trials=len(trials),
         trial_id=support.trial_id if support else None,
+        trial_rate=support.request_rate if support else None,
         verdict=support.verdict if support else "",
         search=str(given.get("status") or ""),
         confirmed=bool(given.get("confirmed")),
@@ -251,7 +260,8 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
     rate, lower, upper = (finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
     sure = given.get("status") not in ("undecided", "exhausted")
     if rate is None:
-        return Answer("undecided" if upper is None else "none", None, None, upper, sure)
+        below = upper is not None and given.get("censored", "below") == "below"
+        return Answer("none" if below else "undecided", None, None, upper, sure)
     # An older search by measurements kept its curve, but not its level.
     level = finite(given["level"]) if "level" in given else LEVEL if given.get("curve") else None
     outcome: Outcome = "at_least" if upper is None else "found"
@@ -272,20 +282,39 @@ def rates_of(given: Any) -> tuple[float, ...]:
     return tuple(found) if len(found) == len(rates) else ()
 
 
-def _supporting_trial(
-    trials: Sequence[TrialRecord], answer: Answer, confirmed_by: str | None
-) -> TrialRecord | None:
+def _supporting_trial(trials: Sequence[TrialRecord], answer: Answer) -> TrialRecord | None:
     if answer.outcome == "one_rate":
         return trials[-1]
-    if answer.outcome not in ("found", "at_least", "unfinished") or answer.max_request_rate is None:
+    if answer.outcome not in ("found", "at_least", "unfinished"):
         return None
-    for trial in trials:
-        if trial.trial_id == confirmed_by:
-            return trial
-    limit = answer.max_request_rate * (1 + 1e-6)
-    met = [
-        (trial.request_rate, number, trial)
-        for number, trial in enumerate(trials)
-        if trial.verdict == "met" and trial.request_rate <= limit
-    ]
-    return max(met)[2] if met else None
+    return highest_met(trials, answer.max_request_rate)
+
+
+def highest_met(trials: Iterable[TrialRecord], rate: float | None, tier: str = "") -> TrialRecord | None:
+    """The trial that supports a rate: the highest that was met at or below it; of equal ones the last."""
+    limit = -1.0 if rate is None else rate * (1 + 1e-6)
+    met = [each for each in trials if each.verdict_of(tier) == "met" and each.request_rate <= limit]
+    return max(reversed(met), key=lambda trial: trial.request_rate, default=None)
+
+
+def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
+    """The answer of a search without a met trial at or below its rate: no rate, unless it converged.
+
+    What converged was met up to the precision above the rate, which an older search did not ask for at it.
+    """
+    if answer.outcome == "found" and answer.sure:
+        return answer
+    refused = [trial for trial in trials if trial.verdict == "invalid"]
+    causes = Counter(_cause(trial) for trial in refused)
+    by_cause = ", ".join(cause if len(causes) == 1 else f"{cause} {n}" for cause, n in causes.most_common())
+    return Answer(
+        "none" if answer.outcome == "none" else "undecided",
+        upper=answer.upper,
+        sure=answer.sure,
+        refusals=f"{len(refused)} of {len(trials)} trials refused: {by_cause}" if refused else "",
+    )
+
+
+def _cause(trial: TrialRecord) -> str:
+    """The gate that refused a trial."""
+    return next((each.gate for each in trial.findings if each.level == "invalid"), trial.reason)

@@ -20,6 +20,7 @@ _RESULT: Final = {
     "max_request_rate_per_engine": "per engine (req/s)",
     "max_request_rate_per_gpu": "per GPU (req/s)",
     "limit": "limit",
+    "trial_request_rate": "measured at (req/s)",
     "slo_attainment": "met (%) [95 %]",
     "ttft_ms_p50": "TTFT P50 (ms)",
     "ttft_ms_p99": "TTFT P99 (ms)",

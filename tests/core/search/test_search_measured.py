@@ -52,6 +52,9 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
         assert limits.min_rate <= rate <= limits.max_rate
         assert lower is not None
         assert lower <= rate
+        met = [told.rate for told in search.history if told.verdict == "met"]
+        assert min(met) <= rate * (1 + 1e-9)
+        assert lower <= max(met)
         assert upper is None or rate <= upper
     if answer.status == "converged" and rate is not None:
         assert answer.confirmed
@@ -192,7 +195,10 @@ def test_a_rate_that_no_trial_met_is_not_called_converged() -> None:
         assert answer.status in ("undecided", "exhausted")
         assert not answer.confirmed
         assert answer.trials == search.limits.max_trials
-        assert answer.max_request_rate == pytest.approx(30, rel=0.1)
+        if verdict == "met":  # with a share short of the target, which confirms nothing
+            assert answer.max_request_rate == pytest.approx(30, rel=0.1)
+        else:
+            assert answer.max_request_rate is None
     assert confirming("met", 0.96).answer().status == "converged"
 
 
@@ -293,6 +299,49 @@ def test_refused_trials_stay_out_of_the_answer() -> None:
     found = [each.max_request_rate for each in answers if each.status == "converged"]
     assert len(found) >= 10
     assert all(rate is not None and 26 < rate < 34 for rate in found)
+
+
+def figures(score: float) -> TrialFigures:
+    """Of a trial in which it is open whether the limits are kept."""
+    return TrialFigures(0.94, 0.9, 0.97, 600, 60, 0.95, score, 0.05)
+
+
+def test_a_rate_that_no_trial_met_is_no_answer() -> None:
+    """One trial could not tell, and those at the most likely rate were refused."""
+    search = RateSearch(SearchLimits(8, 0.5, 512, max_trials=3))
+    search.tell(8, "undecided", figures(-0.05))
+    while (probe := search.ask()) is not None:
+        search.tell(probe.rate, "invalid")
+    answer = search.answer()
+    assert (answer.max_request_rate, answer.lower, answer.attainment) == (None, None, None)
+    assert (answer.status, answer.censored) == ("exhausted", "")
+    assert answer.upper is not None
+    assert 8 < answer.upper < 512
+    assert "before any rate was met" in answer.reason
+
+
+def test_an_answer_is_not_below_all_rates_that_were_met() -> None:
+    """Met once at 10, and much worse right above it: the curve through all trials is below 10."""
+    search = RateSearch(SearchLimits(10, 0.5, 512, max_trials=3))
+    search.tell(10, "met", TrialFigures(0.96, 0.9, 0.99, 600, 60, 0.95, 0.01, 0.2))
+    for rate in (10.5, 10.2):
+        search.tell(rate, "missed", TrialFigures(0.6, 0.5, 0.7, 600, 60, 0.95, -0.4, 0.02))
+    estimate, answer = search.estimate(), search.answer()
+    assert estimate is not None
+    assert estimate.median < 10
+    assert answer.max_request_rate in (10, None)
+    assert answer.status != "converged"
+
+
+def test_the_lower_end_is_not_above_all_rates_that_were_met() -> None:
+    search = RateSearch(SearchLimits(5, 0.5, 512, max_trials=4))
+    search.tell(5, "met", TrialFigures(1.0, 0.99, 1.0, 600, 60, 0.95, 1.0, 0.05))
+    for rate in (9.9, 10.0, 10.1):
+        search.tell(rate, "undecided", figures((10 - rate) / 5))
+    answer = search.answer()
+    assert answer.max_request_rate is not None
+    assert answer.max_request_rate > 9
+    assert answer.lower == 5
 
 
 def test_above_a_refused_rate_nothing_is_claimed() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 
-from kvbench.core.records import Cell, TrialRecord, VerdictKind
-from kvbench.report.tables.result import read_answer
+from kvbench.core.records import Cell, Finding, TrialRecord, VerdictKind
+from kvbench.report.tables.cells import gist, result
+from kvbench.report.tables.numbers import MISSING
+from kvbench.report.tables.result import Row, read_answer, summary_table
 from kvbench.report.tables.trial_values import measuring_share
-from kvbench.sweep.cell import resting_on
+from kvbench.results.run import CellResult, RunFolder
+from kvbench.sweep.cell import confirmed_by
 
 CELL = Cell("nixl", 256, 16)
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -29,7 +35,7 @@ def trial(
     return TrialRecord(name, cell, rate, 0, verdict, "", purpose, started_at=started, duration_s=9.0)
 
 
-def test_an_answer_rests_on_a_trial_that_was_met_at_it_or_just_above() -> None:
+def test_a_trial_that_was_met_at_an_answer_or_just_above_confirms_it() -> None:
     records = [
         trial("ceiling", 30, "measured", "ceiling"),
         trial("above", 31, "met"),
@@ -37,18 +43,83 @@ def test_an_answer_rests_on_a_trial_that_was_met_at_it_or_just_above() -> None:
         trial("below", 29.9, "met"),
         trial("at", 30, "undecided"),
     ]
-    assert resting_on(records, "", 30, 0.05) == "above"
-    assert resting_on([*records, trial("again", 30, "met")], "", 30, 0.05) == "again"
-    assert resting_on([*records, trial("newer", 31, "met")], "", 30, 0.05) == "newer"
+    assert confirmed_by(records, "", 30, 0.05) == "above"
+    assert confirmed_by([*records, trial("again", 30, "met")], "", 30, 0.05) == "again"
+    assert confirmed_by([*records, trial("newer", 31, "met")], "", 30, 0.05) == "newer"
 
 
-def test_an_answer_without_such_a_trial_shows_what_came_out_nearest() -> None:
-    """Not the one that looks better, a bit lower."""
+def test_a_trial_that_was_not_met_confirms_nothing() -> None:
     records = [trial("below", 29, "met"), trial("at", 30, "undecided"), trial("refused", 30, "invalid")]
-    assert resting_on(records, "", 30, 0.05) == "at"
-    assert resting_on([trial("missed", 30.2, "missed")], "", 30, 0.05) == "missed"
-    assert resting_on([trial("far", 40, "met")], "", 30, 0.05) is None
-    assert resting_on(records, "", None, 0.05) is None
+    assert confirmed_by(records, "", 30, 0.05) is None
+    assert confirmed_by([trial("missed", 30.2, "missed")], "", 30, 0.05) is None
+    assert confirmed_by([trial("far", 40, "met")], "", 30, 0.05) is None
+    assert confirmed_by(records, "", None, 0.05) is None
+
+
+def row_of(records: Sequence[TrialRecord], **answer: object) -> Row:
+    """The row of a cell with these trials; its search ended with this answer."""
+    given = {"lower": 20.0, "upper": 40.0, "censored": "", "status": "converged", **answer}
+    result = CellResult(CELL, "done", given, confirmed_by="above")
+    run = RunFolder(Path(), 1, {}, "", {}, {}, list(records), [result], [])
+    (row,) = summary_table(run)
+    return row
+
+
+def test_a_row_has_the_figures_of_the_highest_met_trial_at_or_below_the_answer() -> None:
+    records = [
+        trial("low", 20, "met"),
+        trial("below", 29, "met"),
+        trial("missed", 29.5, "missed"),
+        trial("at", 30, "undecided"),
+        trial("above", 30.2, "met"),
+    ]
+    for number, record in enumerate(records):
+        record.summary["slo_attainment"] = number / 10
+    row = row_of(records, max_request_rate=30.0)
+    assert (row.trial_id, row.trial_rate, row.verdict) == ("below", 29, "met")
+    assert row.values["slo_attainment"] == 0.1
+    assert row.flat()["trial_request_rate"] == 29
+    shown = dict(zip(result([row]).header, result([row]).cells[0], strict=True))
+    assert (shown["measured at (req/s)"], shown["met (%) [95 %]"]) == ("29.0", "10.0")
+    assert dict(zip(gist([row]).header, gist([row]).cells[0], strict=True))["measured at (req/s)"] == "29.0"
+    again = [*records, trial("newer", 29, "met")]
+    assert row_of(again, max_request_rate=30.0).trial_id == "newer"
+
+
+def test_a_row_without_such_a_trial_has_empty_columns() -> None:
+    """What converged was met a little above the rate."""
+    row = row_of([trial("above", 30.2, "met"), trial("at", 30, "missed")], max_request_rate=30.0)
+    assert row.answer.text() == "30.0 [20.0, 40.0]"
+    assert (row.trial_id, row.trial_rate, row.verdict) == (None, None, "")
+    assert set(row.values.values()) == {None}
+    shown = dict(zip(result([row]).header, result([row]).cells[0], strict=True))
+    assert (shown["measured at (req/s)"], shown["met (%) [95 %]"]) == (MISSING, MISSING)
+
+
+def refused(name: str, rate: float, gate: str) -> TrialRecord:
+    return replace(trial(name, rate, "invalid"), findings=[Finding(gate, "invalid", "why", "what to do")])
+
+
+def test_a_rate_that_no_trial_met_is_not_printed() -> None:
+    """Also where an older search has stored one."""
+    records = [
+        trial("ceiling", 390, "undecided", "ceiling"),
+        refused("one", 120, "machine_disturbed"),
+        refused("two", 120, "machine_disturbed"),
+    ]
+    row = row_of(records, max_request_rate=120.0, lower=49.4, upper=390.0, status="exhausted")
+    assert row.outcome == "undecided"
+    assert row.rate_text() == "no rate (< 390); 2 of 3 trials refused: machine_disturbed"
+    assert (row.flat()["max_request_rate"], row.flat()["lower"]) == (None, None)
+    stored = row_of(records, max_request_rate=None, lower=None, upper=390.0, status="exhausted")
+    assert stored.answer == row.answer
+    several = [*records[:2], refused("two", 120, "step_lag"), trial("missed", 120, "missed")]
+    row = row_of(several, max_request_rate=None, lower=None, upper=120.0, censored="below")
+    assert row.rate_text() == "none (< 120); 2 of 4 trials refused: machine_disturbed 1, step_lag 1"
+    unknown = row_of(
+        [refused("one", 9, "step_lag"), trial("x", 9, "undecided")], max_request_rate=None, upper=None
+    )
+    assert unknown.rate_text() == "no rate; 1 of 2 trials refused: step_lag"
 
 
 @pytest.mark.parametrize(

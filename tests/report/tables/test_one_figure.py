@@ -37,6 +37,8 @@ OTHER = {  # title → (steady part, whole run): the keys in files
     "completed per second": (None, "request_throughput"),
     "Req Throughput (req/s)": (None, "request_throughput"),
 }
+OFFERED = ("measured at (req/s)", "at\nreq/s", "rate")
+"""Titles of the rate that was offered to a trial, in no window."""
 SHARES = ("slo_attainment",)
 
 
@@ -71,7 +73,10 @@ def keys_of(title: str, window: str) -> list[str] | None:
 
 
 def figures_of(run: RunFolder) -> dict[str, dict[str, Any]]:
-    return {trial.trial_id: {**serve_values(trial), **trial_values(trial)} for trial in run.all_trials}
+    return {
+        trial.trial_id: {"request_rate": trial.request_rate, **serve_values(trial), **trial_values(trial)}
+        for trial in run.all_trials
+    }
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -83,13 +88,16 @@ def test_every_figure_in_every_table_is_the_trials_own(name: str) -> None:
             continue
         for place, column in enumerate(table.columns):
             title = column.title
-            if not (LATENCY.search(title) or title in OTHER) or table.title.startswith("Every case"):
+            if not (LATENCY.search(title) or title in OTHER or title in OFFERED) or table.title.startswith(
+                "Every case"
+            ):
                 continue
             if not table.trials:  # of the router or of parts, which are no trial's latencies
                 assert column.title == "TTFT" or "P50" in title, (where, title)
                 continue
-            assert table.window in (STEADY, WHOLE_RUN), (where, table.title, title)
-            keys = keys_of(title, table.window)
+            offered = title in OFFERED
+            assert offered or table.window in (STEADY, WHOLE_RUN), (where, table.title, title)
+            keys = ["request_rate"] if offered else keys_of(title, table.window)
             if keys is None:
                 continue
             for trial, cells in zip(table.trials, table.cells, strict=True):
