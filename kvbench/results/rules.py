@@ -9,8 +9,8 @@ RULES_VERSION: Final = 1
 """Version of the rules in ``core`` and ``sweep``.
 
 Raise it by one when the same stored requests can get another verdict, reason, finding or limit, or the same
-trials another answer. Renaming, comments and faster code leave it. ``tests/sweep/test_rules.py`` judges the
-reference runs and fails when they come out otherwise under an unchanged version.
+trials another answer. Renaming, comments and faster code leave it. ``tests/sweep/test_verify.py`` judges the
+reference runs: one that has this version must be sound.
 """
 UNVERSIONED: Final = 0
 """Version of the rules of runs that were measured before rules had one."""
