@@ -14,8 +14,7 @@
     │   └── NewerSchemaError
     └── ServerError              1   the server under test answered something unusable
 
-Exit codes beyond these: 0 done, 3 measured but no rate met the SLO, 4 a rate got worse (compare --ci),
-130 interrupted.
+``EXIT_CODES`` has all exit codes and their meanings, as docs/commands.md and ``--help`` show them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,19 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SLO_NOT_MET = 3
 EXIT_WORSE = 4
+EXIT_NOT_VERIFIED = 5
 EXIT_INTERRUPTED = 130
+
+EXIT_CODES = {
+    EXIT_OK: "done",
+    EXIT_FAILED: "failed; verify: not sound",
+    EXIT_BAD_INPUT: "bad input",
+    EXIT_SLO_NOT_MET: "measured, but no rate met the SLO",
+    EXIT_WORSE: "a rate got worse (compare --ci)",
+    EXIT_NOT_VERIFIED: "not verified: part of a run could not be checked (verify)",
+    EXIT_INTERRUPTED: "interrupted",
+}
+"""Meaning of each exit code."""
 
 
 @dataclass(frozen=True)

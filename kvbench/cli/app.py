@@ -12,6 +12,7 @@ from kvbench.cli import deployments, held_rates, lists, measure, runs, sessions,
 from kvbench.cli.console import with_exit_code
 from kvbench.cli.lab import lab
 from kvbench.cli.plain_characters import allow_any_locale
+from kvbench.errors import EXIT_CODES
 from kvbench.version import __version__
 
 RENAMED: dict[str, str] = {}
@@ -53,6 +54,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Finds the highest request rate that prefill/decode (P/D) serving holds under its SLO, "
     "per KV connector and input length, and refuses numbers it cannot stand behind.",
+    epilog="Exit codes:  " + " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()),
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,

@@ -26,13 +26,14 @@ from rich.text import Text
 from kvbench.core.metrics.metrics import Summary
 from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.files import read_object, said_clearly, write_bytes, write_json
+from kvbench.files import bytes_of, read_object, said_clearly, write_bytes, write_json
 from kvbench.hosts.scratch import scratch
 from kvbench.report.report import write_report
 from kvbench.report.scrub import KINDS, Scrubber
 from kvbench.results.checksums import CHECKSUMS, begin_checksums
 from kvbench.results.run import MANIFEST, CellResult, load_run
 from kvbench.results.store import RunInfo
+from kvbench.results.untouched import digests
 
 DERIVED: Final = ("report.md", "report.html", "tables", "figures", CHECKSUMS)
 MOST_TEXT: Final = 256 * 2**20
@@ -127,7 +128,9 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
 def _sign(folder: Path, label: str) -> None:
     """Checksums of the scrubbed files, where the run had any; what is asked is scrubbed, too."""
     manifest = read_object(folder / MANIFEST, [])
-    manifest.pop("asked_digests", None)
+    if manifest.pop("asked_digests", None) and not label:
+        plan = read_object(folder / "plan.json", [])
+        manifest["asked_digests"] = digests(bytes_of(folder / "scenario.yaml"), plan)
     if label:
         manifest.pop("checksums", None)
         manifest["labels"] = [*manifest.get("labels", []), label]

@@ -26,6 +26,7 @@ from kvbench.report.before_after.cell_changes import (
 )
 from kvbench.report.before_after.ci_verdict import CiVerdict
 from kvbench.report.before_after.setting_changes import SettingChange, setting_changes
+from kvbench.report.changed_files import print_changed_files
 from kvbench.report.compared import load_tables
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.held.held_compare import held_comparison
@@ -88,6 +89,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     """
     asked.check()
     runs = [load_run(path) for path in paths]
+    print_changed_files(runs, console if asked.format == "terminal" else None)
     if (held := held_comparison(runs)) is not None:
         return _write_held(held, runs, asked, console)
     micro = are_microbenchmarks(runs)

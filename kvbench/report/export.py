@@ -22,6 +22,7 @@ from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes
 from kvbench.report import mlflow_runs
+from kvbench.report.changed_files import print_changed_files
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.result import summary_table
 from kvbench.results.provenance import mark_of, model_of, scenario_of
@@ -119,14 +120,16 @@ def command(path: Path, name: str, output: Path | None, console: Console) -> Non
 
     Raises InputError for an unknown format.
     """
+    run = load_run(path)
+    print_changed_files([run])
     if name == "mlflow":
-        run_id, rows = mlflow_runs.export(load_run(path))
+        run_id, rows = mlflow_runs.export(run)
         console.print(Text(f"MLflow run {run_id}, with {rows} rows below it"), soft_wrap=True)
         return
     if name not in FORMATS:
         known = ", ".join([*FORMATS, "mlflow"])
         raise InputError(f"--format {name}: not known", hint=f"there are: {known}")
-    text = visible(FORMATS[name](load_run(path)))
+    text = visible(FORMATS[name](run))
     if output is None:
         console.file.write(text)
         return

@@ -17,6 +17,7 @@ from kvbench.core.foreign_text import visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
 from kvbench.files import said_clearly, write_bytes, write_json
+from kvbench.report.changed_files import print_changed_files
 from kvbench.report.html.page import report_html
 from kvbench.report.markdown import report_markdown
 from kvbench.report.plots import PICTURES_AS, write_plots
@@ -48,6 +49,7 @@ def command(
     Raises InputError for runs that are not comparable, unless ``force``.
     """
     runs = [load_run(path) for path in paths]
+    print_changed_files(runs, None if as_json else console)
     micro = are_microbenchmarks(runs, hint="report them one by one")
     differing = [] if micro else check_comparable(runs, force=force)
     formats = (*FORMATS, "png") if png else FORMATS

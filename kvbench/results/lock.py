@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvbench.errors import StoreError
 from kvbench.files import open_append, read_object
-from kvbench.results.rules import rules_digest
+from kvbench.results.rules import RULES_VERSION
 from kvbench.results.run import MANIFEST, TRIALS
 from kvbench.version import __version__
 
@@ -63,7 +63,7 @@ def new_session(run_id: str, now: datetime) -> dict[str, Any]:
         "host": socket.gethostname(),
         "run_tag": f"{run_id}-{secrets.token_hex(4)}",
         "kvbench": __version__,
-        "rules": rules_digest(),
+        "rules_version": RULES_VERSION,
     }
 
 

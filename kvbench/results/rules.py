@@ -1,22 +1,26 @@
-"""By which code a run was judged: what two kvbenches of one version may differ in."""
+"""The version of the rules that judge a run: verdicts, findings, limits, and answers from trials."""
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
-from pathlib import Path
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-_JUDGES: Final = ("core", "sweep")
-"""Rooms whose code decides what a trial's requests say, and which rate follows from its trials."""
+RULES_VERSION: Final = 1
+"""Version of the rules in ``core`` and ``sweep``.
+
+Raise it by one when the same stored requests can get another verdict, reason, finding or limit, or the same
+trials another answer. Renaming, comments and faster code leave it. ``tests/sweep/test_verify.py`` judges the
+reference runs: one that has this version must be sound.
+"""
+UNVERSIONED: Final = 0
+"""Version of the rules of runs that were measured before rules had one."""
 
 
-@cache
-def rules_digest() -> str:
-    """SHA-256 of that code, by its modules' names and text."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for module in sorted(path for room in _JUDGES for path in (package / room).rglob("*.py")):
-        digest.update(module.relative_to(package).as_posix().encode() + b"\0")
-        digest.update(module.read_bytes() + b"\0")
-    return digest.hexdigest()
+def rules_version_of(manifest: Mapping[str, Any]) -> int:
+    """Return the version of the rules that judged a run; of several the first that is not today's."""
+    versions = [_version(each.get("rules_version")) for each in manifest.get("sessions") or [{}]]
+    return next((version for version in versions if version != RULES_VERSION), RULES_VERSION)
+
+
+def _version(stored: Any) -> int:
+    return stored if isinstance(stored, int) and not isinstance(stored, bool) else UNVERSIONED

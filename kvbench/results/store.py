@@ -110,6 +110,8 @@ class RunInfo:
     labels: Sequence[str] = ()
     asked: Mapping[str, Any] | None = None
     """What the scenario does not say of the load, for who goes on with the run; None: nobody can."""
+    overridden: Mapping[str, Any] | None = None
+    """Values of plan.json's scenario that scenario.yaml does not give, by path; None if not known."""
 
 
 class RunStore:

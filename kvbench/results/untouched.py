@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.records import SCHEMA_VERSION
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import StoreError
-from kvbench.files import open_read
+from kvbench.files import open_read, read_object
 from kvbench.results.run import RunFolder, parquet_path
 
 _HINT: Final = "put back what was there (from a copy of the run), or begin anew"
@@ -31,10 +30,12 @@ def _of_plan(plan: Mapping[str, Any]) -> str:
 def require_untouched(run: RunFolder) -> None:
     """Raises StoreError if what a run asks is not what it was begun with: answers would be mixed."""
     asked = run.manifest.get("asked_digests")
-    if isinstance(asked, dict) and run.schema == SCHEMA_VERSION:
+    if isinstance(asked, dict):
+        # plan.json as it is on disk: what was read may have been lifted to a newer schema.
+        plan = read_object(run.path / "plan.json", [])
         try:
             with open(open_read(run.path / "scenario.yaml"), "rb") as file:
-                found = digests(file.read(4 * MAX_CHARS), run.plan)
+                found = digests(file.read(4 * MAX_CHARS), plan)
         except OSError as error:
             raise StoreError(
                 f"{run.path}/scenario.yaml cannot be read: {error.strerror}", hint=_HINT

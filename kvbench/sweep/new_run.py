@@ -12,6 +12,7 @@ from kvbench import engines
 from kvbench.core.plan.plan import Plan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.hosts import environment
+from kvbench.planning.overridden import overridden
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.store import RunInfo, RunStore
 
@@ -46,5 +47,6 @@ def create_store(
             hosts=[str(machine.get("hostname"))],
             labels=(SIMULATED,) if simulated else engine.labels_of(scenario.deployment.engine_options),
             asked=asked,
+            overridden=overridden(source.decode("utf-8-sig", "replace"), scenario.resolved()),
         ),
     )

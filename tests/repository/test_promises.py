@@ -89,7 +89,11 @@ def offered() -> dict[str, Any]:
     return {
         "commands": commands | {old: commands[new] for old, new in app.RENAMED.items()},
         "scenario": _keys(schema, schema, ""),
-        "exit_codes": {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")},
+        "exit_codes": {
+            name: value
+            for name, value in vars(errors).items()
+            if isinstance(value, int) and name.startswith("EXIT_")
+        },
         "python": list(api.__all__),
     }
 

@@ -23,6 +23,7 @@ from kvbench.cli.app import app
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.results.checksums import damages
+from kvbench.results.rules import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume, simulate
@@ -82,7 +83,7 @@ def test_a_run_is_sound_and_all_of_it_is_looked_at(whole: Path) -> None:
     found = audit(whole)
     run = load_run(whole)
     assert [str(each) for each in found.damages] == []
-    assert found.notes == []
+    assert (found.unverified, found.notes) == ([], [])
     assert found.checked["trials"] == len(run.all_trials)
     assert found.checked["requests"] == sum(trial.summary["planned"] for trial in run.all_trials)
     assert found.checked["answers"] == 1
@@ -297,19 +298,20 @@ def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
 
 def judged_by_others(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["sessions"][0]["rules"] = "0" * 64
+    manifest["sessions"][0]["rules_version"] = UNVERSIONED
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_what_other_rules_say_is_a_note(folder: Path) -> None:
+def test_a_run_of_other_rules_is_not_verified(folder: Path) -> None:
     judged_by_others(without_checksums(folder))
     found = audit(folder)
-    assert found.sound
-    assert any("which says the same" in note for note in found.notes), found.notes
+    assert found.verdict == "not verified"
+    assert any("rules without a version; this kvbench has version" in each for each in found.unverified)
+    assert "by the rules of this kvbench it would say: the same" in found.notes
     edit_line(folder / "trials.jsonl", searched("missed"), lambda row: row.update(reason="so be it"))
     found = audit(folder)
-    assert found.sound
-    assert any("by this kvbench's rules, not those of" in note for note in found.notes), found.notes
+    assert found.verdict == "not verified"
+    assert any("it would say: trials.jsonl" in note and "so be it" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +329,17 @@ RUNS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
 
 @pytest.mark.parametrize("name", RUNS)
 def test_reference_runs_are_as_they_were_written(name: str) -> None:
-    """What cannot be looked at is said; the newest one of them is judged as today."""
+    """Older kvbenches measured some: nothing contradicts them, and what cannot be verified is said."""
     found = audit(REFERENCE / name)
     assert [str(each) for each in found.damages] == []
-    trials = [trial for trial in load_run(REFERENCE / name).all_trials if trial.method != "imported"]
+    run = load_run(REFERENCE / name)
+    trials = [trial for trial in run.all_trials if trial.method != "imported"]
     assert found.checked["trials"] == len(trials)
-    assert found.notes or (REFERENCE / name / "checksums.jsonl").exists()
+    today = (
+        rules_version_of(run.manifest) == RULES_VERSION and (REFERENCE / name / "checksums.jsonl").exists()
+    )
+    other = run.manifest.get("kind") == "imported"
+    assert found.verdict == ("sound" if today and not other else "not verified"), found.unverified
 
 
 # --- the command -----------------------------------------------------------------------------------
@@ -354,7 +361,7 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
     line = next(line for line in text.splitlines() if "summary.ttft_ms.p99" in line)
     assert line.startswith(f"trials.jsonl: {name}: summary.ttft_ms.p99 does not follow from requests/{name}")
     assert "stored 1, recomputed " in line
-    assert "not as it was written: " in text.splitlines()[-1]
+    assert ": not sound: " in text.splitlines()[-1]
     with pytest.raises(StoreError, match="is not a run folder"):
         auditing.command(tmp_path / "nowhere", Console(file=io.StringIO()))
 

@@ -67,6 +67,14 @@ def _is_among(ran: str, asked: Sequence[str]) -> bool:
     return any(ran == name or ran.startswith((f"{name}_", *_UCX_FAMILIES.get(name, ()))) for name in asked)
 
 
+def is_another_transport(ran: str, asked: str) -> bool:
+    """Whether a transport that ran, of several by commas, is none of those asked for; none asked is any."""
+    names = [name.strip().lower() for name in asked.split(",") if name.strip()]
+    if not names or "auto" in names or "all" in names:
+        return False
+    return any(not _is_among(plain_transport(name), names) for name in ran.split(",") if name.strip())
+
+
 def wrong_transport(evidence: Evidence) -> Finding | None:
     """The KV moved over the transport that was asked for; where none was, over no emergency way.
 
@@ -81,8 +89,7 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
     free = not asked or "auto" in asked or "all" in asked
     logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
     for told in dict.fromkeys((evidence.transport_ran, logged)):
-        ran = [plain_transport(name) for name in told.split(",") if name.strip()]
-        if not free and any(not _is_among(name, asked) for name in ran):
+        if is_another_transport(told, evidence.transport_asked):
             return Finding(
                 "wrong_transport",
                 "invalid",

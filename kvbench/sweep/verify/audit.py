@@ -1,9 +1,14 @@
 """``kvbench verify RUN``: is a run folder as it was written, and does what it says follow from its requests?
 
-Three questions, the later ones also of a run that was written without checksums: do the checksums hold
-(results/checksums.py); are each trial's figures those of its stored requests; do verdicts follow from the
-requests, answers from the trials, and each trial from those before it. The last is a matter of rules, so it
-is damage only where the run was judged by the very code that asks; else it is a note.
+1. Do the checksums hold (results/checksums.py), and the digests of what was requested?
+2. Recompute: each trial's figures from its stored requests, verdicts from the requests, answers from the
+   trials, and each trial from those before it, by the rules of this kvbench (results/rules.py).
+3. Compare what cannot be recomputed with the files that depend on it (cross_checks.py).
+4. Make the report anew (derived.py).
+
+A contradiction is a damage: the folder is *not sound*. Whatever an answer depends on and could be neither
+recomputed nor compared makes the folder *not verified*. Else it is *sound*; files that have only a checksum
+are named (file_classes.py).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rich.console import Console
 
@@ -22,14 +27,25 @@ from kvbench.core.canaries.pool import pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import EXIT_FAILED, EXIT_OK, KvbenchError, StoreError
+from kvbench.errors import EXIT_FAILED, EXIT_NOT_VERIFIED, EXIT_OK, KvbenchError, StoreError
 from kvbench.planning.plan import plan_of
 from kvbench.planning.trace_files import load_trace
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages
 from kvbench.results.finished_cells import asked_canaries, canary_pools
-from kvbench.results.rules import rules_digest
-from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run
+from kvbench.results.rules import RULES_VERSION, UNVERSIONED, rules_version_of
+from kvbench.results.run import MANIFEST, TRIALS, RunFolder, load_run, parquet_path
 from kvbench.results.untouched import lost_requests, require_untouched
+from kvbench.sweep.trial.load_plan import TrialPlan
+from kvbench.sweep.verify.cross_checks import (
+    IMPORTED,
+    breakdown_damages,
+    claim_damages,
+    mixed_transports,
+    scenario_damages,
+    statement_damages,
+)
+from kvbench.sweep.verify.derived import stale_files
+from kvbench.sweep.verify.file_classes import unproven_files
 from kvbench.sweep.verify.stored_faults import held_damages
 from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
 from kvbench.sweep.verify.stored_site import Searches
@@ -42,24 +58,57 @@ MOST_NOTED: Final = 3
 _CUT_OFF: Final = "cut off"
 
 
+Verdict = Literal["sound", "not sound", "not verified"]
+EXIT_CODES: Final[dict[Verdict, int]] = {
+    "sound": EXIT_OK,
+    "not sound": EXIT_FAILED,
+    "not verified": EXIT_NOT_VERIFIED,
+}
+READINGS: Final = (
+    "readings of servers and machine in trials.jsonl (counters, transport, parts of the TTFT), as far as "
+    "nothing depends on them"
+)
+"""What of a recomputed file has only a checksum."""
+
+
 @dataclass
 class Audit:
-    """What was found. ``checked``: how much was looked at, by what; ``notes``: what could not be, and why."""
+    """What was found.
+
+    ``checked``: how much was looked at, by what. ``unverified``: what an answer depends on and could be
+    neither recomputed nor compared, and why. ``unproven``: files that have at most a checksum. ``notes``:
+    all else.
+    """
 
     run: str
     damages: list[Damage] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
 
     @property
+    def verdict(self) -> Verdict:
+        if self.damages:
+            return "not sound"
+        return "not verified" if self.unverified else "sound"
+
+    @property
     def sound(self) -> bool:
-        return not self.damages
+        return self.verdict == "sound"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "run": self.run,
+            "verdict": self.verdict,
             "sound": self.sound,
             "damages": [asdict(each) for each in self.damages],
+            "not_verified": self.unverified,
+            "only_checksummed": self.unproven,
             "notes": self.notes,
             "checked": dict(self.checked),
         }
@@ -73,15 +122,22 @@ def command(path: Path, console: Console, *, as_json: bool = False) -> int:
     found = audit(path)
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
-        return EXIT_OK if found.sound else EXIT_FAILED
+        return found.exit_code
     for damage in found.damages:
         console.print(str(damage), markup=False, highlight=False, soft_wrap=True, style="red")
-    for note in found.notes:
+    for reason in found.unverified:
+        text = f"not verified: {reason}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
+    for note in [*found.notes, *found.unproven]:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     looked = ", ".join(f"{count:,} {what}" for what, count in found.checked.items()) or "nothing"
-    verdict = "sound" if found.sound else f"not as it was written: {len(found.damages)} damages"
+    verdict = {
+        "sound": "sound",
+        "not sound": f"not sound: {len(found.damages)} damages",
+        "not verified": f"not verified: {len(found.unverified)} reasons",
+    }[found.verdict]
     console.print(f"{path}: {verdict} ({looked})", markup=False, highlight=False, soft_wrap=True)
-    return EXIT_OK if found.sound else EXIT_FAILED
+    return found.exit_code
 
 
 def require_sound(path: Path, *, force: bool = False) -> bool:
@@ -102,21 +158,51 @@ def audit(path: Path) -> Audit:
     found = Audit(str(path))
     found.damages += _as_read(run, found)
     found.damages += _as_written(run, found)
+    found.damages += _as_requested(run, found)
     found.damages += _lost(run, found.damages)
-    if run.manifest.get("kind") == "microbench":
+    found.damages += statement_damages(run)
+    kind = run.manifest.get("kind")
+    if kind == "microbench":
         found.damages += transfer_damages(run, found.checked)
-    found.damages += _claims(run)
+    found.damages += claim_damages(run)
+    if kind == IMPORTED or run.manifest.get("imported") is not None:
+        found.unverified.append("other tools measured this: there are no requests to recompute it from")
+    elif kind != "microbench":
+        _from_scenario(run, found)
+    found.unverified += stale_files(run, found.checked)
+    checksums = _has_checksums(run)
+    found.unproven += unproven_files(run.path, checksums=checksums)
+    if missing := [each for each in run.all_trials if not _has_telemetry(run, each)]:
+        found.unproven.append(f"trials without telemetry: {len(missing)} of {len(run.all_trials)}")
+    if run.all_trials:
+        found.unproven.append(f"{'only' if checksums else 'not'} checksummed: {READINGS}")
+    return found
+
+
+def _has_telemetry(run: RunFolder, trial: TrialRecord) -> bool:
+    with suppress(StoreError):  # an id that is no file name
+        return parquet_path(run.path, "telemetry", trial.trial_id).exists()
+    return False
+
+
+def _from_scenario(run: RunFolder, found: Audit) -> None:
     if run.plan.get("scenario") is None:
-        found.notes.append("no scenario was measured: there are no verdicts or answers to recompute")
-        return found
+        found.unverified.append("plan.json has no scenario: verdicts and answers cannot be recomputed")
+        return
     try:
         scenario = scenario_of(run)
     except KvbenchError as error:
         why = error.message.splitlines()[0]
-        found.notes.append(f"figures, verdicts and answers are not recomputed: {why}")
-        return found
+        found.unverified.append(f"figures, verdicts and answers cannot be recomputed: {why}")
+        return
+    found.damages += scenario_damages(run, scenario)
+    found.unverified += mixed_transports(run)
+    if "overridden" not in run.manifest:
+        found.unverified.append(
+            f"{MANIFEST} has no list of the values that options changed: scenario.yaml cannot be compared "
+            "with plan.json"
+        )
     _recomputed(run, scenario, found)
-    return found
 
 
 def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
@@ -125,7 +211,7 @@ def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
     Where there are no checksums, figures that do not follow from their requests.
     """
     found = Audit(str(run.path))
-    changed = list(_as_written(run, found))
+    changed = [*_as_written(run, found), *_as_requested(run, found)]
     yield from (*changed, *_lost(run, changed))
     if _has_checksums(run):
         return
@@ -151,15 +237,23 @@ def _has_checksums(run: RunFolder) -> bool:
 
 
 def _as_written(run: RunFolder, found: Audit) -> Iterator[Damage]:
-    if _has_checksums(run):
-        if adopted(run.path):
-            found.notes.append("a run without checksums was gone on with: what lay there was taken as it was")
-        yield from damages(run.path, found.checked)
+    if not _has_checksums(run):
+        found.unverified.append(
+            "it has no checksums: an edit is found only where it contradicts something else"
+        )
         return
-    found.notes.append(
-        "it was written without checksums, by a kvbench that had none: what was edited is found only where "
-        "it contradicts something else"
-    )
+    if adopted(run.path):
+        found.unverified.append(
+            "a run without checksums was resumed: what was in the folder then got its checksums as it was"
+        )
+    yield from damages(run.path, found.checked)
+
+
+def _as_requested(run: RunFolder, found: Audit) -> Iterator[Damage]:
+    """The scenario is the one that the run began with, by the digests in its manifest."""
+    if not isinstance(run.manifest.get("asked_digests"), dict):
+        found.unverified.append(f"{MANIFEST} has no digests of scenario.yaml and plan.json")
+        return
     try:
         require_untouched(run)
     except StoreError as error:
@@ -174,40 +268,72 @@ def _lost(run: RunFolder, known: Sequence[Damage]) -> Iterator[Damage]:
 
 
 def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
-    digest = rules_digest()
-    same = all(each.get("rules") == digest for each in run.manifest.get("sessions") or [{}])
-    by_rules: list[Damage] = []
+    version = rules_version_of(run.manifest)
     trace = _trace_of(scenario, found)
-    asked = {}
-    held = run.manifest.get("kind") in HELD_METHODS
-    if held:
+    by_rules: list[Damage] = []
+    asked: dict[str, TrialPlan] = {}
+    if run.manifest.get("kind") in HELD_METHODS:
         by_rules += held_damages(run, found.checked)
-    elif run.manifest.get("asked") is None or trace is None:
-        found.notes.append("its searches are not repeated: it is not one sweep that can be gone on with")
-    else:
-        searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
-        answers = list(searches.damages())
-        asked = searches.asked
-        found.checked["answers"] += len([each for each in run.cells if each.cell not in searches.unknown])
-        if searches.unknown:
-            found.notes.append(
-                f"not repeated, as their beginning is not stored: {len(searches.unknown)} cells"
-            )
-        by_rules += answers if searches.as_then else ()
+    elif trace is not None and _is_repeatable(run, found):
+        by_rules += _searched(run, scenario, trace, asked, found)
     for trial in _stored_trials(run, scenario, asked, trace or (), found):
-        figures = list(trial.figures())
+        figures = [*trial.figures(), *breakdown_damages(trial.record, trial.requests)]
         found.damages += figures
         by_rules += () if figures or trial.record.method == "chaos" else trial.judgement()
-    if same:
+    if missing := found.checked["trials without requests"]:
+        found.unverified.append(f"requests cannot be read of {missing} trials")
+    if version == RULES_VERSION:
         found.damages += by_rules
-    elif by_rules:
-        words = "; ".join(str(each) for each in by_rules[:MOST_NOTED])
-        more = f"; and {len(by_rules) - MOST_NOTED} more" if len(by_rules) > MOST_NOTED else ""
-        found.notes.append(f"by this kvbench's rules, not those of {_who(run)}, it would say: {words}{more}")
-    else:
-        found.notes.append(
-            f"it was judged by other code than this kvbench's ({_who(run)}), which says the same"
+        return
+    of = f"{_who(run)} measured it by {_rules(version)}; this kvbench has {_rules(RULES_VERSION)}"
+    found.unverified.append(f"verdicts and answers: {of}")
+    words = "; ".join(str(each) for each in by_rules[:MOST_NOTED]) or "the same"
+    more = f"; and {len(by_rules) - MOST_NOTED} more" if len(by_rules) > MOST_NOTED else ""
+    found.notes.append(f"by the rules of this kvbench it would say: {words}{more}")
+
+
+def _rules(version: int) -> str:
+    return "rules without a version" if version == UNVERSIONED else f"version {version} of the rules"
+
+
+def _is_repeatable(run: RunFolder, found: Audit) -> bool:
+    """Whether the searches of a run can be repeated; without a search there is nothing to repeat."""
+    if run.manifest.get("asked") is not None:
+        return True
+    if any(each.answer for each in (*run.cells, *run.other_cells)):
+        found.unverified.append(
+            "answers: its searches cannot be repeated, as what they began with is unknown"
         )
+    elif run.manifest.get("kind") == "sweep":
+        found.unverified.append("a sweep without answers, which does not say what was requested")
+    else:
+        found.notes.append("nothing was searched for: there is no answer to recompute")
+    return False
+
+
+def _searched(
+    run: RunFolder,
+    scenario: Scenario,
+    trace: Sequence[TracedRequest],
+    asked: dict[str, TrialPlan],
+    found: Audit,
+) -> list[Damage]:
+    """Tell the searches their stored trials again. ``asked`` gets each trial's plan."""
+    searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
+    answers = list(searches.damages())
+    asked |= searches.asked
+    found.checked["answers"] += len([each for each in run.cells if each.cell not in searches.unknown])
+    if searches.unknown:
+        found.unverified.append(
+            f"answers of {len(searches.unknown)} cells: the search cannot be repeated, as what it began with "
+            "is not stored"
+        )
+    if answers and not searches.as_then:
+        found.unverified.append(
+            "answers: a cell failed and was measured later; other cells did not know its rate at their time"
+        )
+        return []
+    return answers
 
 
 def _who(run: RunFolder) -> str:
@@ -223,7 +349,7 @@ def _trace_of(scenario: Scenario, found: Audit) -> Sequence[TracedRequest] | Non
     try:
         return load_trace(scenario.workload.trace)
     except KvbenchError as error:
-        found.notes.append(f"its trace cannot be read: {error.message}")
+        found.unverified.append(f"answers: the trace cannot be read: {error.message}")
         return None
 
 
@@ -268,23 +394,3 @@ def _requests(run: RunFolder, record: TrialRecord) -> list[RequestRecord] | None
         return run.request_records(record.trial_id)
     except StoreError:
         return None
-
-
-def _claims(run: RunFolder) -> Iterator[Damage]:
-    """What an answer says of its trials, by whatever rule it was found."""
-    trials = {each.trial_id: each for each in run.all_trials}
-    for result in [*run.cells, *run.other_cells]:
-        answer = result.answer or {}
-        name = " ".join(filter(None, (result.cell.key, result.method, result.tier)))
-        if result.confirmed_by and result.confirmed_by not in trials:
-            yield Damage(CELLS, f"{name} rests on {result.confirmed_by}, which is not there")
-        low, rate, high = (answer.get(key) for key in ("lower", "max_request_rate", "upper"))
-        if rate is not None and not ((low or 0) * (1 - 1e-9) <= rate <= (high or rate) * (1 + 1e-9)):
-            yield Damage(CELLS, f"{name}: {rate} lies outside of its interval [{low}, {high}]")
-        mine = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
-        rates = {f"{each:.6g}" for each, _ in mine}
-        for point in answer.get("curve") or ():
-            if f"{point.get('rate'):.6g}" not in rates:
-                yield Damage(
-                    CELLS, f"{name}: its curve has a trial at {point.get('rate')} req/s, which is not there"
-                )

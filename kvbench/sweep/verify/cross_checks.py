@@ -1,0 +1,229 @@
+"""What the files of a run folder say of each other: labels, kinds, scenario, plan and transports.
+
+None of it can be computed from the requests; so each statement is compared with the others that depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Any, Final
+
+from kvbench import connectors, engines
+from kvbench.core.gates.transfer import is_another_transport
+from kvbench.core.plan.engine_count import engine_name
+from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.planning.overridden import overridden
+from kvbench.planning.plan import plan_of
+from kvbench.results.checksums import Damage
+from kvbench.results.provenance import EMULATED, SIMULATED
+from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder
+from kvbench.sweep.verify.json_differences import SAME, json_differences
+
+IMPORTED: Final = "imported"
+SEARCHED_KINDS: Final = ("sweep", "bench", "simulate")
+KINDS: Final = (*SEARCHED_KINDS, *HELD_METHODS, "microbench", IMPORTED)
+_EMULATOR: Final = "kvbench.processes.emulator"
+_NO_TRANSPORT: Final = "(configured)"
+
+
+def statement_damages(run: RunFolder) -> Iterator[Damage]:
+    """Compare the kind and the marks of a run with its plan and its trials, whatever scenario it has."""
+    yield from _kind(run)
+    yield from _marks(run)
+    yield from _cells(run)
+
+
+def _kind(run: RunFolder) -> Iterator[Damage]:
+    """The kind of a run is that of its trials."""
+    kind = run.manifest.get("kind")
+    if kind not in KINDS:
+        yield Damage(MANIFEST, f"kind {kind!r} is none of {', '.join(KINDS)}")
+        return
+    methods = {trial.method for trial in run.all_trials}
+    if kind == "microbench":
+        wrong = methods
+    elif kind == IMPORTED:
+        wrong = methods - {IMPORTED}
+    elif kind in HELD_METHODS:
+        wrong = methods - {kind}
+    else:
+        wrong = methods & {IMPORTED, *HELD_METHODS}
+    if wrong:
+        yield Damage(MANIFEST, f"kind {kind} does not fit trials of the method {', '.join(sorted(wrong))}")
+
+
+def _marks(run: RunFolder) -> Iterator[Damage]:
+    """EMULATED and SIMULATED are what the plan's engine and the kind of the run make of it."""
+    kind = run.manifest.get("kind")
+    if kind in (IMPORTED, "microbench"):
+        if kind == IMPORTED and IMPORTED not in run.labels:
+            yield Damage(MANIFEST, f"the label {IMPORTED} is missing, which runs of other tools have")
+        return
+    expected = _expected_mark(run, simulated=kind == "simulate")
+    of = "the kind simulate" if expected == SIMULATED else "the engine of plan.json"
+    for name, labels, where in (
+        ("the run", run.labels, MANIFEST),
+        *((trial.trial_id, trial.labels, TRIALS) for trial in run.all_trials),
+    ):
+        for mark in (EMULATED, SIMULATED):
+            if (mark == expected) and mark not in labels:
+                yield Damage(where, f"{name}: the label {mark} is missing, which {of} asks for")
+            elif mark != expected and mark in labels:
+                yield Damage(where, f"{name}: the label {mark} does not fit {of}")
+
+
+def _expected_mark(run: RunFolder, *, simulated: bool) -> str:
+    if simulated:
+        return SIMULATED
+    name = engine_name(run.plan)
+    engine = engines.get(name) if name in engines.names() else None
+    started = json.dumps(run.plan.get("processes") or {}, default=str)
+    return EMULATED if _EMULATOR in started or (engine and EMULATED in engine.labels) else ""
+
+
+def _cells(run: RunFolder) -> Iterator[Damage]:
+    """Cells are of the plan's connectors and lengths."""
+    planned = run.plan.get("cells")
+    if not isinstance(planned, list) or run.manifest.get("kind") not in KINDS[:-2]:
+        return
+    known = {each.get("key") for each in planned if isinstance(each, Mapping)}
+    for where, cells in (
+        (CELLS, [each.cell for each in (*run.cells, *run.other_cells)]),
+        (TRIALS, [each.cell for each in run.all_trials]),
+    ):
+        for key in dict.fromkeys(cell.key for cell in cells):
+            if key not in known:
+                yield Damage(where, f"{key} is none of the cells of plan.json")
+
+
+def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
+    """Compare scenario.yaml, the manifest, labels and transports with the scenario of plan.json."""
+    for key, value in (("seed", scenario.seed), ("scenario", scenario.name)):
+        if run.manifest.get(key) != value:
+            yield Damage(MANIFEST, f"{key} is not that of plan.json", str(run.manifest.get(key)), str(value))
+    if run.manifest.get("kind") != "simulate":
+        engine = engines.get(scenario.deployment.engine)
+        for label in engine.labels_of(scenario.deployment.engine_options):
+            if label not in run.labels:
+                yield Damage(
+                    MANIFEST, f"the label {label} is missing, which the engine of plan.json asks for"
+                )
+    stored = run.manifest.get("overridden")
+    if "overridden" in run.manifest:
+        now = overridden(run.scenario_text, scenario.resolved())
+        known = stored if isinstance(stored, dict) else None
+        if (known is None) != (now is None):
+            yield Damage("scenario.yaml", "it does not give the scenario of plan.json")
+        for path, then, value in json_differences(known or {}, now or {}):
+            what = f"{path} is not that of plan.json, and no option changed it"
+            yield Damage("scenario.yaml", what, then, value)
+    yield from _plan(run, scenario)
+    yield from _transports(run, scenario)
+
+
+def _plan(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
+    """Cells and deployments are those that the scenario plans; a run of splits or loads has its own."""
+    if run.manifest.get("asked") is None:
+        return
+    plan = json.loads(json.dumps(plan_of(scenario).to_json(), default=str))
+    yield from (
+        Damage("plan.json", f"{path} does not follow from its scenario", then, now)
+        for key in ("cells", "reference")
+        for path, then, now in json_differences(run.plan.get(key), plan[key], key)
+    )
+    pairs = ("label", "connector", "reference_only")
+    stored, planned = (
+        [{key: each.get(key) for key in pairs} for each in of if isinstance(each, Mapping)]
+        for of in (run.plan.get("deployments") or (), plan["deployments"])
+    )
+    for path, then, now in json_differences(stored, planned, "deployments"):
+        yield Damage("plan.json", f"{path} does not follow from its scenario", then, now)
+
+
+def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
+    """A transport that the plan did not ask for was noticed at its trial."""
+    if run.manifest.get("kind") == "simulate":
+        for trial in run.all_trials:
+            if (found := transport_of(trial)) and found != SIMULATED:
+                yield Damage(TRIALS, f"{trial.trial_id}: its transport is not simulated", found, SIMULATED)
+        return
+    for trial in run.all_trials:
+        found = transport_of(trial)
+        if not found or any(each.gate == "wrong_transport" for each in trial.findings):
+            continue
+        with_label = {each.label: each for each in scenario.connectors}
+        choice = with_label.get(trial.cell.connector)
+        if choice is None or choice.name not in connectors.names():
+            continue
+        connector = connectors.get(choice.name)
+        asked = connector.transport_asked(choice.options) if connector.disaggregated else "none"
+        if is_another_transport(found, asked):
+            yield Damage(TRIALS, f"{trial.trial_id}: its transport is not the one of plan.json", found, asked)
+
+
+def transport_of(trial: TrialRecord) -> str:
+    """Transport that really ran in a trial; empty where none moved KV or none is known."""
+    found = trial.engine.get("transport")
+    return "" if not isinstance(found, str) or found.endswith(_NO_TRANSPORT) else found
+
+
+def mixed_transports(run: RunFolder) -> Iterator[str]:
+    """Name connectors whose trials report different transports."""
+    found: dict[str, dict[str, str]] = {}
+    for trial in run.all_trials:
+        if name := transport_of(trial):
+            found.setdefault(trial.cell.connector, {}).setdefault(name, trial.trial_id)
+    for connector, names in found.items():
+        if len(names) > 1:
+            listed = "; ".join(f"{name} in {trial}" for name, trial in names.items())
+            yield f"trials of {connector} report different transports: {listed}"
+
+
+def breakdown_damages(trial: TrialRecord, requests: list[RequestRecord]) -> Iterator[Damage]:
+    """Compare the parts of the TTFT, read from the servers, with the mean TTFT of the requests."""
+    times = [each.ttft_s for each in requests if each.ok and each.ttft_s is not None]
+    stored = trial.engine.get("ttft_ms_mean_of_all")
+    if not times or stored is None:
+        return
+    mean_ms = fmean(times) * 1e3
+    name = trial.trial_id
+    if not _close(stored, mean_ms):
+        what = f"{name}: engine.ttft_ms_mean_of_all does not follow from requests/{name}.parquet"
+        yield Damage(TRIALS, what, f"{stored}", f"{mean_ms:.9g}")
+    parts = trial.engine.get("ttft_breakdown_ms")
+    if not isinstance(parts, Mapping):
+        return
+    known = [each for each in parts.values() if isinstance(each, (int, float))]
+    cut_off = any(each == 0 for each in known)  # a part below zero is stored as zero
+    whole = all(parts.get(each) is not None for each in ("router", "prefill_queue", "prefill"))
+    total = sum(known)
+    if not cut_off and (total > mean_ms * (1 + SAME) or (whole and not _close(total, mean_ms))):
+        what = f"{name}: engine.ttft_breakdown_ms does not add up to the mean TTFT of its requests"
+        yield Damage(TRIALS, what, f"{total:.9g}", f"{mean_ms:.9g}")
+
+
+def _close(one: Any, other: float) -> bool:
+    return isinstance(one, (int, float)) and abs(one - other) <= SAME * max(1.0, abs(other))
+
+
+def claim_damages(run: RunFolder) -> Iterator[Damage]:
+    """Compare what an answer says of its trials with these, whatever the rules."""
+    trials = {each.trial_id: each for each in run.all_trials}
+    for result in [*run.cells, *run.other_cells]:
+        answer = result.answer or {}
+        name = " ".join(filter(None, (result.cell.key, result.method, result.tier)))
+        if result.confirmed_by and result.confirmed_by not in trials:
+            yield Damage(CELLS, f"{name} rests on {result.confirmed_by}, which is not there")
+        low, rate, high = (answer.get(key) for key in ("lower", "max_request_rate", "upper"))
+        if rate is not None and not ((low or 0) * (1 - 1e-9) <= rate <= (high or rate) * (1 + 1e-9)):
+            yield Damage(CELLS, f"{name}: {rate} lies outside of its interval [{low}, {high}]")
+        mine = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
+        rates = {f"{each:.6g}" for each, _ in mine}
+        for point in answer.get("curve") or ():
+            if f"{point.get('rate'):.6g}" not in rates:
+                yield Damage(
+                    CELLS, f"{name}: its curve has a trial at {point.get('rate')} req/s, which is not there"
+                )
