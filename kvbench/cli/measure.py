@@ -221,13 +221,17 @@ def calibrate(
     instances: Annotated[
         int | None, typer.Option("--instances", metavar="N", help="Engines that share the load.", min=1)
     ] = None,
+    num_kv_tokens: Annotated[
+        int | None,
+        typer.Option("--num-kv-tokens", metavar="N", help="KV memory of one engine, in tokens.", min=1),
+    ] = None,
     json_: JsonOption = False,
 ) -> int:
     """Fit a timing profile to what was measured, and check it on requests held out."""
     from kvbench.sweep.calibrate import command as calibrating
     from kvbench.sweep.calibrate.served_inputs import EngineLimits
 
-    limits = EngineLimits(max_num_seqs, max_num_batched_tokens, instances)
+    limits = EngineLimits(max_num_seqs, max_num_batched_tokens, instances, num_kv_tokens)
     options = calibrating.CalibrateOptions(from_, output, name, engine, machine, held_out, limits)
     return calibrating.command(options, console(as_json=json_))
 

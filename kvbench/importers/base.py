@@ -82,6 +82,10 @@ class ServingRow:
     date: str = ""
     """As written; without a time zone it is no moment."""
     command: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Figures that were left out of the row: name → why (``parts/plausible.py``)."""
+    qualifiers: list[str] = field(default_factory=list)
+    """What must be known with the row's figures to read them."""
     incomplete: str = ""
     """Why the row is not whole, such as a log that ends inside it; empty for a whole one."""
 
@@ -121,6 +125,8 @@ class TransferRow:
     origin: Origin
     record: TransferRecord
     missing: list[str] = field(default_factory=list)
+    qualifiers: list[str] = field(default_factory=list)
+    """What must be known with the bandwidth to read it, such as "both directions together"."""
 
 
 ImportedRow: TypeAlias = ServingRow | TransferRow

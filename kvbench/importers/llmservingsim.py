@@ -118,4 +118,11 @@ def _asked(row: ServingRow, meta: Mapping[str, Any]) -> None:
     names = (*kept, "max_num_batched_tokens", "max_model_len", "dtype")
     row.settings = {name: engine[name] for name in names if engine.get(name) is not None}
     row.settings |= {name: meta[name] for name in ("model", "vllm_version") if meta.get(name)}
+    cache = mapping(meta.get("kv_cache"))
+    blocks, size = whole(cache.get("num_gpu_blocks")), whole(cache.get("block_size"))
+    tokens = whole(cache.get("num_kv_tokens")) or whole(meta.get("num_kv_tokens"))
+    if tokens is None and blocks and size:
+        tokens = blocks * size
+    if tokens:
+        row.settings["num_kv_tokens"] = tokens
     row.date = str(meta.get("started_at") or "")

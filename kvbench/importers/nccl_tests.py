@@ -42,7 +42,7 @@ def recognise(path: Path) -> bool:
 def read(path: Path) -> Imported:
     """Two rows a line, out of place and in place; sizes of 0 bytes are left out, they move nothing."""
     reading = Imported()
-    about: dict[str, Any] = {"gpus": [], "hosts": set()}
+    about: dict[str, Any] = {"gpus": [], "hosts": set(), "ranks": set()}
     columns: list[str] = []
     for line, text in enumerate(read_lines(path), start=1):
         if found := _ARGUMENTS.match(text):
@@ -51,11 +51,13 @@ def read(path: Path) -> Imported:
                 "iters": int(found["iters"]),
                 "gpus": [],
                 "hosts": set(),
+                "ranks": set(),
             }
             columns = []
         elif found := _DEVICE.match(text):
             about["gpus"].append(found["name"])
             about["hosts"].add(found["host"])
+            about["ranks"].add(int(found["rank"]))
         elif _HEADER.match(text):
             columns = text.lstrip("# ").split()
         elif columns and _ROW.match(text):
@@ -84,6 +86,11 @@ def _take(text: str, columns: list[str], about: dict[str, Any], origin: Origin, 
     size = whole(cells[0])
     if not size:
         reading.leave_out(origin.line, "a call of 0 bytes moves nothing; left out", origin.file)
+        return
+    if len(about["ranks"]) == 1:
+        what = "was measured by a rank that is alone and copies to itself"
+        hint = "build nccl-tests with MPI=1" if len(about["gpus"]) > 1 else "give it two GPUs"
+        reading.leave_out(origin.line, f"{what} ({hint}); left out", origin.file)
         return
     first = columns.index("time")
     width = (len(columns) - first) // 2 if columns.count("time") == 2 else len(columns) - first

@@ -85,7 +85,9 @@ def _take(
         targets=whole(settings.get("num_target_dev")) or 1,
         memory=_memory(settings),
     )
-    also: dict[str, Any] = {name: number(row[column]) for column, name in _KEPT.items() if column in row}
+    also: dict[str, Any] = {
+        name: number(row[column]) or None for column, name in _KEPT.items() if column in row
+    }
     also["settings"] = dict(settings)
     wanted = {
         "protocol": "backend",
@@ -94,13 +96,14 @@ def _take(
         "memory": "initiator_seg_type",
     }
     missing = [name for name, flag in wanted.items() if flag not in settings]
-    prepared = also.get("avg_prep_us")
+    prepared, together = also.get("avg_prep_us"), also.get("aggregate_gb_per_s")
     reported = ReportedTransfer(
         case,
         speed,
         calls=whole(settings.get("num_iter")),
         prepare_s=prepared / 1e6 if prepared is not None else None,
         also=also,
+        qualifiers=[f"one pair; all together {together:g} GB/s"] if together and together > speed else [],
     )
     reading.rows.append(transfer_row(origin, reported, [*missing, "nics", "library version"]))
 

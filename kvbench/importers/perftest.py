@@ -1,8 +1,8 @@
 """Output of perftest's bandwidth programs: ``ib_write_bw``, ``ib_read_bw``, ``ib_send_bw``.
 
-The average is taken; the peak is kept, and is 0 in runs by duration. ``MB/sec`` and ``MiB/sec`` both mean
-2²⁰ bytes (the name was corrected in newer versions, the figure is the same), ``Gb/sec`` (``--report_gbits``)
-10⁹ bits.
+The average is taken; the peak is kept, unless it is the 0 of runs by duration. ``MB/sec`` and ``MiB/sec``
+both mean 2²⁰ bytes (the name was corrected in newer versions, the figure is the same), ``Gb/sec``
+(``--report_gbits``) 10⁹ bits. Rows of ``-b`` are the sum of both directions, and are marked as such.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _HEADER: Final = re.compile(
 _TITLE: Final = re.compile(r"^\s*(?:RDMA_)?(?P<name>Write|Read|Send)(?: Bidirectional)? BW Test\s*$")
 _SETTING: Final = re.compile(r"(?P<name>[A-Z][A-Za-z_*. ]*?)\s*:\s*(?P<value>\S+(?:\[\w+\])?)")
 _ROW: Final = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
+_BOTH: Final = "both directions together"
+"""How rows of ``-b`` are marked: their bandwidth is the sum of two transfers that run against each other."""
 _GB: Final = {"MB": 2.0**20 / 1e9, "MiB": 2.0**20 / 1e9, "Gb": 1 / 8}
 _OPS: Final[dict[str, TransferOp]] = {"Write": "write", "Read": "read", "Send": "write"}
 
@@ -70,13 +72,20 @@ def _take(cells: list[str], about: dict[str, Any], origin: Origin, reading: Impo
         batch_size=1,
         threads=whole(settings.get("Number of qps")) or 1,
         nics=1 if device else 0,
+        shape=_BOTH if about["both_directions"] else "",
     )
     also = {
-        "bw_average": average, "bw_peak": number(cells[2]), "unit": f"{about['unit']}/sec", "device": device,
+        "bw_average": average, "bw_peak": number(cells[2]) or None, "unit": f"{about['unit']}/sec",
+        "device": device,
         "message_rate_mpps": number(cells[4]), "link_type": link,
         "both_directions": about["both_directions"], "settings": settings,
     }  # fmt: skip
     reported = ReportedTransfer(
-        case, average * _GB[about["unit"]], whole(cells[1]), transport="rdma", also=also
+        case,
+        average * _GB[about["unit"]],
+        whole(cells[1]),
+        transport="rdma",
+        also=also,
+        qualifiers=[case.shape] if case.shape else [],
     )
     reading.rows.append(transfer_row(origin, reported, ["library version", *([] if test else ["op"])]))

@@ -4,6 +4,7 @@ list."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
 RANK: Final = 20
 TOOL: Final = "vllm bench serve"
+_SGLANG: Final = "sglang.bench_serving"
 
 
 def recognise(path: Path) -> bool:
@@ -53,7 +55,8 @@ def _lines(path: Path, reading: Imported) -> int:
 
 def _take(result: Any, origin: Origin, reading: Imported) -> None:
     if is_result(result):
-        reading.rows.append(row_of(result, origin))
+        tool = _SGLANG if "total_output_tokens_retokenized" in result else origin.tool
+        reading.rows.append(row_of(result, replace(origin, tool=tool)))
     else:
         what = "is no result of a serving benchmark"
         reading.leave_out(origin.line, f"{what}; left out", origin.file)

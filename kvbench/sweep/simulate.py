@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -29,7 +30,7 @@ from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.new_run import create_store
-from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, timing_of
+from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, fitted_profile, timing_of
 from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
 from kvbench.sweep.system.simulator_process import require_there
 from kvbench.sweep.system.site import SystemBench
@@ -58,6 +59,7 @@ class SimulatedBench:
         self._labels = labels or {}
         wanted = scenario.workload.sessions
         self._source = session_source(wanted) if wanted is not None else None
+        self._fitted: dict[str, Any] = dict(store.manifest.get("fitted_with") or {})
         self._around: dict[str, str] = dict(store.manifest.get("simulated_with") or {})
 
     @property
@@ -78,6 +80,10 @@ class SimulatedBench:
         deployment = SimulatedDeployment.of(self._scenario, planned, label, self._measured)
         self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
         self._store.update(simulated_with=self._around)
+        profile = fitted_profile(self._scenario.at(label or planned.label))
+        if profile is not None:
+            self._fitted[planned.label] = profile.reach()
+            self._store.update(fitted_with=self._fitted)
         return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace, self._source))
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector
+from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.gates.evidence import Evidence
 from kvbench.core.gates.evidence_figures import ClientFigures
@@ -23,7 +24,7 @@ from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.kv_cache import mix64
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile
-from kvbench.engines.parts.timing_files import bundled_names, timing_of_choice
+from kvbench.engines.parts.timing_files import bundled_names, profile_file, timing_of_choice
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
@@ -106,14 +107,23 @@ def timing_choice(scenario: Scenario, instance: str) -> str:
     return name
 
 
+def fitted_profile(scenario: Scenario) -> ProfileFile | None:
+    """The profile file that step times come from; None where they are the model's own."""
+    name = scenario.simulate.timing or scenario.deployment.engine_options.timing_profile
+    return profile_file(name) if name else None
+
+
 def engine_config(scenario: Scenario) -> EngineConfig:
     """The limits of the scenario's engine; an emulated one's are exact, a real one's as far as it says."""
     options, wanted = scenario.deployment.engine_options, scenario.simulate
     used = scenario.workload.longest
     slots, block_tokens = options.slots or VLLM_MAX_NUM_SEQS, options.kv_block_tokens
+    profile = fitted_profile(scenario)
+    measured = (profile.num_kv_tokens or 0) // block_tokens if profile else 0
+    enough = (slots + slots // 2) * -(-used // block_tokens)
     return EngineConfig(
         block_tokens,
-        wanted.num_blocks or options.kv_blocks(used) or (slots + slots // 2) * -(-used // block_tokens),
+        wanted.num_blocks or options.kv_blocks(used) or measured or enough,
         slots,
         options.step_tokens or VLLM_BATCHED_TOKENS,
         options.longest_request or used,

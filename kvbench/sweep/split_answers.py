@@ -58,6 +58,8 @@ class Prediction:
     limit: str
     limit_evidence: str
     best: bool = False
+    mark: str = ""
+    """"unfit" or "extrapolated": then no split of this length is called the best."""
 
 
 def predictions(
@@ -78,8 +80,14 @@ def predictions(
         )
         for lengths in {(each.input_len, each.output_len) for each in found}
     }
+    marked = {(each.input_len, each.output_len) for each in found if each.mark}
     return [
-        replace(each, best=bool(each.goodput_per_gpu) and each.goodput_per_gpu == best[lengths])
+        replace(
+            each,
+            best=lengths not in marked
+            and bool(each.goodput_per_gpu)
+            and each.goodput_per_gpu == best[lengths],
+        )
         for each in found
         for lengths in [(each.input_len, each.output_len)]
     ]
@@ -105,6 +113,7 @@ def _prediction(row: Row, connector: str, split: Split, scenario: Scenario) -> P
         max_request_rate=rate,
         lower=row.answer.lower,
         upper=row.answer.upper,
+        mark=row.answer.mark,
         goodput_per_gpu=None if rate is None else rate * (1.0 if share is None else share) / gpus,
         ttft_ms_p50=row.values["ttft_ms_p50"],
         ttft_ms_p99=row.values["ttft_ms_p99"],
@@ -138,7 +147,10 @@ def cells_of(each: Prediction) -> list[str]:
         each.connector,
         each.split + (" ← best" if each.best else ""),
         f"{each.gpus}",
-        ("≥ " if each.outcome == "at_least" else "") + rate + interval,
+        ("≥ " if each.outcome == "at_least" else "")
+        + rate
+        + interval
+        + (f" {each.mark}" if each.mark else ""),
         number(each.goodput_per_gpu),
         percent(each.slo_attainment),
         f"{number(each.ttft_ms_p50)} / {number(each.ttft_ms_p99)}",

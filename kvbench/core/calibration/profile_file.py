@@ -107,6 +107,7 @@ class ProfileFile(Section):
     machine: str = Field(min_length=1, max_length=500)
     scenario_sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     tensor_parallel_size: int | None = Field(None, ge=1, description="the only one that it holds for")
+    num_kv_tokens: int | None = Field(None, ge=1, description="KV memory of one instance, in tokens")
     status: Literal["fit", "unfit", "unchecked"] = Field(description="whether a held-out part was predicted")
     cannot_explain: list[str] = Field(default_factory=list, max_length=64)
     fitted_to: FittedTo | None = None
@@ -143,6 +144,24 @@ class ProfileFile(Section):
     def value(self, name: str) -> float:
         """A coefficient in milliseconds; 0 for one that the profile does not have."""
         return self.coefficients[name].value if name in self.coefficients else 0.0
+
+    @property
+    def margin(self) -> float:
+        """How far a predicted figure may be off, as a share: what is stated of the held-out requests, or what
+        was found of them if that is more; 0 where nothing was held out."""
+        figures = self.held_out.figures.values() if self.held_out else ()
+        return max((max(each.stated, abs(each.ratio - 1.0)) for each in figures), default=0.0)
+
+    def reach(self) -> dict[str, Any]:
+        """What a run folder keeps of a profile, to mark its predictions by: status, lengths, margin."""
+        fitted = self.fitted_to
+        return {
+            "name": self.name,
+            "status": self.status,
+            "margin": self.margin,
+            "input_len": fitted.input_len if fitted else None,
+            "output_len": fitted.output_len if fitted else None,
+        }
 
     @property
     def moves_kv(self) -> bool:

@@ -158,7 +158,7 @@ def not_kept_up(row: LoadRow) -> Finding | None:
         row.arrivals_s,
         row.e2el_s,
     )
-    if done is None or rate is None or arrivals_s is None or e2el_s is None or burst(row) is not None:
+    if not done or rate is None or arrivals_s is None or e2el_s is None or burst(row) is not None:
         return None
     if row.client_late:
         return None  # then nobody knows whose fault it is
@@ -255,6 +255,14 @@ def failures(row: LoadRow) -> Finding | None:
         return None
     of = failed + completed if completed is not None else row.requests
     share = f" of {figure_text(of)}" if of else ""
+    if completed == 0:
+        return Finding(
+            "failures",
+            "invalid",
+            f"all {figure_text(failed)} requests failed: nothing was measured",
+            "find out why they failed",
+            {"failed": failed, "completed": completed},
+        )
     return Finding(
         "failures",
         "warning",

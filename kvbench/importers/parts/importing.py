@@ -33,6 +33,7 @@ from kvbench.importers.base import (
     read_lines,
     read_text,
 )
+from kvbench.importers.parts.plausible import keep_plausible
 from kvbench.importers.parts.table import serving_table, transfer_table
 from kvbench.importers.parts.trials import IMPORTED, trial_of
 from kvbench.results.run import load_run
@@ -105,6 +106,7 @@ def read(path: Path, name: str | None = None) -> ImportedFile:
     if found is None:
         raise InputError(f"{path.name}: {_unlike(path)}", hint=f"formats: {', '.join(importers.names())}")
     reading = importers.get(found).read(path)
+    keep_plausible(reading)
     if not reading.rows:
         said = [problem.said() for problem in reading.problems] or [f"{path.name}: no result in it"]
         raise InputError(f"{path.name} as {found} has no whole result: " + "; ".join(said[:3]))
@@ -281,6 +283,11 @@ def _print(
                 f"lines {places} repeat the table of line {repeat['repeats_line']}, all figures equal",
                 "dim",
             )
+    qualified = [f"{row.origin.text()}: {text}" for row in rows for text in row.qualifiers]
+    for text in qualified[:_SHOWN]:
+        _line(console, f"  • {text}")
+    if len(qualified) > _SHOWN:
+        _line(console, f"  • and {len(qualified) - _SHOWN} more: see the report's notes on the rows")
     claims = [claim for source in sources for claim in source.reading.about.get("claims", ())]
     if claims:
         _line(

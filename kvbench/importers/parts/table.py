@@ -73,7 +73,7 @@ def transfer_table(rows: Sequence[TransferRow]) -> Grid:
         [
             row.record.case.backend,
             row.record.case.protocol,
-            MISSING if "op" in row.missing else row.record.case.op,
+            _op(row),
             MISSING if "block_bytes" in row.missing else size_text(row.record.case.block_bytes),
             MISSING if "batch_size" in row.missing else f"{row.record.case.batch_size}",
             MISSING if "threads" in row.missing else f"{row.record.case.threads}",
@@ -83,3 +83,9 @@ def transfer_table(rows: Sequence[TransferRow]) -> Grid:
         for row in rows
     ]
     return Grid(columns_of("backend|protocol|op", "block|batch|at a time|GB/s|line", {"line": 1}), cells)
+
+
+def _op(row: TransferRow) -> str:
+    """The operation, and what sets its row apart from the others: ``write, both directions together``."""
+    words = [] if "op" in row.missing else [row.record.case.op]
+    return ", ".join([*words, *([row.record.case.shape] if row.record.case.shape else [])]) or MISSING

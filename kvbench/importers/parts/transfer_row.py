@@ -24,6 +24,8 @@ class ReportedTransfer:
     prepare_s: float | None = None
     verified: bool | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
+    qualifiers: Sequence[str] = ()
+    """What must be known with the bandwidth to read it."""
 
 
 def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[str]) -> TransferRow:
@@ -57,14 +59,17 @@ def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[s
     record.warnings.append(
         TransferWarning(
             "imported",
-            f"read from {origin.text()}, not measured by kvbench; not told: {', '.join(absent)}",
+            f"read from {origin.text()}, not measured by kvbench; "
+            + "".join(f"{text}; " for text in reported.qualifiers)
+            + f"not told: {', '.join(absent)}",
             evidence={
                 "file": origin.file,
                 "line": origin.line,
                 "tool": origin.tool,
                 "missing": absent,
+                "qualifiers": list(reported.qualifiers),
                 **dict(reported.also),
             },
         )
     )
-    return TransferRow(origin, record, absent)
+    return TransferRow(origin, record, absent, list(reported.qualifiers))

@@ -73,6 +73,8 @@ def source_of(row: ServingRow) -> dict[str, Any]:
         "missing": row.missing,
         "derived": dict(row.derived),
         "unknown": dict(row.unknown),
+        "refused": dict(row.refused),
+        "qualifiers": list(row.qualifiers),
     }
 
 

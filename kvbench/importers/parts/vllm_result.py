@@ -1,5 +1,5 @@
 """One result of ``vllm bench serve`` as JSON: the keys of ``--save-result`` and ``--save-detailed``, 0.5
-to 0.32."""
+to 0.32, and of ``sglang.bench_serving``, which writes the same keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIGURES: Final = {
     "max_output_tokens_per_s": "peak_output_throughput",
     "max_concurrent_requests": "peak_concurrent_requests",
 }
-_STATISTIC: Final = re.compile(r"(mean|median|std|p\d+(?:\.\d+)?)_(ttft|tpot|itl|e2el)_ms")
+_STATISTIC: Final = re.compile(r"(mean|median|std|p\d+(?:\.\d+)?)_(ttft|tpot|itl|e2el|e2e_latency)_ms")
 _LISTS: Final = frozenset(
     {"input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors"}
     | {"generated_texts", "rps_change_events"}
@@ -54,7 +54,8 @@ def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
     """
     row = ServingRow(origin, {}, date=str(result.get("date") or ""))
     for key, value in result.items():
-        name = _FIGURES.get(key) or (key if _STATISTIC.fullmatch(key) else None)
+        latency = key.replace("_e2e_latency_", "_e2el_") if _STATISTIC.fullmatch(key) else None
+        name = _FIGURES.get(key) or latency
         figure = number(value)
         if name is not None:
             if figure is not None:
@@ -76,6 +77,8 @@ def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
 def _lengths(row: ServingRow, result: Mapping[str, Any]) -> None:
     for name, total in (("input_len", "total_input_tokens"), ("output_len", "total_output_tokens")):
         reported = whole(result.get(f"random_{name}", result.get(name)))
+        if not str(result.get("dataset_name") or "random").startswith("random"):
+            reported = None  # SGLang writes the default of random prompts for every dataset
         if reported is not None:
             setattr(row, name, reported)
             continue

@@ -41,10 +41,12 @@ class RatePair:
     counts: tuple[int | None, int | None] = (None, None)
     sure: float | None = None
     unconverged: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
+    """Predictions that their fit does not support: ``nixl is extrapolated``. Then there are no figures."""
 
     def text(self) -> str:
         """One clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
-        if self.unconverged:
+        if self.unconverged or self.marked:
             return unconverged_text([self])
         return self.relation() if self.per is None else unequal_text([self])
 
@@ -82,7 +84,9 @@ def unequal_text(found: Sequence[RatePair]) -> str:
 
 
 def unconverged_text(found: Sequence[RatePair]) -> str:
-    """What is said of all pairs of one length of which a search did not converge."""
+    """What is said of all pairs of one length of which a search did not converge, or is not supported."""
+    if marked := dict.fromkeys(words for each in found for words in each.marked):
+        return f"no winner is named: {', '.join(marked)}"
     names = list(dict.fromkeys(name for each in found for name in each.unconverged))
     searches = "the search" if len(names) == 1 else "the searches"
     listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -120,13 +124,14 @@ class Parted(NamedTuple):
     """Of equal size, and neither is surely ahead."""
     unequal: list[RatePair]
     unconverged: list[RatePair]
+    """Or a prediction that its fit does not support."""
 
 
 def parted(found: Iterable[RatePair]) -> Parted:
     """The pairs by what can be said of them."""
     parts = Parted([], [], [], [])
     for each in found:
-        if each.unconverged:
+        if each.unconverged or each.marked:
             parts.unconverged.append(each)
         elif each.per is not None:
             parts.unequal.append(each)
@@ -141,6 +146,9 @@ def _compared(one: Row, other: Row) -> RatePair:
         # Whoever has the higher rate per engine stands first.
         one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
     pair = RatePair(*lengths(one), one.name, other.name, per=unit)
+    marked = tuple(f"{row.name} is {row.answer.mark}" for row in (one, other) if row.answer.mark)
+    if marked:
+        return replace(pair, marked=marked)
     if unconverged := tuple(row.name for row in (one, other) if not row.answer.sure):
         return replace(pair, unconverged=unconverged)
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))

@@ -35,6 +35,7 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
         *_over_tcp(run),
         *_unequal(run, rows),
         *_cells(rows),
+        *_predictions(rows),
         *_limits(rows),
         *unseen_gates(run, rows),
     ]
@@ -126,6 +127,17 @@ def _cells(rows: Sequence[Row]) -> Iterable[Note]:
             lengths.setdefault((row.name, said, row.hint), []).append(row.cell.input_len)
     for (name, said, hint), where in lengths.items():
         yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {said}", hint)
+
+
+def _predictions(rows: Sequence[Row]) -> Iterable[Note]:
+    """One note for each reason why a prediction is not supported by its fit."""
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.answer.mark:
+            reasons.setdefault(row.answer.mark_reason, {})[row.name] = None
+    for reason, names in reasons.items():
+        advice = "calibrate at these lengths, or with more loads; until then no winner is named"
+        yield Note(f"{', '.join(names)}: {reason}", advice)
 
 
 def _limits(rows: Sequence[Row]) -> Iterable[Note]:

@@ -124,6 +124,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         **_ABOUT,
         **_ANSWER,
         "interval_level": "how probable it is that the interval holds the rate (0–1); missing if not known",
+        "prediction": "unfit or extrapolated: a simulated rate that its timing profile does not support",
         "censored": "whether the rate is only a lower bound",
         "engines": "engines (instances) that served it; missing where kvbench did not start them",
         "gpus": "GPUs of all of them, of an emulated engine as planned; missing where that is not known",

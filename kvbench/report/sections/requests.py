@@ -220,7 +220,16 @@ def provenance(of: Material) -> Iterator[ReportSection]:
         Block(words=f"Not told, and in how many rows: {missing or 'nothing'}."),
         out,
     ]
+    if qualifiers := list(_qualifiers(of.one.run)):
+        blocks.append(Block(words="To be known with the rows:", notes=qualifiers))
     yield ReportSection("source", "Where the rows come from", blocks)
+
+
+def _qualifiers(run: RunFolder) -> Iterator[Note]:
+    for trial in run.other_trials:
+        source = trial.engine.get("source") or {}
+        for text in source.get("qualifiers") or ():
+            yield Note(f"{source.get('file')}:{source.get('line')}: {text}")
 
 
 def at_supporting_trials(of: Material) -> Iterator[ReportSection]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvbench import engines
@@ -17,6 +17,7 @@ from kvbench.core.metrics.limit import Binding
 from kvbench.core.plan.engine_count import Size, Unit, price_per_gpu_hour, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.report.tables.numbers import number
+from kvbench.report.tables.predicted import FitLimits, fit_limits
 from kvbench.report.tables.trial_values import engine_word, finite, trial_values
 from kvbench.results.run import CellResult, RunFolder
 
@@ -44,6 +45,9 @@ class Answer:
     """Equally probable rates, where the search has kept them."""
     refusals: str = ""
     """How many trials were refused, and for which reasons; empty if none was, or if there is a rate."""
+    mark: str = ""
+    """"unfit" or "extrapolated": a prediction that its fit does not support; no winner is named by it."""
+    mark_reason: str = ""
 
     @property
     def possible(self) -> PossibleRates:
@@ -55,7 +59,11 @@ class Answer:
 
     def text(self) -> str:
         """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
-        ``none (< 0.5)``, ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``."""
+        ``none (< 0.5)``, ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``; with ``extrapolated``
+        or ``unfit`` behind it where that is its mark."""
+        return " ".join(filter(None, (self._text(), self.mark)))
+
+    def _text(self) -> str:
         if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
             interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
             return f"{number(self.max_request_rate)}{'' if self.sure else '?'} {interval}"
@@ -151,6 +159,7 @@ class Row:
             "lower": self.answer.lower,
             "upper": self.answer.upper,
             "interval_level": self.answer.level,
+            "prediction": self.answer.mark,
             "censored": self.outcome == "at_least",
             "engines": self.size.engines,
             "gpus": self.size.gpus,
@@ -196,7 +205,7 @@ def summary_table(run: RunFolder, name: str = "") -> list[Row]:
 
 def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Row:
     trials = run.trials_of(cell)
-    answer = _answer(run, trials, result)
+    answer = _as_predicted(_answer(run, trials, result), fit_limits(run, cell))
     support = _supporting_trial(trials, answer)
     if support is None and answer.outcome in ("found", "undecided", "none"):
         answer = _without_support(answer, trials)
@@ -253,6 +262,22 @@ def _answer(run: RunFolder, trials: Sequence[TrialRecord], result: CellResult | 
     missed = [trial.request_rate for trial in trials if trial.verdict == "missed"]
     upper = min((rate for rate in missed if lower is None or rate > lower), default=None)
     return Answer("unfinished", lower, lower, upper)
+
+
+def _as_predicted(answer: Answer, limits: FitLimits) -> Answer:
+    """The answer with its mark, and an interval no narrower than the fit's own margin.
+
+    A step that takes a share longer than predicted lowers the rate by about that share.
+    """
+    rate = answer.max_request_rate
+    answer = replace(answer, mark=limits.mark, mark_reason=limits.why)
+    if not limits.margin or rate is None or answer.lower is None or answer.upper is None:
+        return answer
+    lower = min(answer.lower, rate / (1 + limits.margin))
+    upper = max(answer.upper, rate * (1 + limits.margin))
+    if answer.outcome != "found" or (lower, upper) == (answer.lower, answer.upper):
+        return answer
+    return replace(answer, lower=lower, upper=upper, posterior=())
 
 
 def read_answer(given: Mapping[str, Any]) -> Answer:

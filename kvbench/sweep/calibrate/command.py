@@ -30,6 +30,8 @@ from kvbench.files import write_bytes
 from kvbench.sweep.calibrate.served_inputs import CalibrationInput, EngineLimits, read_inputs
 
 _DIGITS: Final = 6
+_SHOWN: Final = 8
+"""Most lines on what a profile cannot explain that are printed."""
 _COVARIANCE_DIGITS: Final = 12
 """Coefficients that are hardly told apart have a covariance that fewer would make impossible."""
 
@@ -95,6 +97,7 @@ def _profile(given: CalibrationInput, checked: CheckedFit, options: CalibrateOpt
         machine=(options.machine or given.machine or "not recorded")[:500],
         scenario_sha256=given.scenario_sha256,
         tensor_parallel_size=given.tensor_parallel_size,
+        num_kv_tokens=given.num_kv_tokens,
         status="fit" if checked.holds else "unfit",
         cannot_explain=checked.cannot_explain[:64],
         fitted_to=FittedTo(
@@ -138,10 +141,12 @@ def _print(profile: ProfileFile, path: Path, console: Console) -> None:
         f"{name} {each.ratio:.3f} of measured (stated within {each.stated:.0%})"
         for name, each in held.figures.items()
     )
+    more = len(profile.cannot_explain) - _SHOWN
     lines = [
         "",
         f"held out: {held.by}, {held.requests} requests: predicted {words}",
-        *(f"cannot explain: {each}" for each in profile.cannot_explain),
+        *(f"cannot explain: {each}" for each in profile.cannot_explain[:_SHOWN]),
+        *([f"and {more} more: cannot_explain in the file"] if more > 0 else []),
         f"{path}: {profile.status.upper()}",
     ]
     console.print("\n".join(lines), markup=False, highlight=False)

@@ -35,6 +35,7 @@ _AFTER: Final = 60
 MOST_LOADS: Final = 8
 """Of one run, spread over its rates."""
 _BLOCK_TOKENS: Final = 16
+_ENOUGH: Final = "KV memory is taken as enough for every sequence"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class EngineLimits:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     instances: int | None = None
+    num_kv_tokens: int | None = None
+    """KV memory of one engine, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,16 @@ class CalibrationInput:
     machine: str = ""
     scenario_sha256: str = ""
     tensor_parallel_size: int | None = None
+    num_kv_tokens: int | None = None
+    """KV memory of one engine, in tokens; None where it is not known or several differ."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput:
     """All that the paths hold. Raises InputError for one without single requests, or of another engine."""
     read_ones = [
-        _of_run(path) if (path / "manifest.json").is_file() else _of_file(path, limits) for path in paths
+        _of_run(path, limits) if (path / "manifest.json").is_file() else _of_file(path, limits)
+        for path in paths
     ]
     sizes = {each.tensor_parallel_size for each in read_ones}
     engines = {each.engine for each in read_ones if each.engine}
@@ -73,8 +79,10 @@ def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput
                 hint="a profile is of one engine in one version: calibrate them one by one",
             )
     first = read_ones[0]
+    memories = {each.num_kv_tokens for each in read_ones}
     return replace(
         first,
+        num_kv_tokens=first.num_kv_tokens if len(memories) == 1 else None,
         loads=[load for each in read_ones for load in each.loads],
         inputs=[name for each in read_ones for name in each.inputs],
         scenario_sha256=first.scenario_sha256 if len(read_ones) == 1 else "",
@@ -85,7 +93,7 @@ def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput
 # -- run folders -------------------------------------------------------------------------------------
 
 
-def _of_run(path: Path) -> CalibrationInput:
+def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     run = load_run(path)
     if run.manifest.get("kind") not in ("sweep", "bench"):
         raise InputError(
@@ -99,9 +107,14 @@ def _of_run(path: Path) -> CalibrationInput:
             hint="calibrate with a run of drawn prompts",
         )
     systems = _systems(scenario)
-    loads = []
+    loads, memories = [], set[int]()
     for label in systems:
         trials = [each for each in run.trials if each.cell.connector == label and _usable(each)]
+        if scenario.deployment.engine_options.kv_blocks(scenario.workload.longest) is None:
+            found = {tokens for trial in trials if (tokens := _measured_kv_tokens(trial))}
+            tokens = limits.num_kv_tokens or min(found, default=0)
+            systems[label] = _with_kv_memory(systems[label], tokens)
+            memories |= {tokens} if trials else set()
         loads += [_of_trial(run, trial, systems[label]) for trial in _spread(trials)]
     if not loads:
         raise InputError(f"{path} has no valid trial with requests", hint="see its report for why")
@@ -113,7 +126,20 @@ def _of_run(path: Path) -> CalibrationInput:
         machine=_machine(run),
         scenario_sha256=sha256_of(run.scenario_text.encode()),
         tensor_parallel_size=ranks,
+        num_kv_tokens=(max(memories) or None) if len(memories) == 1 else None,
+        notes=[_ENOUGH] if 0 in memories else [],
     )
+
+
+def _measured_kv_tokens(trial: TrialRecord) -> int:
+    """KV memory of one engine, in tokens, as its metrics told: of several roles the least; 0 if unknown."""
+    return min((int(tokens) for tokens in (trial.engine.get("num_kv_tokens") or {}).values()), default=0)
+
+
+def _with_kv_memory(system: System, tokens: int) -> System:
+    """The system with as many blocks as hold so many tokens; unchanged where the number is unknown."""
+    blocks = tokens // system.config.block_tokens
+    return replace(system, config=replace(system.config, num_blocks=blocks)) if blocks else system
 
 
 def _systems(scenario: Scenario) -> dict[str, System]:
@@ -183,8 +209,15 @@ def _of_file(path: Path, limits: EngineLimits) -> CalibrationInput:
         engine=f"vllm {version}" if version else "",
         machine="",
         tensor_parallel_size=settings.get("tensor_parallel_size"),
+        num_kv_tokens=_kv_tokens(settings, limits),
         notes=[*notes, *([f"recorded by {origin.tool}"] if origin.tool else [])],
     )
+
+
+def _kv_tokens(settings: Mapping[str, Any], limits: EngineLimits) -> int | None:
+    """KV memory of one engine, in tokens: as given, or as recorded; None where it is not known."""
+    tokens = limits.num_kv_tokens or settings.get("num_kv_tokens")
+    return int(tokens) if tokens else None
 
 
 def _system(
@@ -201,6 +234,15 @@ def _system(
     instances = limits.instances or int(settings.get("data_parallel_size") or 1)
     longest = max(each.input_len + each.output_len for row in rows for each in row.requests) + _BLOCK_TOKENS
     blocks = seqs * -(-longest // _BLOCK_TOKENS)
-    notes.append("KV memory is taken as enough for every sequence")
+    if tokens := _kv_tokens(settings, limits):
+        blocks = tokens // _BLOCK_TOKENS
+        if blocks * _BLOCK_TOKENS < longest - _BLOCK_TOKENS:
+            raise InputError(
+                f"a KV memory of {tokens:,} tokens holds no request of {longest - _BLOCK_TOKENS:,}, and one "
+                "was served",
+                hint="give the KV memory of one engine, in tokens: --num-kv-tokens",
+            )
+    else:
+        notes.append(_ENOUGH)
     config = EngineConfig(_BLOCK_TOKENS, blocks, seqs, budget, longest, enable_prefix_caching=False)
     return System(timing_of_values({}), config, prefill=0, decode=instances)

@@ -124,6 +124,11 @@ class TrialRunner:
             **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
             **({} if canaries is None else {"canaries": canaries.to_json()}),
             "use": readings.use(),
+            "num_kv_tokens": {
+                role: int(each.cache_tokens) // each.instances
+                for role, each in evidence.engines.items()
+                if each.cache_tokens and each.instances
+            },
             **self._session_columns(trial, load, evidence),
             **self._more_columns(),
         }

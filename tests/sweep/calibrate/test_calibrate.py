@@ -37,11 +37,15 @@ DETAILED = (RECORDED / "vllm" / "detailed.json", RECORDED / "aiperf")
 pytestmark = pytest.mark.timeout(240)
 
 
-def recorded(folder: Path, slower_from: int | None = None) -> Path:
-    """Requests that an engine with TRUTH served; from one on everything may take half as long again."""
+def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | None = None) -> Path:
+    """Requests that an engine with TRUTH served; from one on everything may take half as long again.
+
+    ``num_kv_tokens``: the engine's KV memory, which the record has too.
+    """
     rng = np.random.default_rng(3)
     count = 60
-    system = System(timing_of_values({}), EngineConfig(16, 8000, 32, 1024, 8192, False), prefill=0)
+    config = EngineConfig(16, (num_kv_tokens or 128_000) // 16, 32, 1024, 8192, False)
+    system = System(timing_of_values({}), config, prefill=0)
     arrivals = np.cumsum(rng.exponential(0.4, count)).tolist()
     inputs, outputs = rng.integers(50, 2500, count).tolist(), rng.integers(10, 60, count).tolist()
     nothing = np.zeros(count)
@@ -63,7 +67,8 @@ def recorded(folder: Path, slower_from: int | None = None) -> Path:
         }
         lines.append(json.dumps(row))
     (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "meta.json").write_text(json.dumps(META))
+    cache = {"kv_cache": {"num_kv_tokens": num_kv_tokens}} if num_kv_tokens else {}
+    (folder / "meta.json").write_text(json.dumps({**META, **cache}))
     return folder
 
 
@@ -132,6 +137,44 @@ def test_limits_are_those_of_the_record_unless_given() -> None:
     (load,) = read_inputs([RECORDED / "llmservingsim"], limits).loads
     assert (load.system.config.max_num_seqs, load.system.config.max_num_batched_tokens) == (7, 2048)
     assert len(load.load.offsets_s) == 20
+
+
+@pytest.mark.parametrize(
+    ("meta", "given", "blocks"),
+    [
+        ({"kv_cache": {"num_kv_tokens": 4000}}, None, 250),
+        ({"kv_cache": {"num_gpu_blocks": 300, "block_size": 16}}, None, 300),
+        ({"kv_cache": {"num_kv_tokens": 4000}}, 8000, 500),
+        ({}, 8000, 500),
+    ],
+)
+def test_kv_memory_is_read_from_the_record_or_given(
+    tmp_path: Path, meta: dict[str, object], given: int | None, blocks: int
+) -> None:
+    folder = recorded(tmp_path / "one")
+    (folder / "meta.json").write_text(json.dumps({**META, **meta}))
+    found = read_inputs([folder], EngineLimits(num_kv_tokens=given))
+    assert found.loads[0].system.config.num_blocks == blocks
+    assert found.num_kv_tokens == blocks * 16
+    assert not any("taken as enough" in note for note in found.notes)
+
+
+def test_a_kv_memory_that_makes_requests_wait_is_part_of_the_prediction(tmp_path: Path) -> None:
+    """Requests that wait for KV memory have late first tokens, which no step time explains."""
+    folder = recorded(tmp_path / "one", num_kv_tokens=3000)
+    known = calibrated_from(folder)
+    assert known.num_kv_tokens == 3000
+    assert known.held_out is not None
+    assert known.held_out.figures["ttft_mean"].ratio == pytest.approx(1.0, abs=0.15)
+    (folder / "meta.json").write_text(json.dumps(META))
+    unknown = calibrated_from(folder)
+    assert unknown.num_kv_tokens is None
+    assert unknown.status == "unfit"
+
+
+def test_a_kv_memory_smaller_than_a_served_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one was served"):
+        calibrated_from(recorded(tmp_path / "one"), num_kv_tokens=100)
 
 
 def test_requests_of_vllm_bench_and_aiperf_are_read() -> None:
