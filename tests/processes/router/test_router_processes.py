@@ -117,13 +117,14 @@ def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) 
 def test_each_process_begins_with_another_server() -> None:
     urls = [f"http://{HOST}:{port}" for port in (1, 2, 3)]
     servers = [{"url": url} for url in urls]
-    spec = RouterSpec(connector="aggregated", port=0, decode=servers, processes=4)
-    turns, metrics = [], RouterMetrics(4)
+    spec = RouterSpec(connector="nixl", port=0, prefill=servers, decode=servers, processes=4)
+    prefills, decodes, metrics = [], [], RouterMetrics(4)
     for process in range(4):
         metrics.write_as(process)
         dispatch = Dispatch(spec, metrics, None)
-        turns.append([urls.index(dispatch.decode_for(request_of("")).url) for _ in range(4)])
-    assert turns == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 0]]
+        prefills.append([urls.index(dispatch.prefill_for(request_of("")).url) for _ in range(4)])
+        decodes.append([urls.index(dispatch.decode_for(request_of("")).url) for _ in range(4)])
+    assert prefills == decodes == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 0]]
 
 
 def request_of(session: str) -> ReceivedRequest:
