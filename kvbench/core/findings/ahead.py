@@ -236,7 +236,7 @@ def _why_not(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> I
     if any(burst(row) for row in both):
         yield "the load was a burst, so a figure is of one batch"
     elif any(not_kept_up(row) for row in both):
-        yield "the rate was more than was completed, so latencies depend on how long it was offered"
+        yield "more requests arrived than were completed, so latencies depend on how long it was offered"
     fewest = min((row.requests or 0 for row in both), default=0)
     if 0 < fewest < 20:
         yield f"{fewest} requests are too few"

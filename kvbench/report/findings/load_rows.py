@@ -45,7 +45,7 @@ SECTIONS: Final = 10
 UNCONVERGED_ADVICE: Final = "give the search more trials (search.max_trials), and look at its notes"
 LEAST_REQUESTS: Final = 100
 """Below so many requests no standard error is given: ten sections of ten."""
-_REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error")
+_REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error", "sent_s")
 
 
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
@@ -80,6 +80,8 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
     figures |= _more(trial)
     rate = trial.request_rate if trial.request_rate > 0 else None
     asked = settings.get("script_request_rate")
+    requests = _requests(run, trial) if errors else None
+    sent = np.zeros(0) if requests is None else requests["scheduled_s"][~np.isnan(requests["sent_s"])]
     planned = trial.summary.get("planned") or settings.get("num_prompts") or figures.get("completed")
     return LoadRow(
         key=trial.trial_id,
@@ -89,7 +91,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         requests=int(planned) if isinstance(planned, (int, float)) else None,
         figures=figures,
         axes=_axes(run, trial, settings, name),
-        errors=_errors(run, trial) if errors else {},
+        errors={} if requests is None else _errors(requests),
         setting=_setting(run, trial, settings),
         method=trial.method,
         origin=_origin(trial),
@@ -97,6 +99,9 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         asked_rate=asked if isinstance(asked, (int, float)) else None,
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
+        arrived=len(sent) or None,
+        arrived_in_s=float(sent.max()) if len(sent) else None,
+        sessions="sessions" in trial.engine,
     )
 
 
@@ -194,17 +199,21 @@ def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
     return f"{count}x{names[0]}"
 
 
-def _errors(run: RunFolder, trial: TrialRecord) -> Mapping[str, float]:
-    """Standard errors of the means of a trial's requests, by sections of neighbours."""
+def _requests(run: RunFolder, trial: TrialRecord) -> Mapping[str, np.ndarray[Any, Any]] | None:
+    """Columns of a trial's requests; None where they are not kept."""
     try:
-        read = run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
+        return run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
     except StoreError:
-        return {}
+        return None
+
+
+def _errors(read: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, float]:
+    """Standard errors of the means of a trial's requests, by sections of neighbours."""
     kept = (read["error"] == "") & ~np.isnan(read["first_token_s"])
     if kept.sum() < LEAST_REQUESTS:
         return {}
     order = np.argsort(read["scheduled_s"][kept], kind="stable")
-    scheduled, first, last, tokens = (read[name][kept][order] for name in _REQUEST_COLUMNS if name != "error")
+    scheduled, first, last, tokens = (read[name][kept][order] for name in _REQUEST_COLUMNS[:4])
     several = tokens > 1
     gaps = (last - first)[several] / (tokens[several] - 1)
     errors = {}
