@@ -91,6 +91,8 @@ class LoadRow:
     """Requests that arrived, and the time until the last of them, where single requests are known."""
     sessions: bool = False
     """Its requests are turns of sessions, which wait for answers: fewer arrive where the server is slow."""
+    no_winner: str = ""
+    """Why this row must not be named a winner; empty if it may be."""
 
     def get(self, figure: str) -> float | None:
         """A figure's value; the median and P50 stand for each other."""

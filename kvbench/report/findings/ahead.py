@@ -27,7 +27,8 @@ class RatePair:
     ``high`` holds it with a probability of 90 %. A ratio of infinity means that no tested rate of the other
     met the SLO. ``per``: "engine" or "GPU" where the two have unequal numbers of them, ``counts``, None if
     not known; the figures are then of the rates per engine or GPU. ``unconverged``: which of the two
-    searches did not come to their end; then there are no figures.
+    searches did not come to their end; then there are no figures. ``no_winner``: why neither may be named the
+    winner; then there are no figures either.
     """
 
     input_len: int
@@ -41,9 +42,12 @@ class RatePair:
     counts: tuple[int | None, int | None] = (None, None)
     sure: float | None = None
     unconverged: tuple[str, ...] = ()
+    no_winner: tuple[str, ...] = ()
 
     def text(self) -> str:
         """One clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
+        if self.no_winner:
+            return no_winner_text([self])
         if self.unconverged:
             return unconverged_text([self])
         return self.relation() if self.per is None else unequal_text([self])
@@ -89,6 +93,12 @@ def unconverged_text(found: Sequence[RatePair]) -> str:
     return f"cannot be told: {searches} of {listed} did not converge"
 
 
+def no_winner_text(found: Sequence[RatePair]) -> str:
+    """Return why no winner is named in any of these pairs."""
+    reasons = dict.fromkeys(reason for each in found for reason in each.no_winner)
+    return f"no winner is named: {'; '.join(reasons)}"
+
+
 def _many(count: int | None, unit: Unit) -> str:
     return f"an unknown number of {unit}s" if count is None else counted(count, unit)
 
@@ -120,13 +130,16 @@ class Parted(NamedTuple):
     """Of equal size, and neither is surely ahead."""
     unequal: list[RatePair]
     unconverged: list[RatePair]
+    no_winner: list[RatePair]
 
 
 def parted(found: Iterable[RatePair]) -> Parted:
     """The pairs by what can be said of them."""
-    parts = Parted([], [], [], [])
+    parts = Parted([], [], [], [], [])
     for each in found:
-        if each.unconverged:
+        if each.no_winner:
+            parts.no_winner.append(each)
+        elif each.unconverged:
             parts.unconverged.append(each)
         elif each.per is not None:
             parts.unequal.append(each)
@@ -141,6 +154,8 @@ def _compared(one: Row, other: Row) -> RatePair:
         # Whoever has the higher rate per engine stands first.
         one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
     pair = RatePair(*lengths(one), one.name, other.name, per=unit)
+    if no_winner := tuple(f"{row.name}: {row.no_winner}" for row in (one, other) if row.no_winner):
+        return replace(pair, no_winner=no_winner)
     if unconverged := tuple(row.name for row in (one, other) if not row.answer.sure):
         return replace(pair, unconverged=unconverged)
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))

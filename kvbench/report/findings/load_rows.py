@@ -15,6 +15,7 @@ import numpy as np
 
 from kvbench import engines
 from kvbench.core.findings.ahead import AXES
+from kvbench.core.findings.cache_blind import cache_blind
 from kvbench.core.findings.claims import Claim, read_claims
 from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
 from kvbench.core.findings.load_row import Axis, LoadRow, RowConditions, known_model, prefill_peaks
@@ -28,6 +29,7 @@ from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import (
     RatePair,
     by_lengths,
+    no_winner_text,
     parted,
     rate_pairs,
     unconverged_text,
@@ -102,6 +104,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         arrived=len(sent) or None,
         arrived_in_s=float(sent.max()) if len(sent) else None,
         sessions="sessions" in trial.engine,
+        no_winner=cache_blind(run.plan, trial.cell.connector),
     )
 
 
@@ -283,6 +286,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
         for rule, pairs, text, advice in (
             ("unequal_size", parts.unequal, unequal_text(parts.unequal), UNEQUAL_ADVICE),
             ("unconverged", parts.unconverged, unconverged_text(parts.unconverged), UNCONVERGED_ADVICE),
+            ("no_winner", parts.no_winner, no_winner_text(parts.no_winner), ""),
         ):
             if pairs:
                 words = f"{place}: highest request rate, {text}"

@@ -293,6 +293,16 @@ def test_arrivals_are_counted_from_the_requests_of_a_trial() -> None:
     assert row.arrival_rate != row.request_rate
 
 
+def test_no_winner_is_named_among_loads_that_were_routed_cache_blind() -> None:
+    errors = {"mean_ttft_ms": 0.01, "mean_tpot_ms": 0.001}
+    slow = make_row("b", figures={"mean_ttft_ms": 300.0}, errors=errors)
+    (pair,) = pairs([make_row("a", errors=errors), slow])
+    assert pair.significant
+    (blind,) = pairs([make_row("a", errors=errors), replace(slow, no_winner="routed anywhere")])
+    assert not blind.significant
+    assert "b: routed anywhere" in blind.text()
+
+
 def test_long_requests_that_take_no_longer_at_the_end_have_kept_up() -> None:
     """Requests of 9 s, offered for 10 s: two fifths of the rate was completed, and nothing was ever late."""
     figures = {"duration_s": 19.1, "request_throughput": 100 / 19.1, "p50_e2el_ms": 9_000.0}
