@@ -198,11 +198,12 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
         for member in members
         if member.role == "prefill"
     ]
-    engine = engines.get(scenario.deployment.engine)
+    engine, routing = engines.get(scenario.deployment.engine), scenario.deployment.routing
     return {
         "connector": plan.connector,
         "version": engine.version(scenario.deployment.engine_options),
         "options": scenario.connector_options(plan.label).model_dump(mode="json"),
+        **({"routing": routing} if routing != "session" else {}),
         "prefill": prefill,
         "decode": [
             {"url": member.url, "side_address": member.side_address}

@@ -152,6 +152,7 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
         overheads=deployment.around.overheads,
         block_bytes=float(shape.block_bytes(config.block_tokens, ranks) * shape.regions()),
         hand_off=scenario.simulate.hand_off,
+        routing=scenario.deployment.routing,
     )
 
 

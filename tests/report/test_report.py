@@ -27,10 +27,13 @@ from sample_run import (
     make_trial,
 )
 
+from kvbench.core.findings.cache_blind import CACHE_BLIND, cache_blind
 from kvbench.core.findings.possible_rates import AHEAD
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
 from kvbench.report.findings.ahead import rate_pairs
+from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.folded import folded
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
@@ -65,6 +68,47 @@ def row(name: str, lower: float | None, upper: float | None, outcome: str = "fou
     ends = None if outcome == "none" else lower, upper
     answer = Answer(outcome, rate, *ends, level=0.9)  # type: ignore[arg-type]
     return Row("run", Cell(name, 1024, 16), answer, dict.fromkeys(VALUE_COLUMNS), name=name)
+
+
+# --- no winner ----------------------------------------------------------------------------------
+
+
+def plan_of_sessions(routing: str | None, engines: int = 2, sessions: bool = True) -> dict[str, Any]:
+    """plan.json as far as routing goes; without ``routing`` as written before there was a choice."""
+    deployment = {} if routing is None else {"routing": routing}
+    workload = {"sessions": {"source": "shape"} if sessions else None}
+    instances = [{"name": f"aggregated-{number}"} for number in range(engines)]
+    pair = [{"name": "prefill-0"}, {"name": "decode-0"}]
+    return {
+        "scenario": {"deployment": deployment, "workload": workload},
+        "deployments": [{"label": "lone", "instances": instances}, {"label": "pair", "instances": pair}],
+    }
+
+
+def test_only_a_choice_between_engines_that_ignores_sessions_is_cache_blind() -> None:
+    assert cache_blind(plan_of_sessions("round_robin"), "lone") == CACHE_BLIND
+    assert cache_blind(plan_of_sessions(None), "lone") == CACHE_BLIND
+    assert not cache_blind(plan_of_sessions("session"), "lone")
+    assert not cache_blind(plan_of_sessions("round_robin"), "pair"), "one P and one D: no choice"
+    assert not cache_blind(plan_of_sessions("round_robin", engines=1), "lone")
+    assert not cache_blind(plan_of_sessions("round_robin", sessions=False), "lone")
+    assert not cache_blind({}, "lone")
+
+
+def test_nothing_names_a_winner_over_a_cache_blind_rate() -> None:
+    rows = [row("nixl", 29.0, 31.0), replace(row("aggregated", 22.0, 24.0), no_winner=CACHE_BLIND)]
+    (pair,) = rate_pairs(rows)
+    assert (pair.ratio, pair.low, pair.high) == (None, None, None)
+    assert pair.text() == f"no winner is named: aggregated: {CACHE_BLIND}"
+    assert ahead(rows) == [f"1,024 in: {pair.text()}"]
+    (statement,) = searched(rows)
+    assert (statement.kind, statement.rule) == ("untold", "no_winner")
+    assert CACHE_BLIND in statement.text
+    assert answer_text(rows) == f"At 1,024 tokens in, {pair.text()}."
+    both = [*rows, replace(row("tcp", 20.0, 21.0), no_winner=CACHE_BLIND)]
+    (block,) = folded(searched(both))
+    assert block.table is not None
+    assert all("no winner is named" in cells[2] for cells in block.table.cells)
 
 
 # --- rows ---------------------------------------------------------------------------------------

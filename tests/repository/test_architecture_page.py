@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
-
-import pytest
 
 import kvbench
 
@@ -34,20 +31,3 @@ def test_every_room_is_on_the_page_and_every_place_on_the_page_is_there() -> Non
     below = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".venv" not in path.parts}
     missing = [name for name in named if not any(each.endswith(name.rstrip("/")) for each in below)]
     assert missing == []
-
-
-@pytest.mark.parametrize(("name", "lines"), re.findall(r"\| `(\w+\.py)`, (\d+) lines \|", PAGE))
-def test_the_smallest_are_as_small_as_is_said(name: str, lines: str) -> None:
-    (path,) = (each for each in PACKAGE.rglob(name) if each.parent.parent == PACKAGE)
-    assert path.read_text().count("\n") == int(lines)
-
-
-def test_the_smallest_gate_is_as_small_as_is_said() -> None:
-    name, lines = re.findall(r"\| `(\w+)`, (\d+) lines \|", PAGE)[0]
-    found = [
-        (node.end_lineno or 0) - node.lineno + 1
-        for path in (PACKAGE / "core" / "gates").glob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
-    assert found == [int(lines)]

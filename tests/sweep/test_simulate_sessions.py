@@ -82,6 +82,7 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
             "asked for single requests",
         ),
         (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
+        (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
     ],
 )
 def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -233,10 +233,11 @@ def _why_not(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> I
         runs = "one run each" if counts == (1, 1) else f"{counts[0]} and {counts[1]} runs"
         yield f"{runs}, and nothing tells how much another run would differ"
     both = (*left, *right)
+    yield from dict.fromkeys(f"{row.cell.connector}: {row.no_winner}" for row in both if row.no_winner)
     if any(burst(row) for row in both):
         yield "the load was a burst, so a figure is of one batch"
     elif any(not_kept_up(row) for row in both):
-        yield "the rate was more than was completed, so latencies depend on how long it was offered"
+        yield "more requests arrived than were completed, so latencies depend on how long it was offered"
     fewest = min((row.requests or 0 for row in both), default=0)
     if 0 < fewest < 20:
         yield f"{fewest} requests are too few"

@@ -86,6 +86,13 @@ class LoadRow:
     """Engines and GPUs that served it."""
     client_late: bool = False
     """The load generator was late, as a gate has found: what is slow need not be the server."""
+    arrived: int | None = None
+    arrived_in_s: float | None = None
+    """Requests that arrived, and the time until the last of them, where single requests are known."""
+    sessions: bool = False
+    """Its requests are turns of sessions, which wait for answers: fewer arrive where the server is slow."""
+    no_winner: str = ""
+    """Why this row must not be named a winner; empty if it may be."""
 
     def get(self, figure: str) -> float | None:
         """A figure's value; the median and P50 stand for each other."""
@@ -97,9 +104,18 @@ class LoadRow:
 
     @property
     def arrivals_s(self) -> float | None:
-        """For how long requests arrived: n / rate."""
+        """For how long requests arrived: as measured, otherwise n / rate."""
+        if self.arrived_in_s:
+            return self.arrived_in_s
         rate = self.request_rate
         return self.requests / rate if self.requests and rate and math.isfinite(rate) else None
+
+    @property
+    def arrival_rate(self) -> float | None:
+        """Requests that arrived per second: as measured, otherwise the nominal rate."""
+        if self.arrived and self.arrived_in_s:
+            return self.arrived / self.arrived_in_s
+        return self.request_rate
 
     @property
     def e2el_s(self) -> float | None:

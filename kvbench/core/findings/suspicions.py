@@ -149,19 +149,20 @@ def _mean_only(row: LoadRow, limit: Limit) -> str:
 
 
 def not_kept_up(row: LoadRow) -> Finding | None:
-    """As many requests were completed per second as were offered; else latencies grow with the time of the
-    load.
+    """As many requests were completed per second as arrived; else latencies grow with the time of the load.
+
+    The rule is not for sessions: their turns wait for answers, so a slow system gets fewer of them.
     """
     done, rate, arrivals_s, e2el_s = (
         row.get("request_throughput"),
-        row.request_rate,
+        row.arrival_rate,
         row.arrivals_s,
         row.e2el_s,
     )
     if not done or rate is None or arrivals_s is None or e2el_s is None or burst(row) is not None:
         return None
-    if row.client_late:
-        return None  # then nobody knows whose fault it is
+    if row.client_late or row.sessions:
+        return None
     n, duration_s = row.requests or 0, row.get("duration_s")
     drain_s = (duration_s if duration_s is not None else n / done) - arrivals_s
     median_ms = row.get("p50_e2el_ms") or _median_e2el(row)
@@ -180,7 +181,7 @@ def not_kept_up(row: LoadRow) -> Finding | None:
         f"{figure_text(drain_s)} s were needed after the last arrival. Its latencies depend on how long the "
         "load was offered",
         "compare what was completed per second, and latencies only at rates that both keep up with",
-        {"excess": rate / done, "completed_per_s": done, "offered_per_s": rate, "drain_s": drain_s},
+        {"excess": rate / done, "completed_per_s": done, "arrived_per_s": rate, "drain_s": drain_s},
     )
 
 

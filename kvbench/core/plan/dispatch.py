@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
+SESSION_HEADER: Final = "x-session-id"
+"""Names the session that a request belongs to."""
+Routing = Literal["session", "round_robin"]
+"""How the server of a request is chosen: all requests of a session go to the same server (requests without a
+session go round robin), or every request goes round robin, whatever the servers have cached."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,15 @@ class BackendSpec:
     engine_id: str = ""
     """P's, if it is known beforehand and the connector needs it."""
     tensor_parallel_size: int = 1
+
+
+def server_of_session(session: str, servers: int) -> int:
+    """Return the index of the server that takes a session, by a hash of its name.
+
+    Every process and role computes it alone, so no table can fill up or differ.
+    """
+    digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % servers
 
 
 def prompt_key(path: str) -> str:

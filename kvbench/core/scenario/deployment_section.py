@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from kvbench.core.physics.hardware import hardware_of
+from kvbench.core.plan.dispatch import Routing
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.base import (
     NAME_PATTERN,
@@ -91,6 +92,11 @@ class Deployment(Section):
     )
     router_processes: int = Field(
         1, ge=1, le=64, description="processes of the router on its port; each keeps one core busy at most"
+    )
+    routing: Routing = Field(
+        "session",
+        description="how the router chooses the engines of a session's turns: always the same ones "
+        "(session), or the next in turn, whatever they have cached (round_robin); single requests go in turn",
     )
     host: str = Field(
         "127.0.0.1", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$", description="address to listen on"
@@ -225,6 +231,9 @@ class Deployment(Section):
     @model_validator(mode="after")
     def _ranks_fit(self) -> Deployment:
         """What an engine's instances cannot be, and what is said twice."""
+        if self.routing != "session" and not self.engine_options.starts_processes:
+            text = f"kvbench starts no router for the {self.engine} engine: leave routing out"
+            raise error_at(("routing",), text)
         named = {"prefill": self.prefill, "decode": self.decode, "aggregated": self.aggregated}
         for role, size in named.items():
             for key in size.said if size is not None else ():

@@ -10,6 +10,7 @@ from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.core.load.sends import Following
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
+from kvbench.core.plan.dispatch import Routing
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import TimingProfile
@@ -61,6 +62,7 @@ class System:
     block_bytes: float = 0.0
     hand_off: Literal["beside", "blocking"] = "beside"
     """Whether KV moves beside the engines' steps, or between P's steps and in place of D's."""
+    routing: Routing = "session"
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ The engines are the emulated engine's model (``core.enginemodel``), what lies ar
 (``Overheads``, ``Link``). A trial is given as planned sends and comes back as request records like the load
 generator's, so that everything after it is the same as for a measured trial. What is modelled, and how:
 
-- **Router**: P and D instances in turn, by the order of arrival. *Sequential* dispatch asks D when P has
-  answered; *concurrent* asks both at once, so that D reserves its blocks while P still computes.
+- **Router**: all turns of a session go to the same P and D, by a hash of its number; single requests, and
+  all with ``routing`` round_robin, go to the instances in turn, by the order of arrival. *Sequential*
+  dispatch asks D when P has answered; *concurrent* asks both at once, so that D reserves its blocks while P
+  still computes.
 - **P** keeps a request's blocks until D has its KV; **D** reserves blocks before the transfer begins.
 - **Link**: each instance has one. A transfer takes P's and D's for bytes / bandwidth; who comes later waits
   its turn (first come, first served), then the latency passes, in which the link is free for others.
@@ -146,9 +148,10 @@ class SimulatedTrial:
         self._sends.sent(place, scheduled)
         if load.following is not None:
             record.session, record.turn = load.following.session[place], load.following.turn[place]
+        session = record.session if self.system.routing == "session" else None
         hashes = list(load.hashes[place]) if load.hashes is not None else []
         whole = EngineRequest(record.request_id, prompt, output, hashes=hashes)
-        flow = Flow(index, record, whole, self._last.engines[index % len(self._last.engines)], place)
+        flow = Flow(index, record, whole, self._last.engine_for(index, session), place)
         self.flows.append(flow)
         self._flow_of[whole] = flow
         self._waiting[index] = None
@@ -161,7 +164,7 @@ class SimulatedTrial:
             return
         whole.remote_kv = True
         flow.part = EngineRequest(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
-        flow.first = self._first.engines[index % len(self._first.engines)]
+        flow.first = self._first.engine_for(index, session)
         self._flow_of[flow.part] = flow
         record.router_received_s = self.now + over.router_ms / 2e3
         record.prefill_sent_s = asked

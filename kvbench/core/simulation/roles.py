@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures
 from kvbench.core.metrics.ttft_breakdown import Phases
+from kvbench.core.plan.dispatch import server_of_session
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.engine import StepEngine
 from kvbench.core.simulation.step import EngineRequest
@@ -45,7 +46,7 @@ class Flow:
 
 
 class Role:
-    """What the engines of one role have counted."""
+    """The engines of one role, and what they have counted."""
 
     def __init__(self, engines: list[StepEngine]) -> None:
         self.engines = engines
@@ -54,6 +55,11 @@ class Role:
         self.done = 0
         self.gaps = 0
         self.gap_s = 0.0
+
+    def engine_for(self, index: int, session: int | None) -> StepEngine:
+        """Return the engine that takes a request: by its session, or (None) in turn by its index."""
+        count = len(self.engines)
+        return self.engines[index % count if session is None else server_of_session(str(session), count)]
 
     def first_token(self, request: EngineRequest) -> None:
         self.prompt_tokens += request.prompt_len

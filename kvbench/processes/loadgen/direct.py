@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, prompt_key
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, prompt_key, server_of_session
 from kvbench.core.records import RequestRecord, abort_text
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
@@ -46,6 +46,7 @@ class DirectSpec:
     version: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     bootstrap_timeout_s: float = 30.0
+    routing: str = "session"
 
     def profile(self) -> Connector:
         """The connector whose dispatch functions are used. Raises InputError."""
@@ -119,13 +120,12 @@ class DirectDispatch:
                     completion_fields(self._spec, request), prompt_key(self._spec.path)
                 )
             around = fields[kind]
-            # Round robin by the place in the plan, so that workers together go round as one does.
-            d = self._decodes[request.index % len(self._decodes)]
-            p = self._prefills[request.index % len(self._prefills)] if self._prefills else None
+            d = self._choose(request, self._decodes)
+            p = self._choose(request, self._prefills) if self._prefills else None
             peer_id = request.request_id
             if p is not None:
                 peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
-            headers = request_headers(self._spec, peer_id)
+            headers = request_headers(self._spec, peer_id, request.session_id)
             handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id)
             if p is not None:
                 body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
@@ -134,6 +134,13 @@ class DirectDispatch:
                 handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
             self._handoffs[id(request)] = handoff
             request.prompt = b""
+
+    def _choose(self, request: PlannedRequest, backends: Sequence[DirectBackend]) -> DirectBackend:
+        """Return a request's server, as the router would choose it."""
+        if request.session_id and self._direct.routing == "session":
+            return backends[server_of_session(request.session_id, len(backends))]
+        # Round robin by the index in the plan, so that workers together go round as one does.
+        return backends[request.index % len(backends)]
 
     def decode_parts(
         self, handoff: DirectHandoff, request_id: str, answer: Mapping[str, Any] | None

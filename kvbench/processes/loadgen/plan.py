@@ -18,7 +18,7 @@ from kvbench.core.canaries.pool import canary_prompt
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.chat_prompts import WORDS, messages_json
 from kvbench.core.load.prompts import PromptShape, token_prompts
-from kvbench.core.plan.dispatch import prompt_key
+from kvbench.core.plan.dispatch import SESSION_HEADER, prompt_key
 from kvbench.errors import InputError
 from kvbench.hosts.server_access import access_headers
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
@@ -47,6 +47,8 @@ class PlannedRequest:
     session: int | None = None
     turn: int | None = None
     """Of a session's request: which session, and which turn of its conversation it is."""
+    session_id: str = ""
+    """The session's name, unique among all trials, for the router; empty for a request without a session."""
     keeps_ids: bool = False
     """The token ids of its answer are asked for, and kept."""
 
@@ -193,13 +195,14 @@ def completion_fields(spec: LoadSpec, request: PlannedRequest) -> dict[str, Any]
     return body
 
 
-def request_headers(spec: LoadSpec, request_id: str) -> dict[str, str]:
-    """The headers of a request that is answered by a stream."""
+def request_headers(spec: LoadSpec, request_id: str, session_id: str) -> dict[str, str]:
+    """The headers of a request that is answered by a stream. ``session_id``: may be empty."""
     return {
         "content-type": "application/json",
         "accept": "text/event-stream",
         **access_headers(spec.access),
         "x-request-id": request_id,
+        **({SESSION_HEADER: session_id} if session_id else {}),
     }
 
 
@@ -221,7 +224,7 @@ def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddres
         if fields is None:
             fields = completion_fields(spec, request)
             bodies[request.output_len, request.keeps_ids] = fields
-        headers = request_headers(spec, request.request_id)
+        headers = request_headers(spec, request.request_id, request.session_id)
         request.parts = request_parts(server, spec.path, headers, fields, request.prompt)
         request.prompt = b""
 

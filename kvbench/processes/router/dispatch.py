@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from kvbench.core.plan.dispatch import SESSION_HEADER, server_of_session
 from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.http1 import ReceivedRequest, Splicing
 from kvbench.processes.router.lies import Liar
@@ -64,7 +65,7 @@ class Deadlines:
 
 
 class Dispatch:
-    """The backends in turn, and all else that a request needs (request.py)."""
+    """Chooses the servers of each request, and holds what all requests share (request.py)."""
 
     def __init__(self, spec: RouterSpec, metrics: RouterMetrics, spans: SpanLog | None) -> None:
         """Raises InputError for a spec that cannot be worked with."""
@@ -73,8 +74,9 @@ class Dispatch:
         self.prefills = spec.backends("prefill", self.connector)
         self.decodes = spec.backends("decode", self.connector, self.splicing)
         # Each process goes round by itself; they begin at different servers.
-        self.next_prefill = _round(self.prefills, metrics.process)
-        self.next_decode = _round(self.decodes, metrics.process)
+        self._next_prefill = _round(self.prefills, metrics.process)
+        self._next_decode = _round(self.decodes, metrics.process)
+        self._by_session = spec.routing == "session"
         self.liar = Liar(spec.lie, self.connector, metrics) if spec.lie else None
         self.deadlines = Deadlines(spec.request_timeout_s)
         self.metrics = metrics
@@ -86,6 +88,20 @@ class Dispatch:
     def backends(self) -> list[RouterBackend]:
         """All that requests may go to."""
         return [*(self.prefills if self.connector.disaggregated else []), *self.decodes]
+
+    def prefill_for(self, request: ReceivedRequest) -> RouterBackend:
+        """Return the P of a request."""
+        return self._choose(request, self.prefills, self._next_prefill)
+
+    def decode_for(self, request: ReceivedRequest) -> RouterBackend:
+        """Return the D of a request, or its aggregated engine."""
+        return self._choose(request, self.decodes, self._next_decode)
+
+    def _choose(
+        self, request: ReceivedRequest, backends: list[RouterBackend], in_turn: Iterator[RouterBackend]
+    ) -> RouterBackend:
+        session = request.headers.get(SESSION_HEADER) if self._by_session else None
+        return backends[server_of_session(session, len(backends))] if session else next(in_turn)
 
     async def close(self) -> None:
         """Drops all connections to the backends."""

@@ -86,7 +86,7 @@ class RoutedRequest:
                 self._body = ClientBody(request.body)
             except InputError as error:
                 raise BackendError("bad_request", 400, error_body(400, error.message)) from error
-        p = next(dispatch.next_prefill) if paired else None
+        p = dispatch.prefill_for(self._request) if paired else None
         if dispatch.liar is None:
             self._send(p)
         else:
@@ -108,7 +108,7 @@ class RoutedRequest:
     def _send(self, p: RouterBackend | None) -> None:
         self._p = p
         dispatch = self._dispatch
-        d = next(dispatch.next_decode)
+        d = dispatch.decode_for(self._request)
         if dispatch.liar is not None:
             d = dispatch.liar.decode_of(d, dispatch.decodes)
         self._decode = Splice(

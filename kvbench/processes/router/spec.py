@@ -35,6 +35,8 @@ class RouterSpec:
     """The connector's options, for those whose dialect depends on them."""
     processes: int = 1
     """Processes that share the port; each uses one core at most."""
+    routing: str = "session"
+    """How servers are chosen: ``core.plan.dispatch.Routing``."""
     compiled: bool = True
     """Streams go through compiled code where it is at hand; false: through Python."""
     lie: str = ""

@@ -27,7 +27,8 @@ class RatePair:
     ``high`` holds it with a probability of 90 %. A ratio of infinity means that no tested rate of the other
     met the SLO. ``per``: "engine" or "GPU" where the two have unequal numbers of them, ``counts``, None if
     not known; the figures are then of the rates per engine or GPU. ``unconverged``: which of the two
-    searches did not come to their end; then there are no figures.
+    searches did not come to their end; then there are no figures. ``no_winner``: why neither may be named the
+    winner; then there are no figures either.
     """
 
     input_len: int
@@ -41,12 +42,13 @@ class RatePair:
     counts: tuple[int | None, int | None] = (None, None)
     sure: float | None = None
     unconverged: tuple[str, ...] = ()
-    marked: tuple[str, ...] = ()
-    """Predictions that their fit does not support: ``nixl is extrapolated``. Then there are no figures."""
+    no_winner: tuple[str, ...] = ()
 
     def text(self) -> str:
         """One clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
-        if self.unconverged or self.marked:
+        if self.no_winner:
+            return no_winner_text([self])
+        if self.unconverged:
             return unconverged_text([self])
         return self.relation() if self.per is None else unequal_text([self])
 
@@ -84,13 +86,17 @@ def unequal_text(found: Sequence[RatePair]) -> str:
 
 
 def unconverged_text(found: Sequence[RatePair]) -> str:
-    """What is said of all pairs of one length of which a search did not converge, or is not supported."""
-    if marked := dict.fromkeys(words for each in found for words in each.marked):
-        return f"no winner is named: {', '.join(marked)}"
+    """What is said of all pairs of one length of which a search did not converge."""
     names = list(dict.fromkeys(name for each in found for name in each.unconverged))
     searches = "the search" if len(names) == 1 else "the searches"
     listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
     return f"cannot be told: {searches} of {listed} did not converge"
+
+
+def no_winner_text(found: Sequence[RatePair]) -> str:
+    """Return why no winner is named in any of these pairs."""
+    reasons = dict.fromkeys(reason for each in found for reason in each.no_winner)
+    return f"no winner is named: {'; '.join(reasons)}"
 
 
 def _many(count: int | None, unit: Unit) -> str:
@@ -124,14 +130,16 @@ class Parted(NamedTuple):
     """Of equal size, and neither is surely ahead."""
     unequal: list[RatePair]
     unconverged: list[RatePair]
-    """Or a prediction that its fit does not support."""
+    no_winner: list[RatePair]
 
 
 def parted(found: Iterable[RatePair]) -> Parted:
     """The pairs by what can be said of them."""
-    parts = Parted([], [], [], [])
+    parts = Parted([], [], [], [], [])
     for each in found:
-        if each.unconverged or each.marked:
+        if each.no_winner:
+            parts.no_winner.append(each)
+        elif each.unconverged:
             parts.unconverged.append(each)
         elif each.per is not None:
             parts.unequal.append(each)
@@ -146,9 +154,8 @@ def _compared(one: Row, other: Row) -> RatePair:
         # Whoever has the higher rate per engine stands first.
         one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
     pair = RatePair(*lengths(one), one.name, other.name, per=unit)
-    marked = tuple(f"{row.name} is {row.answer.mark}" for row in (one, other) if row.answer.mark)
-    if marked:
-        return replace(pair, marked=marked)
+    if no_winner := tuple(f"{row.name}: {row.no_winner}" for row in (one, other) if row.no_winner):
+        return replace(pair, no_winner=no_winner)
     if unconverged := tuple(row.name for row in (one, other) if not row.answer.sure):
         return replace(pair, unconverged=unconverged)
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))

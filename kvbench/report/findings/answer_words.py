@@ -7,7 +7,7 @@ from typing import Final
 
 from kvbench.core.findings.findings import Statement
 from kvbench.core.metrics.limit import LIMIT_WORDS
-from kvbench.report.findings.ahead import by_lengths, lengths, rate_pairs, unconverged_text, unequal_text
+from kvbench.report.findings.ahead import by_lengths, lengths, no_winner_text, rate_pairs, unequal_text
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.result import Row
 
@@ -67,8 +67,8 @@ def _of_several(found: Sequence[Row]) -> str:
             ]
             if names:
                 told[-1] += f" ({_listed(names)} cannot be told from it)"
-        elif marked := [each for each in pairs if each.marked]:
-            told.append(f"at {place[0]:,} tokens in, {unconverged_text(marked)}")
+        elif withheld := [each for each in pairs if each.no_winner]:
+            told.append(f"at {place[0]:,} tokens in, {no_winner_text(withheld)}")
         elif uneven := [each for each in pairs if each.per is not None]:
             told.append(f"at {place[0]:,} tokens in, the rates {unequal_text(uneven)}")
         else:

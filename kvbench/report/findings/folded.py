@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS, Statement
 from kvbench.core.findings.possible_rates import AHEAD
-from kvbench.report.findings.ahead import RatePair, unconverged_text, unequal_text
+from kvbench.report.findings.ahead import RatePair, no_winner_text, unconverged_text, unequal_text
 from kvbench.report.findings.findings import as_notes, by_kind
 from kvbench.report.tables.table import Table, of_texts
 from kvbench.report.value import Block
@@ -64,7 +64,9 @@ def _of_pair(of: Statement, pair: RatePair) -> tuple[str, str, str]:
     where = f"{pair.input_len:,} in, {pair.output_len:,} out"
     if of.kind == "ahead":
         return f"{pair.ahead} over {pair.behind}", where, pair.relation().removeprefix(f"{pair.ahead} ")
-    if pair.unconverged:
+    if pair.no_winner:
+        why = no_winner_text([pair])
+    elif pair.unconverged:
         why = unconverged_text([pair]).removeprefix("cannot be told: ")
     elif pair.per is not None:
         why = unequal_text([pair]).removeprefix("cannot be compared directly: ")

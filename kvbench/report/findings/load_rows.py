@@ -15,6 +15,7 @@ import numpy as np
 
 from kvbench import engines
 from kvbench.core.findings.ahead import AXES
+from kvbench.core.findings.cache_blind import cache_blind
 from kvbench.core.findings.claims import Claim, read_claims
 from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
 from kvbench.core.findings.load_row import Axis, LoadRow, RowConditions, known_model, prefill_peaks
@@ -28,6 +29,7 @@ from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import (
     RatePair,
     by_lengths,
+    no_winner_text,
     parted,
     rate_pairs,
     unconverged_text,
@@ -45,7 +47,7 @@ SECTIONS: Final = 10
 UNCONVERGED_ADVICE: Final = "give the search more trials (search.max_trials), and look at its notes"
 LEAST_REQUESTS: Final = 100
 """Below so many requests no standard error is given: ten sections of ten."""
-_REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error")
+_REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error", "sent_s")
 
 
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
@@ -80,6 +82,8 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
     figures |= _more(trial)
     rate = trial.request_rate if trial.request_rate > 0 else None
     asked = settings.get("script_request_rate")
+    requests = _requests(run, trial) if errors else None
+    sent = np.zeros(0) if requests is None else requests["scheduled_s"][~np.isnan(requests["sent_s"])]
     planned = trial.summary.get("planned") or settings.get("num_prompts") or figures.get("completed")
     return LoadRow(
         key=trial.trial_id,
@@ -89,7 +93,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         requests=int(planned) if isinstance(planned, (int, float)) else None,
         figures=figures,
         axes=_axes(run, trial, settings, name),
-        errors=_errors(run, trial) if errors else {},
+        errors={} if requests is None else _errors(requests),
         setting=_setting(run, trial, settings),
         method=trial.method,
         origin=_origin(trial),
@@ -97,6 +101,10 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         asked_rate=asked if isinstance(asked, (int, float)) else None,
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
+        arrived=len(sent) or None,
+        arrived_in_s=float(sent.max()) if len(sent) else None,
+        sessions="sessions" in trial.engine,
+        no_winner=cache_blind(run.plan, trial.cell.connector),
     )
 
 
@@ -194,17 +202,21 @@ def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
     return f"{count}x{names[0]}"
 
 
-def _errors(run: RunFolder, trial: TrialRecord) -> Mapping[str, float]:
-    """Standard errors of the means of a trial's requests, by sections of neighbours."""
+def _requests(run: RunFolder, trial: TrialRecord) -> Mapping[str, np.ndarray[Any, Any]] | None:
+    """Columns of a trial's requests; None where they are not kept."""
     try:
-        read = run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
+        return run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
     except StoreError:
-        return {}
+        return None
+
+
+def _errors(read: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, float]:
+    """Standard errors of the means of a trial's requests, by sections of neighbours."""
     kept = (read["error"] == "") & ~np.isnan(read["first_token_s"])
     if kept.sum() < LEAST_REQUESTS:
         return {}
     order = np.argsort(read["scheduled_s"][kept], kind="stable")
-    scheduled, first, last, tokens = (read[name][kept][order] for name in _REQUEST_COLUMNS if name != "error")
+    scheduled, first, last, tokens = (read[name][kept][order] for name in _REQUEST_COLUMNS[:4])
     several = tokens > 1
     gaps = (last - first)[several] / (tokens[several] - 1)
     errors = {}
@@ -274,6 +286,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
         for rule, pairs, text, advice in (
             ("unequal_size", parts.unequal, unequal_text(parts.unequal), UNEQUAL_ADVICE),
             ("unconverged", parts.unconverged, unconverged_text(parts.unconverged), UNCONVERGED_ADVICE),
+            ("no_winner", parts.no_winner, no_winner_text(parts.no_winner), ""),
         ):
             if pairs:
                 words = f"{place}: highest request rate, {text}"

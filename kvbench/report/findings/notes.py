@@ -9,7 +9,14 @@ from kvbench import engines
 from kvbench.core.findings.tcp_beside_rdma import tcp_beside_rdma
 from kvbench.core.findings.unequal_ranks import unequal_ranks
 from kvbench.core.metrics.limit import LIMIT_WORDS
-from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, unconverged_text, unequal_text
+from kvbench.report.findings.ahead import (
+    by_lengths,
+    no_winner_text,
+    parted,
+    rate_pairs,
+    unconverged_text,
+    unequal_text,
+)
 from kvbench.report.findings.drift import drifts
 from kvbench.report.findings.findings import as_notes, refused, warned
 from kvbench.report.findings.unseen import unseen_gates
@@ -186,5 +193,7 @@ def ahead(rows: Sequence[Row]) -> list[str]:
             sentences.append(unequal_text(parts.unequal))
         if parts.unconverged:
             sentences.append(unconverged_text(parts.unconverged))
+        if parts.no_winner:
+            sentences.append(no_winner_text(parts.no_winner))
         lines.append(f"{where}: {'; '.join(sentences)}")
     return lines

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvbench import engines
+from kvbench.core.findings.cache_blind import cache_blind
 from kvbench.core.findings.possible_rates import LEVEL, PossibleRates, known, within
 from kvbench.core.metrics.limit import Binding
 from kvbench.core.plan.engine_count import Size, Unit, price_per_gpu_hour, size_in, unit_of
@@ -110,6 +111,8 @@ class Row:
     """Engines and GPUs that its rate was found on."""
     price: float | None = None
     """Of one GPU for an hour, in the user's currency."""
+    no_winner: str = ""
+    """Why this row must not be named a winner; empty if it may be."""
 
     @property
     def outcome(self) -> Outcome:
@@ -237,6 +240,8 @@ def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Ro
         name=f"{cell.connector}@{name}" if name else cell.connector,
         size=size_in(run.plan, run.environment, cell.connector, engines.options_model_of(run.plan)),
         price=price_per_gpu_hour(run.plan),
+        no_winner=cache_blind(run.plan, cell.connector)
+        or (f"{answer.mark} prediction" if answer.mark else ""),
     )
 
 

@@ -130,7 +130,7 @@ def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
     workload, sizes = scenario.workload, scenario.deployment.tensor_parallel_size
     rows = [
         row
-        for row in load_rows(run, errors=False)
+        for row in load_rows(run)
         if label_of(row, scenario)
         and row.cell.input_len in workload.input_len
         and row.cell.output_len == workload.output_len

@@ -263,6 +263,46 @@ def test_keeping_up_does_not_mind_the_last_requests_drain() -> None:
     assert "6.25 of 10 req/s" in finding.message
 
 
+def test_what_did_not_arrive_need_not_be_completed() -> None:
+    """20 req/s were planned; by chance 513 requests arrived in 30 s, 17.1 a second, and all were answered."""
+    figures = {"duration_s": 30.4, "request_throughput": 513 / 30.4, "completed": 513.0}
+    slow = {"mean_e2el_ms": 9_000.0, "median_e2el_ms": 9_000.0, "p99_e2el_ms": 13_000.0}
+    row = make_row(rate=20.0, requests=513, figures=figures | slow)
+    assert not_kept_up(row) is not None
+    arrived = replace(row, arrived=513, arrived_in_s=30.0)
+    assert not_kept_up(arrived) is None
+    behind = replace(arrived, figures={**arrived.figures, "duration_s": 60.0, "request_throughput": 513 / 60})
+    finding = not_kept_up(behind)
+    assert finding is not None
+    assert "8.55 of 17.1 req/s were completed" in finding.message
+
+
+def test_sessions_wait_for_answers_so_their_rate_is_no_promise() -> None:
+    behind = make_row(figures={"duration_s": 160.0, "request_throughput": 6.25, "median_e2el_ms": 30_000.0})
+    assert not_kept_up(behind) is not None
+    assert not_kept_up(replace(behind, sessions=True)) is None
+
+
+def test_arrivals_are_counted_from_the_requests_of_a_trial() -> None:
+    run = load_run(Path(__file__).parents[3] / "results" / "reference" / "seed-h200-emulated")
+    (row,) = load_rows(run)
+    requests = [each for each in run.request_records(row.key) if each.sent_s is not None]
+    last_s = max(each.scheduled_s for each in requests)
+    assert (row.arrived, row.arrived_in_s) == (len(requests), last_s)
+    assert row.arrival_rate == len(requests) / last_s
+    assert row.arrival_rate != row.request_rate
+
+
+def test_no_winner_is_named_among_loads_that_were_routed_cache_blind() -> None:
+    errors = {"mean_ttft_ms": 0.01, "mean_tpot_ms": 0.001}
+    slow = make_row("b", figures={"mean_ttft_ms": 300.0}, errors=errors)
+    (pair,) = pairs([make_row("a", errors=errors), slow])
+    assert pair.significant
+    (blind,) = pairs([make_row("a", errors=errors), replace(slow, no_winner="routed anywhere")])
+    assert not blind.significant
+    assert "b: routed anywhere" in blind.text()
+
+
 def test_long_requests_that_take_no_longer_at_the_end_have_kept_up() -> None:
     """Requests of 9 s, offered for 10 s: two fifths of the rate was completed, and nothing was ever late."""
     figures = {"duration_s": 19.1, "request_throughput": 100 / 19.1, "p50_e2el_ms": 9_000.0}

@@ -101,11 +101,17 @@ def test_one_engine_gives_true_outputs_and_none_is_counted_behind_a_url() -> Non
     assert (len(external.instances), external.router_port) == (1, None)
 
 
-def external_scenario() -> Scenario:
-    """A server behind a URL, as `--base-url` makes it."""
+def test_the_router_of_a_server_behind_a_url_is_not_kvbenchs_to_choose() -> None:
+    with pytest.raises(InputError, match="kvbench starts no router for the external engine"):
+        external_scenario(", routing: round_robin")
+
+
+def external_scenario(more: str = "") -> Scenario:
+    """A server behind a URL, as `--base-url` makes it. ``more``: of its deployment."""
     text = (
         "version: 1\nmodel: {name: external}\nconnectors: [aggregated]\n"
-        "deployment: {engine: external, engine_options: {base_url: 'http://127.0.0.1:1'}}\n"
+        "deployment: {engine: external, engine_options: {base_url: 'http://127.0.0.1:1'}"
+        f"{more}}}\n"
         "workload: {input_len: 64, output_len: 4}\nslo: {ttft_ms: 250}\n"
     )
     return parse_scenario(text, "x.yaml", registry())

@@ -424,7 +424,7 @@ measures: st.SearchStrategy[Any] = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["met", "missed", "undecided", "invalid"]), st.none() | measures),
@@ -441,7 +441,7 @@ def test_whatever_is_told_it_ends_inside_its_limits_and_can_be_resumed(
     run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.floats(1, 400), st.floats(10, 80), st.booleans(), st.integers(0, 2**31))
 def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: int) -> None:
     trial = queue(root, seed, capacity=1.1 * root, steepness=steepness, effective=200)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.sessions.corpus import Blocks, chained
+from kvbench.core.plan.dispatch import Routing
+from kvbench.core.sessions.corpus import Blocks, Session, Turn, chained
 from kvbench.core.sessions.offered_reuse import offered_reuse
+from kvbench.core.sessions.session_load import PromptHashes, session_load
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.simulation.scheduler import EngineConfig
@@ -53,3 +56,43 @@ def test_no_pool_finds_more_than_is_offered_to_its_size(
     nodes, _ = chained(lists)
     offered = offered_reuse(nodes)
     assert achieved(nodes, blocks, gap_s) <= offered.found(blocks if gap_s == APART_S else None)
+
+
+def reuse_by_routing(routing: Routing, prefill: int, decode: int) -> float:
+    """Share of the offered reuse that 40 sessions of six turns find in their engines' caches."""
+    turns = tuple(
+        Turn(SIZE * (4 + place) + 5, 1, 0.5, 0.0, np.arange(4 + place, dtype=np.int64)) for place in range(6)
+    )
+    load = session_load(
+        [Session(f"s{number}", 0.0, turns) for number in range(40)],
+        [0.03 * number for number in range(40)],
+        "session",
+        SIZE,
+        own_answers=False,
+    )
+    system = System(
+        timing=timing_profile("quick"),
+        config=EngineConfig(block_tokens=SIZE, num_blocks=8192),
+        prefill=prefill,
+        decode=decode,
+        routing=routing,
+    )
+    asked = SimulatedLoad(
+        load.offsets_s,
+        load.input_len,
+        load.output_len,
+        1e9,
+        hashes=PromptHashes(load, SIZE),
+        following=load.following,
+    )
+    outcome = simulate(system, asked)
+    assert all(not each.error for each in outcome.records)
+    found = outcome.figures["prefill" if prefill else "aggregated"].prefix_hits / SIZE
+    return found / (40 * sum(range(4, 9)))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 2), (2, 1)])
+def test_a_session_finds_its_conversation_on_its_engine(prefill: int, decode: int) -> None:
+    """In turn, a prompt's beginning is on the other engine half of the time."""
+    assert reuse_by_routing("session", prefill, decode) == 1
+    assert reuse_by_routing("round_robin", prefill, decode) < 0.9

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 from emulated import running, running_pair, spec
-from turns import SIZE, sent, turn
+from hostile import spec_for
+from turns import SIZE, prompts_of, sent, turn
 
+from kvbench.core.plan.dispatch import SESSION_HEADER, server_of_session
 from kvbench.core.records import RequestRecord
 from kvbench.core.sessions.corpus import Session
 from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.launchers.local import LocalLauncher
+from kvbench.processes.loadgen.direct import DirectDispatch
+from kvbench.processes.loadgen.plan import PlannedRequest, request_headers
+from kvbench.processes.loadgen.schedules.session_schedule import SessionSchedule
+from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.sweep.selftest.exact_server import exact_server
 
 DECIMALS = 3e-7
@@ -66,6 +72,38 @@ def test_turns_are_due_think_time_after_answers(launcher: LocalLauncher, tmp_pat
         assert last is not None
         assert mine[-1].session_s == pytest.approx(last - load.offsets_s[4 * number], abs=DECIMALS)
     require_told(records, progress)
+
+
+def test_every_turn_names_its_session_and_no_other_trial_has_that_name() -> None:
+    load = load_of(Session("a", 0.0, (turn([1]), turn([1, 2]))), Session("b", 0.0, (turn([3]),)))
+    names = []
+    for _ in range(2):
+        schedule = SessionSchedule(load, prompts_of(load))
+        first = schedule.upcoming(())
+        assert first is not None
+        schedule.take(first)
+        second = schedule.upcoming(())
+        assert second is not None
+        names.append((first.session_id, second.session_id))
+        head = request_headers(spec_for("http://127.0.0.1:9"), first.request_id, first.session_id)
+        assert head[SESSION_HEADER] == first.session_id
+    assert len({name for trial in names for name in trial}) == 4
+    assert SESSION_HEADER not in request_headers(spec_for("http://127.0.0.1:9"), "r", "")
+
+
+def test_direct_mode_takes_the_servers_that_the_router_takes() -> None:
+    servers = [{"url": f"http://127.0.0.1:{port}"} for port in (1, 2, 3)]
+    for routing, distinct in (("session", 1), ("round_robin", 3)):
+        direct = {"connector": "nixl", "prefill": servers, "decode": servers, "routing": routing}
+        dispatch = DirectDispatch(spec_for("http://127.0.0.1:9", direct=direct), SocketLoop())
+        taken = []
+        for index in range(3):
+            request = PlannedRequest(index, f"r{index}", 0.0, 4, 1, b"[1]", session=7, session_id="kvb-7")
+            dispatch.prepare([request])
+            taken.append(request.parts[0].partition(b"host: ")[2].split()[0])
+        assert len(set(taken)) == distinct
+        if routing == "session":
+            assert taken[0] == b"127.0.0.1:%d" % (1 + server_of_session("kvb-7", 3))
 
 
 def require_told(records: list[RequestRecord], progress: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ import pytest
 from emulated import free_port
 from processes import still_living
 
+from kvbench.core.plan.dispatch import SESSION_HEADER
 from kvbench.errors import PortInUseError
 from kvbench.hosts.telemetry import parse_metrics
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, fetch, serve
@@ -116,13 +117,49 @@ def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) 
 def test_each_process_begins_with_another_server() -> None:
     urls = [f"http://{HOST}:{port}" for port in (1, 2, 3)]
     servers = [{"url": url} for url in urls]
-    spec = RouterSpec(connector="aggregated", port=0, decode=servers, processes=4)
-    turns, metrics = [], RouterMetrics(4)
+    spec = RouterSpec(connector="nixl", port=0, prefill=servers, decode=servers, processes=4)
+    prefills, decodes, metrics = [], [], RouterMetrics(4)
     for process in range(4):
         metrics.write_as(process)
         dispatch = Dispatch(spec, metrics, None)
-        turns.append([urls.index(next(dispatch.next_decode).url) for _ in range(4)])
-    assert turns == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 0]]
+        prefills.append([urls.index(dispatch.prefill_for(request_of("")).url) for _ in range(4)])
+        decodes.append([urls.index(dispatch.decode_for(request_of("")).url) for _ in range(4)])
+    assert prefills == decodes == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2], [0, 1, 2, 0]]
+
+
+def request_of(session: str) -> ReceivedRequest:
+    return ReceivedRequest("POST", "/v1/completions", "", {SESSION_HEADER: session} if session else {}, b"{}")
+
+
+def chosen_servers(routing: str) -> list[list[tuple[int, int]]]:
+    """P and D of 30 sessions, by each of four processes."""
+    servers = [{"url": f"http://{HOST}:{port}"} for port in (1, 2, 3)]
+    spec = RouterSpec(
+        connector="nixl", port=0, prefill=servers, decode=servers[:2], processes=4, routing=routing
+    )
+    metrics, chosen = RouterMetrics(4), []
+    for process in range(4):
+        metrics.write_as(process)
+        dispatch = Dispatch(spec, metrics, None)
+        of_one = []
+        for session in range(30):
+            request = request_of(f"kvb-{session}")
+            p, d = dispatch.prefill_for(request), dispatch.decode_for(request)
+            of_one.append((dispatch.prefills.index(p), dispatch.decodes.index(d)))
+        chosen.append(of_one)
+    return chosen
+
+
+def test_all_processes_send_a_session_to_the_same_p_and_d() -> None:
+    chosen = chosen_servers("session")
+    assert chosen[1:] == chosen[:1] * 3
+    assert {p for p, _ in chosen[0]} == {0, 1, 2}
+    assert {d for _, d in chosen[0]} == {0, 1}
+
+
+def test_round_robin_does_not_look_at_sessions() -> None:
+    in_turn = [(number % 3, number % 2) for number in range(34)]
+    assert chosen_servers("round_robin") == [in_turn[first : first + 30] for first in range(4)]
 
 
 def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:

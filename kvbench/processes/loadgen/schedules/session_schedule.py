@@ -62,6 +62,7 @@ class SessionSchedule:
                 prompt=b"",
                 session=load.following.session[place],
                 turn=load.following.turn[place],
+                session_id=f"kvb-{self._run_id}-{load.following.session[place]}",
                 keeps_ids=self._prompts.needs_answer(place),
             )
         return found
