@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvbench.core.transfers import cases as matrices
 from kvbench.core.transfers.cases import Axes, BackendCapabilities, Matrix
-from kvbench.core.transfers.kv_shape import MERGING, WHOLE_BLOCKS, KvWork, check_memory, kv_work
+from kvbench.core.transfers.kv_shape import WHOLE_BLOCKS, KvWork, check_memory, kv_work
 from kvbench.core.transfers.records import Case, Memory, TransferOp, TransferRecord
 from kvbench.core.units import duration_text, parse_counts, parse_sizes, size_text
 from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
@@ -119,7 +119,12 @@ def _work(options: MicrobenchOptions) -> KvWork | None:
         if given is not None:
             raise InputError(f"{name} and --model cannot both be given: the model says how large blocks are")
     return kv_work(
-        options.model, options.input_len, options.tp, options.block_tokens, all_ranks=options.all_ranks
+        options.model,
+        options.input_len,
+        options.tp,
+        options.block_tokens,
+        all_ranks=options.all_ranks,
+        version=options.vllm_version,
     )
 
 
@@ -140,14 +145,15 @@ def _axes(options: MicrobenchOptions, work: KvWork | None, places: MicrobenchPla
     if work is not None:
         if options.all_ranks:
             given["initiators"] = (work.ranks,)
-        sizes = ((work.block_bytes, work.blocks),)
+        sizes = ((work.piece_bytes, work.region_pieces),)
         return Axes(
             **given,
             sizes=sizes,
             regions=work.regions,
             whole_blocks=WHOLE_BLOCKS,
+            block_pieces=work.block_pieces.per_block,
             shape=work.shape(),
-            merging=MERGING,
+            merged=work.block_pieces.merge,
         )
     if options.block_size or options.batch_size:
         default = (

@@ -73,6 +73,14 @@ class MicrobenchOptions:
     input_len: Annotated[int, _kv("--input-len", metavar="N", help="Tokens of the request.")] = 4096
     tp: Annotated[int, _kv("--tp", metavar="N", help="Tensor-parallel ranks.")] = 1
     block_tokens: Annotated[int, _kv("--block-tokens", metavar="N", help="Tokens of a KV block.")] = 16
+    vllm_version: Annotated[
+        str,
+        _kv(
+            "--vllm-version",
+            metavar="VERSION",
+            help="The version whose connector's descriptors are made; by default the newest known one.",
+        ),
+    ] = ""
     all_ranks: Annotated[bool, _kv("--all-ranks", help="All ranks at once, as so many initiators.")] = False
     lab: Annotated[
         bool, _where("--lab", help="In a lab made for this run: two hosts as network namespaces.")

@@ -24,7 +24,7 @@ from kvbench.core.calibration.served_load import link_of
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads
-from kvbench.core.transfers.kv_shape import MERGING
+from kvbench.core.transfers.kv_shape import WHOLE_BLOCKS, kv_pieces
 from kvbench.core.transfers.model import TransferModel, fit_all, model_for
 from kvbench.engines.parts.timing_files import profile_file
 from kvbench.errors import InputError
@@ -153,8 +153,11 @@ def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     tokens = scenario.deployment.engine_options.kv_block_tokens
     shape, ranks = scenario.model.shape, scenario.deployment.wire_ranks
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
-    merged = MERGING.get(backend, False)
-    gb_per_s, besides_s = model.as_link(block_bytes, shape.regions(), merged=merged)
+    pieces = kv_pieces(shape, scenario.deployment.engine_options.kv_tensors)
+    count, merged = pieces.per_block, pieces.merge
+    if backend in WHOLE_BLOCKS:
+        count, merged = 1, False
+    gb_per_s, besides_s = model.as_link(block_bytes, count, merged=merged)
     return Link(gb_per_s=round(gb_per_s, 4), latency_ms=round(besides_s * 1e3, 4))
 
 

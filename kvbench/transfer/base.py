@@ -10,7 +10,8 @@ A backend is one file in this folder; its module name is its registration. It de
 Options that all backends know, and may ignore: ``host`` (the address that is published and listened on),
 ``protocol`` (one of ``Backend.protocols``), ``nics`` (own NICs to use, a list of ``{"name", "address"}``;
 an RDMA device's name, or an interface with its address), ``op`` (the only op that will be asked for, where
-that decides how NICs are used), ``merge`` (whether contiguous blocks may be merged into runs; true),
+that decides how NICs are used), ``merge`` (whether kvbench merges contiguous blocks into runs; true; NIXL
+merges blocks that follow each other in the given order even without it),
 ``streams``, ``memory`` (where registered buffers lie, one of ``Backend.memories``). Others are a backend's
 own, with its name in front.
 

@@ -9,8 +9,9 @@ How it is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two
   offers as an interface's event descriptor). 2 MiB written take 0.4 ms this way, against 0.8 ms
   with a sleeping progress thread and 1.8 ms with polling every 0.5 ms; idle CPU is nil.
 - Transports without such descriptors (cma, shared memory) are polled.
-- Blocks that lie apart are chosen by index from a table that is made ready once per peer; where
-  runs are merged or cut, spans of bytes are handed over.
+- As in vLLM's connector, blocks are chosen by index from a table that is made ready once per peer,
+  and NIXL merges those that follow each other on both sides. kvbench sorts them first unless
+  ``merge`` is off; NIXL merges in either case. Several agents share spans of bytes instead.
 - A transfer to a frozen peer stays pending for ever: the deadline is ours.
 - Several NICs over TCP: an agent with several rails scales writes, and never reads, which UCX sends
   as messages on one lane. So unless only writes are asked for (option ``op``), there is one agent
@@ -32,7 +33,7 @@ from typing import Any
 
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, paired_spans, split_spans
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, in_order, paired_spans, split_spans
 from kvbench.transfer.parts.native import inherited, version_of
 from kvbench.transfer.parts.nixl.nixlagent import (
     DISTRIBUTIONS,
@@ -202,22 +203,23 @@ class UcxEndpoint(AgentsEndpoint):
             raise TransferError(f"no peer is called {peer!r}")
         began = time.perf_counter()
         known = self._peers[peer]
-        count = len(local) * self._layout.regions
-        wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
         parts: list[tuple[NixlAgent, Any]] = []
-        if wanted and len(self._agents) == 1 and len(wanted) == count:
-            agent, here = self._agents[0], (self._tables[0], self._layout, local)
-            parts.append((agent, agent.by_block(op, here, (known.tables[0], known.layout, remote))))
-            pieces = count
-        else:
+        descriptors = 0
+        if len(self._agents) > 1:
+            wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
             here_at = NixlPlace(self._address, self._kind, self._device)
             there_at = NixlPlace(known.address, self._kind, known.device)
             dealt = split_spans(wanted, len(self._agents), MIN_PART_BYTES) if wanted else []
             for agent, name, spans in zip(self._agents, known.agents, dealt, strict=False):
                 parts.append((agent, agent.by_span(op, spans, here_at, there_at, name)))
-            pieces = sum(map(len, dealt))
+            descriptors = sum(map(len, dealt))
+        elif local:
+            ours, theirs = in_order(local, remote) if self._merge else (local, remote)
+            here, there = (self._tables[0], self._layout, ours), (known.tables[0], known.layout, theirs)
+            handle, descriptors = self._agents[0].by_block(op, here, there)
+            parts.append((self._agents[0], handle))
         ticket = self.ticket(peer, op, len(local), began, parts)
-        ticket.descriptors = pieces
+        ticket.descriptors = descriptors
         return ticket
 
     def progress(self) -> None:

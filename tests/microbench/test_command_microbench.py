@@ -42,13 +42,31 @@ def test_sizes_and_batches_multiply_where_they_are_given() -> None:
     assert len(asked()) == 4
 
 
-def test_a_model_makes_the_descriptors_of_its_cache() -> None:
-    given = MicrobenchOptions(backend="nixl,mooncake", model="qwen3-30b-a3b", input_len=1024, tp=8)
-    found = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given))
-    case = next(case for case in found.matrix.cases if case.backend == "nixl")
-    assert (case.regions, case.batch_size, case.block_bytes, case.merged) == (96, 64, 2048, False)
-    assert all(case.merged for case in found.matrix.cases if case.backend == "mooncake")
-    assert any("6144 pieces of 2048 bytes at each of 8 ranks" in word for word in found.words)
+@pytest.mark.parametrize(
+    ("version", "shape", "descriptors"),
+    [
+        ("0.13.0", (96, 64, 2048, True), "merged into 96 descriptors"),
+        ("0.24.0", (48, 128, 2048, False), "so 6144 descriptors"),
+        ("0.33.0", (48, 64, 4096, True), "merged into 48 descriptors"),
+    ],
+)
+def test_a_model_makes_the_descriptors_of_its_cache(
+    version: str, shape: tuple[int, int, int, bool], descriptors: str
+) -> None:
+    """NIXL and Mooncake get the same ones; a store gets whole blocks in every version."""
+    given = MicrobenchOptions(
+        backend="nixl,mooncake,mooncake_store",
+        model="qwen3-30b-a3b",
+        input_len=1024,
+        tp=8,
+        vllm_version=version,
+    )
+    cases = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given)).matrix.cases
+    for case in cases:
+        found = (case.regions, case.batch_size, case.block_bytes, case.merged)
+        assert found == ((1, 64, 96 * 2048, False) if case.backend == "mooncake_store" else shape)
+    assert {case.backend for case in cases} >= {"nixl", "mooncake"}
+    assert any(descriptors in word for word in ask(given, lambda: MOVERS, MicrobenchPlaces.of(given)).words)
 
 
 def test_all_ranks_start_at_once() -> None:

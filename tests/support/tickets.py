@@ -3,8 +3,8 @@
 SPEC is JSON: ``backend``, ``options``, ``op``, ``local`` and ``remote``: lists of block ids, one pair a
 ticket. Each ticket is started three times, all of them under way at once, over new content each time.
 Printed is JSON: ``descriptors`` of each ticket, ``transport``, ``addresses`` of this process's connections,
-and ``wrong``, a list of what did not arrive as it must. It is a process of its own, since native libraries
-are loaded here.
+``merged``, the descriptors by NIXL's own debug log, and ``wrong``, a list of what did not arrive as it
+must. It is a process of its own, since native libraries are loaded here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import random
+import re
 import sys
 import time
 from typing import Any
@@ -27,6 +28,8 @@ from kvbench.transfer.parts.nativelog import NativeLog
 LAYOUT = Layout(regions=2, blocks=32, block_bytes=4096)
 ROUNDS = 3
 DEADLINE_S = 10.0
+MERGED = re.compile(r"merged \d+ \w+ into (\d+) descriptors")
+"""What NIXL writes for each transfer with NIXL_LOG_LEVEL=DEBUG."""
 
 
 class Side:
@@ -120,6 +123,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         "transport": here.endpoint.transport(),
         "addresses": sorted({end.ip for c in connections if c.raddr for end in (c.laddr, c.raddr)}),
         "wrong": wrong,
+        "merged": [int(count) for line in dict.fromkeys(log.lines()) for count in MERGED.findall(line)],
     }
     for ticket in tickets:
         here.endpoint.release(ticket)

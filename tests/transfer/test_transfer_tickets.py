@@ -80,9 +80,24 @@ def test_a_ticket_is_started_again_and_several_are_under_way(way: tuple[str, str
 
 def test_without_merging_every_block_is_a_descriptor(way: tuple[str, str]) -> None:
     backend, protocol = way
-    order = list(range(8))
-    told = drive(backend, "write", [(order, order), ([20, 21], [21, 22])], protocol=protocol, merge=False)
+    order = [1, 3, 5, 7, 0, 2, 4, 6]
+    told = drive(backend, "write", [(order, order), ([21, 20], [22, 21])], protocol=protocol, merge=False)
     assert told["descriptors"] == [16, 4]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("protocol", ["tcp", "posix"])
+def test_nixl_merges_neighbours_itself_as_under_vllm(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvbench never tells NIXL to skip merging, and counts the descriptors as NIXL's own log does."""
+    if (problem := _problem("nixl")) is not None:
+        pytest.skip(f"nixl: {problem.reason}")
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "DEBUG")
+    ascending, descending, whole = list(range(8)), list(range(15, 7, -1)), list(range(32))
+    pairs = [(ascending, ascending), (descending, descending), (whole, whole), ([16, 17, 19], [20, 21, 22])]
+    told = drive("nixl", "write", pairs[:2] + pairs[3:], protocol=protocol, merge=False)
+    assert told["descriptors"] == told["merged"] == [2, 16, 4]
+    # Whole regions are neighbours of each other.
+    assert drive("nixl", "write", pairs[2:3], protocol=protocol)["descriptors"] == [1]
 
 
 @pytest.mark.native

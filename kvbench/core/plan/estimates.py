@@ -13,6 +13,7 @@ from kvbench.core.plan.prospect_text import shortfall_text
 from kvbench.core.scenario.scenario import Scenario, Search
 from kvbench.core.search.burst import BURST_S
 from kvbench.core.stats import requests_needed
+from kvbench.core.transfers.kv_shape import KvTensors, kv_pieces
 
 LAUNCH_S: Final = (0.5, 3.0)
 """An emulated pair is up within these; other engines take longer, so the caller may say."""
@@ -30,7 +31,7 @@ class KvFootprint:
     wire_bytes: int
     blocks: int
     descriptors: int
-    """Of one rank, if contiguous blocks are not merged."""
+    """Of one rank, for blocks that were handed out in a row, after merging."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,28 @@ class TimePart:
 
 
 def kv_footprint(
-    shape: ModelShape, input_len: int, tensor_parallel_size: int, block_tokens: int
+    shape: ModelShape,
+    input_len: int,
+    tensor_parallel_size: int,
+    block_tokens: int,
+    tensors: KvTensors = "apart",
 ) -> KvFootprint:
     """KV of a prompt of ``input_len`` tokens; the last block moves whole."""
     blocks = shape.blocks(input_len, block_tokens)
+    pieces = kv_pieces(shape, tensors)
     return KvFootprint(
         input_len=input_len,
         logical_bytes=shape.kv_bytes_per_token() * input_len,
         wire_bytes=shape.wire_bytes_per_token(tensor_parallel_size) * blocks * block_tokens,
         blocks=blocks,
-        descriptors=shape.descriptors(input_len, block_tokens),
+        descriptors=pieces.per_block * (1 if pieces.merge else blocks),
     )
 
 
 def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFootprint:
     """KV of one request of the scenario, that goes to so many tensor parallel ranks."""
-    block_tokens = scenario.deployment.engine_options.kv_block_tokens
-    return kv_footprint(scenario.model.shape, input_len, ranks, block_tokens)
+    options = scenario.deployment.engine_options
+    return kv_footprint(scenario.model.shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
 
 
 # ---------------------------------------------------------------- time

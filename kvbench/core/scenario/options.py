@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.core.access import ServerAccess
+from kvbench.core.transfers.kv_shape import KvTensors
 
 if TYPE_CHECKING:  # it needs numpy, which a command line that only plans must not pay for
     from kvbench.core.transfers.model import TransferModel
@@ -70,6 +71,11 @@ class EngineOptions(BaseModel):
     """An instance has tensor parallel ranks and no others."""
 
     # -- as the options say
+
+    @property
+    def kv_tensors(self) -> KvTensors:
+        """How its connectors see K and V of a block."""
+        return "apart"
 
     @property
     def repeats_exactly(self) -> bool:

@@ -30,14 +30,25 @@ def target_layout(case: Case) -> Layout:
 
 def _layout(case: Case, peers: int) -> Layout:
     blocks = peers * case.threads * case.batch_size * (2 if case.scattered else 1)
-    return Layout(case.regions, blocks, case.block_bytes)
+    return Layout(case.regions, _reserved(case) + blocks, case.block_bytes)
+
+
+def _reserved(case: Case) -> int:
+    """Return the number of blocks at the start of each region that no transfer moves.
+
+    vLLM never hands out block 0. So the blocks of one region do not touch those of the next one, and no
+    library can merge them.
+    """
+    return 1 if case.regions > 1 else 0
 
 
 def pairings(case: Case, seed: int = 0) -> list[Pairing]:
     """All transfers of a case, by initiator, then thread, then target.
 
-    Contiguous blocks lie side by side in the same order on both sides. Scattered ones are every other block
-    of their part, in an order of its own on each side, so that no two of them touch, on either side.
+    Contiguous blocks lie side by side in the same order on both sides. If they are to be merged, the order is
+    ascending. If not, odd positions come before even ones, so that no library finds a neighbour to merge.
+    Scattered blocks are every other block of their part, in an order of its own on each side, so that no two
+    of them touch, on either side.
     """
     found = []
     for initiator in range(case.initiators):
@@ -54,9 +65,10 @@ def pairings(case: Case, seed: int = 0) -> list[Pairing]:
 
 
 def _ids(case: Case, slot: int, seed: str) -> tuple[int, ...]:
-    first = slot * case.batch_size
-    if not case.scattered:
-        return tuple(range(first, first + case.batch_size))
-    ids = [2 * block for block in range(first, first + case.batch_size)]
-    random.Random(seed).shuffle(ids)
-    return tuple(ids)
+    first = _reserved(case) + slot * case.batch_size * (2 if case.scattered else 1)
+    if case.scattered:
+        ids = list(range(first, first + 2 * case.batch_size, 2))
+        random.Random(seed).shuffle(ids)
+        return tuple(ids)
+    ascending = range(first, first + case.batch_size)
+    return tuple(ascending) if case.merged else (*ascending[1::2], *ascending[::2])

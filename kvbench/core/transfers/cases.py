@@ -93,10 +93,12 @@ class Axes:
     regions: int = 1
     whole_blocks: frozenset[str] = frozenset()
     """Backends to which the pieces of a block in all regions are one piece."""
+    block_pieces: int = 1
+    """Pieces of a block in all regions, for those backends."""
     scattered: bool = False
     shape: str = ""
-    merging: Mapping[str, bool] = field(default_factory=dict)
-    """Backends whose contiguous blocks are merged into runs; the others' are not."""
+    merged: bool = False
+    """Whether contiguous blocks are merged into runs; never those of ``whole_blocks``."""
     all_protocols: bool = False
     remote: bool = False
     """Whether the two sides stand on two machines."""
@@ -229,8 +231,10 @@ def _cases(axes: Axes, backend: BackendCapabilities, protocol: str) -> Iterator[
     nics = axes.nics if backend.nics else (0,)
     regions = axes.regions
     sizes: Sequence[tuple[int, int]] = axes.sizes
+    whole, merged = axes.block_pieces, axes.merged
     if backend.name in axes.whole_blocks:
-        sizes, regions = [(block * regions, batch) for block, batch in sizes], 1
+        sizes = [(block * whole, batch * regions // whole) for block, batch in sizes]
+        regions, merged = 1, False
     sides = product(axes.initiators, axes.targets)
     for count, op, (block, batch), threads, (initiators, targets) in product(
         nics, axes.ops, sizes, axes.threads, sides
@@ -247,7 +251,7 @@ def _cases(axes: Axes, backend: BackendCapabilities, protocol: str) -> Iterator[
             targets=targets,
             memory=axes.memory,
             scattered=axes.scattered,
-            merged=axes.merging.get(backend.name, False),
+            merged=merged,
             regions=regions,
             shape=axes.shape,
         )

@@ -1,41 +1,74 @@
 """The transfer that an engine makes of one request's KV cache: which descriptors, how many bytes.
 
-An instance's cache is one tensor for each layer and for keys and values (one for each layer with MLA),
-cut into blocks of ``block_tokens`` tokens; each tensor-parallel rank keeps its own heads and moves them
-itself. So one rank moves ``regions × blocks`` pieces of ``block_tokens · heads of the rank · head_dim ·
-bytes`` each.
+An instance's cache is cut into blocks of ``block_tokens`` tokens, and each tensor-parallel rank keeps its own
+heads and moves them itself. vLLM has arranged keys (K) and values (V) in three ways, and its connectors for
+NIXL and Mooncake follow (read in vLLM 0.13, 0.19, 0.22 to 0.26, 0.28, 0.32 and 0.33; FlashAttention, equal TP
+of P and D):
 
-vLLM's NixlConnector hands over one descriptor for each piece (vllm#34054 logs 313 MB in 40,064 of 8 KiB);
-its MooncakeConnector, and kvbench's own tcp, merge pieces that lie side by side on both sides into runs, so
-that blocks which the engine handed out in a row make one descriptor for each region. A store gets one object
-for each block, of all its regions.
+- ``apart`` (before 0.23): a region for K and one for V in each layer. Neighbouring blocks merge.
+- ``halves`` (0.23 to 0.25): one region for each layer, in which each block holds K and then V. Both
+  connectors list all K halves of a layer, then all V halves, so that no two of them are neighbours.
+- ``whole`` (0.26 and newer): one region for each layer, each block in one piece. Neighbouring blocks merge.
+
+MLA has one latent vector for each token and layer, so its blocks are whole in every version. Mooncake's
+connector merges neighbouring blocks itself; vLLM leaves NIXL's merging on (it never passes
+``skip_desc_merge``). A store gets one object for each block, with all its layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from kvbench.core.physics.model_shapes import DTYPE_BYTES, MODELS, ModelShape
+from kvbench.core.plan.engine_versions import NEWEST_KNOWN, Release, dotted, release
 from kvbench.core.transfers.cases import MEMORY_SHARE
 from kvbench.errors import InputError
 
-MERGING: Final[Mapping[str, bool]] = {
-    "mooncake": True,
-    "tcp": True,
-    "shm": True,
-    "memcpy": True,
-    "nixl": False,
-    "null": False,
-}
-"""Whether the connector that a backend stands for merges neighbouring blocks; backends not listed do not."""
+KvTensors = Literal["apart", "halves", "whole"]
+"""How a connector sees K and V of a block: in two regions, as two halves of a block, or as one piece."""
+
+HALVES_SINCE: Final[Release] = (0, 23)
+WHOLE_SINCE: Final[Release] = (0, 26)
 
 WHOLE_BLOCKS: Final = frozenset({"mooncake_store", "yuanrong", "omni"})
 """Stores, in which one object holds a block of all layers: vLLM's MooncakeStoreConnector puts the pieces of a
 block under the one key of its hash."""
 
 MODEL_NAMES: Final = tuple(MODELS)
+
+
+def kv_tensors(version: Release = NEWEST_KNOWN) -> KvTensors:
+    """Return how a vLLM release arranges K and V."""
+    if version < HALVES_SINCE:
+        return "apart"
+    return "halves" if version < WHOLE_SINCE else "whole"
+
+
+@dataclass(frozen=True)
+class KvPieces:
+    """The pieces of memory that hold one block of a model's KV cache at one rank."""
+
+    regions: int
+    """Separate tensors."""
+    per_region: int
+    """Pieces of a block in each region: 2 if K and V are halves of it."""
+    merge: bool
+    """Whether the pieces of neighbouring blocks are neighbours, so that a connector merges them."""
+
+    @property
+    def per_block(self) -> int:
+        """Pieces of a block in all regions."""
+        return self.regions * self.per_region
+
+
+def kv_pieces(model: ModelShape, tensors: KvTensors) -> KvPieces:
+    """Return the pieces of a block."""
+    if model.kv_parts == 1:
+        return KvPieces(model.layers, 1, merge=True)
+    if tensors == "halves":
+        return KvPieces(model.layers, 2, merge=False)
+    return KvPieces(model.layers * (2 if tensors == "apart" else 1), 1, merge=True)
 
 
 @dataclass(frozen=True)
@@ -47,32 +80,49 @@ class KvWork:
     tensor_parallel_size: int
     block_tokens: int
     ranks: int = 1
+    version: Release = NEWEST_KNOWN
+    """The vLLM release whose connector makes the descriptors."""
+
+    @property
+    def block_pieces(self) -> KvPieces:
+        return kv_pieces(self.model, kv_tensors(self.version))
 
     @property
     def regions(self) -> int:
-        return self.model.regions()
+        return self.block_pieces.regions
 
     @property
     def blocks(self) -> int:
-        """In each region; the last one moves whole."""
+        """Blocks of the request; the last one moves whole."""
         return self.model.blocks(self.input_len, self.block_tokens)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in one region at one rank."""
+    def region_pieces(self) -> int:
+        """Pieces in each region."""
+        return self.blocks * self.block_pieces.per_region
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece at one rank."""
         heads = max(1, self.model.kv_heads // self.tensor_parallel_size)
         width = self.model.mla_dim or heads * self.model.head_dim
-        return self.block_tokens * width * DTYPE_BYTES[self.model.kv_dtype]
+        token = self.model.kv_parts * self.model.layers * width * DTYPE_BYTES[self.model.kv_dtype]
+        return self.block_tokens * token // self.block_pieces.per_block
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one rank, before anything is merged."""
+        return self.regions * self.region_pieces
 
     @property
     def descriptors(self) -> int:
-        """Of one rank where nothing is merged."""
-        return self.regions * self.blocks
+        """Descriptors of one rank for blocks that were handed out in a row, after merging."""
+        return self.regions if self.block_pieces.merge else self.pieces
 
     @property
     def rank_bytes(self) -> int:
         """Bytes that one rank moves."""
-        return self.descriptors * self.block_bytes
+        return self.pieces * self.piece_bytes
 
     @property
     def wire_bytes(self) -> int:
@@ -89,27 +139,40 @@ class KvWork:
         """Of ``request_bytes``, what one rank's transfer stands for."""
         return self.request_bytes // self.tensor_parallel_size
 
-    @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self, *, scattered: bool = False) -> int:
         """Bytes of both sides' buffers, of all ranks that move at once."""
-        return 2 * self.rank_bytes * self.ranks
+        moved = 2 * (2 if scattered else 1) * self.rank_bytes * self.ranks
+        return moved + self.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pieces that stay free, one in each region of each buffer."""
+        return (self.ranks + 1) * self.regions * self.piece_bytes
 
     def shape(self) -> str:
         """As in ``Case.shape``."""
         which = f"{self.ranks} ranks" if self.ranks > 1 else "rank 1"
-        return f"{self.model.name} {self.input_len} tokens, {which} of {self.tensor_parallel_size}"
+        vllm = f"vLLM {dotted(self.version[:2])}"
+        return f"{self.model.name} {self.input_len} tokens, {which} of {self.tensor_parallel_size}, {vllm}"
 
     def words(self) -> list[str]:
         """What the numbers stand for, a sentence each."""
         tp, gb = self.tensor_parallel_size, 1e9
         factor = self.model.wire_factor(tp)
-        parts = "layers (MLA)" if self.model.mla_dim else "layers × keys and values"
+        arranged = {
+            "apart": "K and V apart in each layer",
+            "halves": "one for each layer; K and V are halves of each block",
+            "whole": "one for each layer; K and V in one piece",
+        }[kv_tensors(self.version)]
+        arranged = "one for each layer, MLA" if self.model.mla_dim else arranged
+        merged = "merged into" if self.block_pieces.merge else "with no neighbours to merge, so"
         copies = f", each KV head is on {factor} ranks" if factor > 1 and not self.model.mla_dim else ""
         copies = ", each rank keeps all of it" if factor > 1 and self.model.mla_dim else copies
         lines = [
-            f"{self.model.name} ({self.model.kv_dtype}), {self.input_len} tokens: {self.regions} regions "
-            f"({parts}) × {self.blocks} blocks of {self.block_tokens} tokens = {self.descriptors} pieces of "
-            f"{self.block_bytes} bytes at each of {tp} ranks",
+            f"{self.model.name} ({self.model.kv_dtype}), {self.input_len} tokens, as vLLM "
+            f"{dotted(self.version[:2])} moves it: {self.regions} regions ({arranged}) × "
+            f"{self.region_pieces} pieces of {self.piece_bytes} bytes at each of {tp} ranks, {merged} "
+            f"{self.descriptors} descriptors if the blocks were handed out in a row",
             f"{self.request_bytes / gb:.4g} GB of KV, {self.wire_bytes / gb:.4g} GB on the wire over all "
             f"ranks{copies}; one rank moves {self.rank_bytes / gb:.4g} GB",
         ]
@@ -130,8 +193,12 @@ def kv_work(
     block_tokens: int = 16,
     *,
     all_ranks: bool = False,
+    version: str = "",
 ) -> KvWork:
-    """The work for a model of ``MODELS``. Raises InputError for what cannot be."""
+    """Return the work for a model of ``MODELS`` as a vLLM version does it; by default the newest known one.
+
+    Raises InputError for what cannot be.
+    """
     shape = MODELS.get(model.lower())
     if shape is None:
         raise InputError(f"no model is called {model!r}", hint=f"there are: {', '.join(MODEL_NAMES)}")
@@ -145,19 +212,20 @@ def kv_work(
             f"{shape.name} has {heads} KV heads, which {tp} ranks cannot share evenly",
             hint=f"--tp has to divide {heads} or be a multiple of it",
         )
-    return KvWork(shape, input_len, tp, block_tokens, tp if all_ranks else 1)
+    vllm = release(version) if version else NEWEST_KNOWN
+    return KvWork(shape, input_len, tp, block_tokens, tp if all_ranks else 1, vllm)
 
 
 def check_memory(work: KvWork, free_bytes: int, *, scattered: bool = False) -> None:
     """Raises InputError, with the largest input length that fits, if buffers do not fit ``free_bytes``."""
-    spread = 2 if scattered else 1
     usable = MEMORY_SHARE * free_bytes
-    need = work.memory_bytes * spread
+    need = work.memory_bytes(scattered=scattered)
     if need <= usable:
         return
-    per_block = 2 * spread * work.ranks * work.regions * work.block_bytes
-    longest = int(usable // per_block) * work.block_tokens
-    fits = f"the largest --input-len that fits is {longest}" if longest else "not even one block fits"
+    free = work.free_bytes
+    per_block = (need - free) // work.blocks
+    longest = int((usable - free) // per_block) * work.block_tokens
+    fits = f"the largest --input-len that fits is {longest}" if longest > 0 else "not even one block fits"
     more = "" if work.ranks == 1 else "; one rank alone needs less (leave --all-ranks out)"
     raise InputError(
         f"the KV cache of {work.shape()} needs {need / 1e9:.3g} GB of buffers, and {usable / 1e9:.3g} GB "

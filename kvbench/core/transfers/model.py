@@ -56,19 +56,20 @@ class TransferModel:
         moving = nbytes / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
         return self.start_s + self.per_descriptor_s * descriptors + moving
 
-    def as_link(self, block_bytes: float, regions: int, *, merged: bool) -> tuple[float, float]:
-        """(GB/s, seconds besides) of a KV cache's transfer; ``block_bytes``: of all ranks and regions.
+    def as_link(self, block_bytes: float, pieces: int, *, merged: bool) -> tuple[float, float]:
+        """Return (GB/s, seconds besides) of a KV cache's transfer.
 
-        Ranks work off their descriptors at the same time and share the bandwidth. Where neighbouring blocks
-        are merged there is one descriptor for each region, at the same cost for any length; where they are
-        not, each block brings ``regions`` of them, which makes its bytes slower.
+        ``block_bytes`` counts all ranks and regions, ``pieces`` the pieces of a block at one rank. Ranks work
+        off their descriptors at the same time and share the bandwidth. Where neighbouring blocks are merged
+        each piece of a block is one descriptor, at the same cost for any length. Where they are not, each
+        block brings its own descriptors, which makes its bytes slower.
         """
         per_byte = 1 / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
         if merged:
-            besides = self.start_s + self.per_descriptor_s * regions
+            besides = self.start_s + self.per_descriptor_s * pieces
         else:
             besides = self.start_s
-            per_byte += self.per_descriptor_s * regions / block_bytes
+            per_byte += self.per_descriptor_s * pieces / block_bytes
         return (1e-9 / per_byte if per_byte else _NO_LIMIT_GB_PER_S), besides
 
     @property

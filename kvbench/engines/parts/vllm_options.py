@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Role
 from kvbench.core.plan.engine_versions import release
+from kvbench.core.transfers.kv_shape import KvTensors, kv_tensors
 from kvbench.engines.base import EngineOptions, Environment
 from kvbench.engines.parts.commands import owned_flags, whole
 from kvbench.errors import InputError
@@ -106,6 +107,10 @@ class VllmOptions(EngineOptions):
     @property
     def executable(self) -> str:
         return self.command[0]
+
+    @property
+    def kv_tensors(self) -> KvTensors:
+        return kv_tensors(release(self.version)) if self.version else kv_tensors()
 
     @property
     def asks_version(self) -> bool:

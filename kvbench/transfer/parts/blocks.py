@@ -27,6 +27,12 @@ class BlockSpan(NamedTuple):
     nbytes: int
 
 
+def in_order(local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the pairs (local block, remote block) sorted by local block, as two sequences."""
+    pairs = sorted(zip(local, remote, strict=True))
+    return [here for here, _ in pairs], [there for _, there in pairs]
+
+
 def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
     """Pairs (local block, remote block) as the fewest runs, ordered by local block.
 
@@ -36,7 +42,7 @@ def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
     """
     runs: list[BlockRun] = []
     first_local = first_remote = count = 0
-    for here, there in sorted(zip(local, remote, strict=True)):
+    for here, there in zip(*in_order(local, remote), strict=True):
         if count and here == first_local + count and there == first_remote + count:
             count += 1
             continue

@@ -195,7 +195,9 @@ def test_kv_footprint() -> None:
     assert kv.logical_bytes == 1000 * 49_152
     assert kv.blocks == 63
     assert kv.wire_bytes == 63 * 16 * 98_304
-    assert kv.descriptors == 96 * 63
+    # Neighbouring blocks merge, unless K and V are halves of each block.
+    for tensors, descriptors in (("apart", 96), ("halves", 96 * 63), ("whole", 48)):
+        assert kv_footprint(MODELS["qwen3-30b-a3b"], 1000, 8, 16, tensors).descriptors == descriptors
 
 
 @pytest.mark.parametrize(("rate", "requests"), [(0.01, 60), (10, 200), (1e6, 5000)])

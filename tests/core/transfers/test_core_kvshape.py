@@ -11,26 +11,44 @@ from kvbench.core.transfers.kv_shape import MODEL_NAMES, check_memory, kv_work
 from kvbench.errors import InputError
 
 
-def test_qwen3_30b_a3b_at_32k_over_8_ranks() -> None:
-    work = kv_work("qwen3-30b-a3b", 32768, 8, 16)
-    # 48 layers × K and V; 32,768 / 16 tokens; 16 tokens × 1 head × 128 × 1 byte (fp8).
-    assert (work.regions, work.blocks, work.block_bytes) == (96, 2048, 2048)
-    assert work.descriptors == 196_608
+@pytest.mark.parametrize(
+    ("version", "regions", "region_pieces", "piece_bytes", "descriptors"),
+    [
+        # 48 layers × K and V; 32,768 / 16 tokens; 16 tokens × 1 head × 128 × 1 byte (fp8).
+        ("0.13.0", 96, 2048, 2048, 96),
+        ("0.22.0", 96, 2048, 2048, 96),
+        # K and V are halves of a block: their neighbours are V and K.
+        ("0.23.0", 48, 4096, 2048, 196_608),
+        ("0.24.0", 48, 4096, 2048, 196_608),
+        ("0.25.1", 48, 4096, 2048, 196_608),
+        ("0.26.0", 48, 2048, 4096, 48),
+        ("0.33.0", 48, 2048, 4096, 48),
+        ("", 48, 2048, 4096, 48),
+    ],
+)
+def test_qwen3_30b_a3b_at_32k_over_8_ranks(
+    version: str, regions: int, region_pieces: int, piece_bytes: int, descriptors: int
+) -> None:
+    work = kv_work("qwen3-30b-a3b", 32768, 8, 16, version=version)
+    assert (work.regions, work.region_pieces, work.piece_bytes) == (regions, region_pieces, piece_bytes)
+    assert work.descriptors == descriptors
     assert work.rank_bytes == 402_653_184
     # 4 KV heads on 8 ranks: each is kept twice.
     assert work.wire_bytes == 32768 * 98_304 == 8 * work.rank_bytes
     assert work.request_bytes == 32768 * 49_152 == work.wire_bytes // 2
     assert work.logical_bytes == work.request_bytes // 8
-    assert work.shape() == "qwen3-30b-a3b 32768 tokens, rank 1 of 8"
+    assert work.shape() == f"qwen3-30b-a3b 32768 tokens, rank 1 of 8, vLLM {(version or '0.33')[:4]}"
+    assert any(f"into {descriptors} " in word or f"so {descriptors} " in word for word in work.words())
     assert any("each KV head is on 2 ranks" in word for word in work.words())
     assert any("--all-ranks" in word for word in work.words())
 
 
 def test_a_logged_transfer_of_nixl() -> None:
-    """vllm#34054 logs 40,064 descriptors of 8 KiB: 64 layers, 8 KV heads on 4 ranks, 313 blocks."""
-    work = kv_work("qwen3-32b", 313 * 16, 4, 16)
-    assert work.descriptors == 40_064
-    assert work.block_bytes == 8192
+    """vllm#34054 logs 40,064 descriptors of 8 KiB, one for each piece (blocks that were not neighbours):
+    64 layers, 8 KV heads on 4 ranks, 313 blocks."""
+    work = kv_work("qwen3-32b", 313 * 16, 4, 16, version="0.15.0")
+    assert work.pieces == 40_064
+    assert work.piece_bytes == 8192
     assert work.rank_bytes / 2**20 == 313
 
 
@@ -45,7 +63,8 @@ def test_the_sizes_that_mooncake_publishes_for_qwen3_8b(tokens: int, mib: float)
 
 def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
     work = kv_work("deepseek-v3", 1000, 8, 64)
-    assert (work.regions, work.blocks, work.block_bytes) == (61, 16, 64 * 576 * 2)
+    assert (work.regions, work.region_pieces, work.piece_bytes) == (61, 16, 64 * 576 * 2)
+    assert kv_work("deepseek-v3", 1000, 8, 64, version="0.24.0").descriptors == work.descriptors == 61
     assert work.wire_bytes == 8 * work.rank_bytes
     assert work.request_bytes == 1000 * 70_272
     assert any("each rank keeps all of it" in word for word in work.words())
@@ -56,24 +75,28 @@ def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
     st.integers(1, 200_000),
     st.sampled_from((1, 2, 4, 8, 16)),
     st.sampled_from((1, 16, 64)),
+    st.sampled_from(("0.13", "0.24", "0.33")),
 )
-def test_ranks_together_move_what_the_model_says(name: str, tokens: int, tp: int, block: int) -> None:
+def test_ranks_together_move_what_the_model_says(
+    name: str, tokens: int, tp: int, block: int, version: str
+) -> None:
     model = MODELS[name]
     if not model.mla_dim and max(model.kv_heads, tp) % min(model.kv_heads, tp):
         with pytest.raises(InputError, match="cannot share evenly"):
             kv_work(name, tokens, tp, block)
         return
-    work = kv_work(name, tokens, tp, block)
+    work = kv_work(name, tokens, tp, block, version=version)
     blocks = -(-tokens // block)
     assert work.wire_bytes == model.wire_bytes_per_token(tp) * blocks * block
-    assert work.descriptors == model.descriptors(tokens, block)
+    assert work.descriptors <= work.pieces <= model.descriptors(tokens, block)
     assert work.logical_bytes <= work.rank_bytes
 
 
 def test_all_ranks_are_so_many_initiators() -> None:
     work = kv_work("qwen3-30b-a3b", 1024, 8, all_ranks=True)
     assert work.ranks == 8
-    assert work.memory_bytes == 16 * work.rank_bytes
+    # Nine buffers, each with one free piece in each region.
+    assert work.memory_bytes() == 16 * work.rank_bytes + 9 * work.regions * work.piece_bytes
     assert "8 ranks of 8" in work.shape()
 
 

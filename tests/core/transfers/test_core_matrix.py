@@ -144,12 +144,18 @@ def test_fan_in_and_fan_out_but_not_both() -> None:
 
 
 def test_a_store_gets_one_object_for_a_block_of_all_layers() -> None:
-    axes = Axes(backends=("tcp",), ops=("write",), sizes=((2048, 16),), regions=96)
+    axes = Axes(
+        backends=("tcp",), ops=("write",), sizes=((2048, 16),), regions=96, block_pieces=96, merged=True
+    )
     (pieces,) = build(axes, MOVERS).cases
     (whole,) = build(replace(axes, whole_blocks=frozenset({"tcp"})), MOVERS).cases
     assert (pieces.block_bytes, pieces.batch_size, pieces.regions) == (2048, 16, 96)
     assert (whole.block_bytes, whole.batch_size, whole.regions) == (2048 * 96, 16, 1)
+    assert (whole.merged, pieces.merged) == (False, True)
     assert whole.nbytes == pieces.nbytes
+    # Halves of a block: twice as many pieces in each of half as many regions.
+    halves = replace(axes, sizes=((2048, 32),), regions=48, whole_blocks=frozenset({"tcp"}))
+    assert build(halves, MOVERS).cases[0].key == whole.key
 
 
 def test_memory_counts_every_side() -> None:

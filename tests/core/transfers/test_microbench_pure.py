@@ -37,6 +37,7 @@ cases = st.builds(
     initiators=st.integers(1, 3),
     targets=st.integers(1, 3),
     scattered=st.booleans(),
+    merged=st.booleans(),
     regions=st.integers(1, 4),
 )
 
@@ -64,6 +65,12 @@ def test_scattered_blocks_never_touch_and_others_are_one_run(case: Case, seed: i
     for pair in pairs:
         runs = merge_runs(pair.local, pair.remote)
         assert len(runs) == (case.batch_size if case.scattered else 1)
+        steps = zip(itertools.pairwise(pair.local), itertools.pairwise(pair.remote), strict=True)
+        follow = [b - a == d - c == 1 for (a, b), (c, d) in steps]
+        # A library that merges in the given order finds all neighbours, or none.
+        assert set(follow) <= {case.merged and not case.scattered}
+    if case.regions > 1:  # the regions of a transfer never touch
+        assert all(min(pair.local) > 0 and min(pair.remote) > 0 for pair in pairs)
     if case.scattered:
         for ids in ([b for p in pairs if p.initiator == 0 for b in p.local], pairs[0].remote):
             placed = sorted(ids)

@@ -108,11 +108,22 @@ class NixlAgent:
 
     def by_block(
         self, op: Op, here: tuple[Any, Layout, Sequence[int]], there: tuple[Any, Layout, Sequence[int]]
-    ) -> Any:
-        """A transfer of blocks, each its own descriptor, chosen by index from two tables."""
-        sides = [(table, self._rows(layout, blocks)) for table, layout, blocks in (here, there)]
+    ) -> tuple[Any, int]:
+        """Return a transfer of blocks chosen by index from two tables, and its number of descriptors.
+
+        As under vLLM, NIXL merges the blocks that follow each other in both tables.
+        """
+        rows = [self._rows(layout, blocks) for _, layout, blocks in (here, there)]
         with self.lock, refused(f"NIXL refused the {op}"):
-            return self._agent.make_prepped_xfer(op.upper(), *sides[0], *sides[1], b"", self._plugins, True)
+            handle = self._agent.make_prepped_xfer(
+                op.upper(), here[0], rows[0], there[0], rows[1], b"", self._plugins
+            )
+        return handle, self._merged_descriptors(*rows)
+
+    def _merged_descriptors(self, local: Any, remote: Any) -> int:
+        """Return the number of descriptors after NIXL's merging, which NIXL's debug log gives as well."""
+        gaps = (self._np.diff(local) != 1) | (self._np.diff(remote) != 1)
+        return int(self._np.count_nonzero(gaps)) + (len(local) > 0)
 
     def _rows(self, layout: Layout, blocks: Sequence[int]) -> Any:
         regions = self._np.arange(layout.regions, dtype=self._np.int32)[:, None] * layout.blocks

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
-from kvbench.transfer.parts.blocks import paired_spans
+from kvbench.transfer.parts.blocks import in_order
 from kvbench.transfer.parts.neighbour import Neighbour, file_of
-from kvbench.transfer.parts.nixl.nixlagent import AgentsEndpoint, NixlAgent, NixlPlace
+from kvbench.transfer.parts.nixl.nixlagent import AgentsEndpoint, NixlAgent
 
 
 @dataclass
@@ -82,16 +82,14 @@ class FileEndpoint(AgentsEndpoint):
             raise TransferError(f"no peer is called {peer!r}")
         began = time.perf_counter()
         agent, known = self._agents[0], self._peers[peer]
-        count = len(local) * self._layout.regions
-        wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
-        if len(wanted) == count:
-            here = (self._table, self._layout, local)
-            handle = agent.by_block(op, here, (known.table, known.layout, remote)) if wanted else None
-        else:
-            places = NixlPlace(self._address, "DRAM"), NixlPlace(0, "FILE", known.fd)
-            handle = agent.by_span(op, wanted, *places, agent.name)
-        ticket = self.ticket(peer, op, len(local), began, [(agent, handle)] if wanted else [])
-        ticket.descriptors = len(wanted)
+        parts, descriptors = [], 0
+        if local:
+            ours, theirs = in_order(local, remote) if self._merge else (local, remote)
+            here, there = (self._table, self._layout, ours), (known.table, known.layout, theirs)
+            handle, descriptors = agent.by_block(op, here, there)
+            parts.append((agent, handle))
+        ticket = self.ticket(peer, op, len(local), began, parts)
+        ticket.descriptors = descriptors
         return ticket
 
     def start(self, ticket: Ticket) -> None:
