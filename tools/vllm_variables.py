@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from kvbench.core.plan.engine_versions import Release, dotted, release
+from kvbench.core.engine_versions import Release, dotted, release
 
 _READ: Final = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["'](VLLM_\w+)["']""")
 

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue
 from kvbench.connectors.base import Connector, ConnectorOptions, Role, Seat
 from kvbench.connectors.parts.plain import LoneConnector, PlainConnector
 from kvbench.connectors.parts.pull import PullConnector
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 
 
 class CustomOptions(ConnectorOptions):

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvbench.connectors.base import ConnectorOptions, Role
 from kvbench.connectors.parts.plain import LoneConnector
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 
 
 class DecodeBenchOptions(ConnectorOptions):

@@ -33,7 +33,7 @@ from kvbench.connectors.base import (
 from kvbench.connectors.parts.plain import PlainConnector
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.sglang_rooms import RoomConnector
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import nic_names
 from kvbench.errors import InputError

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from kvbench import connectors
 from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role, Seat
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 from kvbench.errors import InputError
 

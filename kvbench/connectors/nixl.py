@@ -9,7 +9,7 @@ from kvbench.connectors.base import ConnectorOptions, Role
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.sglang_rooms import RoomConnector
 from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 
 
 class NixlOptions(UcxOptions):

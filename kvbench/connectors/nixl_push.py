@@ -18,7 +18,7 @@ from pydantic import Field
 from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role
 from kvbench.connectors.parts.pull import PullConnector
 from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
-from kvbench.core.plan.engine_versions import Releases
+from kvbench.core.engine_versions import Releases
 
 
 class NixlPushOptions(UcxOptions):

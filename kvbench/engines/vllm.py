@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
-from kvbench.core.plan.engine_versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
+from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks

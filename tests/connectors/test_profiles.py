@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from kvbench import connectors
 from kvbench.connectors.base import Connector, Neighbours, PrefillPeer, Role, Seat
 from kvbench.connectors.mooncake import IN_VLLM
-from kvbench.core.physics.model_shapes import MODELS
-from kvbench.core.plan.engine_versions import (
+from kvbench.core.engine_versions import (
     NEWEST_KNOWN,
     Releases,
     dotted,
@@ -28,6 +27,7 @@ from kvbench.core.plan.engine_versions import (
     release,
     version_in,
 )
+from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.ranks import Ranks
 from kvbench.engines.base import Instance
 from kvbench.engines.vllm import ENGINE, VllmOptions

@@ -7,15 +7,12 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
 SESSION_HEADER: Final = "x-session-id"
 """Names the session that a request belongs to."""
-Routing = Literal["session", "round_robin"]
-"""How the server of a request is chosen: all requests of a session go to the same server (requests without a
-session go round robin), or every request goes round robin, whatever the servers have cached."""
 
 
 @dataclass(frozen=True)

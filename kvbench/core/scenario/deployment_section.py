@@ -16,7 +16,6 @@ from pydantic import (
 )
 
 from kvbench.core.physics.hardware import hardware_of
-from kvbench.core.plan.dispatch import Routing
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.base import (
     NAME_PATTERN,
@@ -40,6 +39,10 @@ from kvbench.core.scenario.role_sizes import (
 HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
 
 PrefixWord = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+
+Routing = Literal["session", "round_robin"]
+"""How the server of a request is chosen: all requests of a session go to the same server (requests without a
+session go round robin), or every request goes round robin, whatever the servers have cached."""
 
 
 class CommandPrefix(Section):

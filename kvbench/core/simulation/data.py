@@ -10,8 +10,8 @@ from kvbench.core.gates.evidence_figures import EngineFigures
 from kvbench.core.load.sends import Following
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
-from kvbench.core.plan.dispatch import Routing
 from kvbench.core.records import RequestRecord
+from kvbench.core.scenario.deployment_section import Routing
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import TimingProfile
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, release
 from kvbench.core.physics.model_shapes import DTYPE_BYTES, MODELS, ModelShape
-from kvbench.core.plan.engine_versions import NEWEST_KNOWN, Release, dotted, release
 from kvbench.core.transfers.cases import MEMORY_SHARE
 from kvbench.errors import InputError
 

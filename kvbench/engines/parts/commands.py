@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from kvbench.core.plan.engine_versions import version_in
+from kvbench.core.engine_versions import version_in
 from kvbench.errors import KvbenchError, LaunchError, MissingLibraryError
 
 VERSION_TIMEOUT_S: Final = 120.0

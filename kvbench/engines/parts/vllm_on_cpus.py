@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvbench.connectors.base import Role
-from kvbench.core.plan.engine_versions import Releases, release
+from kvbench.core.engine_versions import Releases, release
 from kvbench.engines.parts.vllm_options import VllmOptions
 
 WRONG_NORM: Final = Releases((0, 12), (0, 14))

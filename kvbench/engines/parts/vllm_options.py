@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Role
-from kvbench.core.plan.engine_versions import release
+from kvbench.core.engine_versions import release
 from kvbench.core.transfers.kv_shape import KvTensors, kv_tensors
 from kvbench.engines.base import EngineOptions, Environment
 from kvbench.engines.parts.commands import owned_flags, whole

@@ -9,7 +9,7 @@ from typing import Final
 
 import yaml
 
-from kvbench.core.plan.engine_versions import release
+from kvbench.core.engine_versions import release
 
 _TABLE: Final = Path(__file__).with_suffix(".yaml")
 

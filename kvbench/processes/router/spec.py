@@ -36,7 +36,7 @@ class RouterSpec:
     processes: int = 1
     """Processes that share the port; each uses one core at most."""
     routing: str = "session"
-    """How servers are chosen: ``core.plan.dispatch.Routing``."""
+    """How servers are chosen: ``core.scenario.deployment_section.Routing``."""
     compiled: bool = True
     """Streams go through compiled code where it is at hand; false: through Python."""
     lie: str = ""

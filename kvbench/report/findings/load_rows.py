@@ -103,7 +103,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
         arrived=len(sent) or None,
         arrived_in_s=float(sent.max()) if len(sent) else None,
-        sessions="sessions" in trial.engine,
+        sessions=bool(trial.engine.get("sessions")),
         no_winner=cache_blind(run.plan, trial.cell.connector),
     )
 
