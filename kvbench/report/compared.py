@@ -1,4 +1,8 @@
-"""The tables of a comparison: loads of one or several runs, or cases of two microbenchmarks."""
+"""The tables of a comparison: loads of one or several runs, or cases of two microbenchmarks.
+
+Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. A
+read-in result has figures of the whole run alone: then the rows are compared by these. Files have both.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from kvbench.core.findings.load_row import LoadRow
 from kvbench.core.plan.engine_count import Unit, unit_of
 from kvbench.core.transfers.stats import Change
 from kvbench.report.findings.load_rows import AXES
-from kvbench.report.tables.table import WHOLE_RUN, Column, Table, of_values
+from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Column, Table, of_values
 from kvbench.report.tables.transfers import CASE_KEYS
 
 _AXIS_TITLES: Final = {
@@ -24,20 +28,35 @@ _AXIS_TITLES: Final = {
     "output_len": "output length",
     "rate": "qps",
 }
-# Key, as in the JSON of ``vllm bench serve`` → title, as in PR 10884's tables; ✓ where a terminal shows it.
+# (key, title, whether a terminal shows it). Keys as in tables/summary.csv.
+_OF_STEADY: Final = (
+    ("achieved_request_rate", "achieved (req/s)", True),
+    ("output_tok_per_s", "output tok/s", True),
+    ("total_tok_per_s", "total tok/s", False),
+    *(
+        (
+            f"{latency.lower()}_ms_{statistic.lower()}",
+            f"{latency} {statistic} (ms)",
+            statistic in ("mean", "P99") and latency != "ITL",
+        )
+        for latency in ("TTFT", "TPOT", "ITL")
+        for statistic in ("mean", "P50", "P90", "P99")
+    ),
+)
+# Keys as in the JSON of ``vllm bench serve``, titles as in PR 10884's tables.
 _SERVE: Final = (
     ("completed", "Successful Requests", False),
     ("failed", "Failed Requests", False),
     ("duration_s", "Duration (s)", False),
     ("total_input_tokens", "Total Input Tokens", False),
     ("total_output_tokens", "Total Generated Tokens", False),
-    ("request_throughput", "Req Throughput (req/s)", True),
-    ("output_throughput", "Output Token Throughput (tok/s)", True),
-    ("total_token_throughput", "Total Token Throughput (tok/s)", False),
+    ("request_throughput", f"Req Throughput (req/s){OF_WHOLE_RUN}", True),
+    ("output_throughput", f"Output Token Throughput (tok/s){OF_WHOLE_RUN}", True),
+    ("total_token_throughput", f"Total Token Throughput (tok/s){OF_WHOLE_RUN}", False),
     *(
         (
             f"{word.lower()}_{latency.lower()}_ms",
-            f"{word} {latency} (ms)",
+            f"{word} {latency} (ms){OF_WHOLE_RUN}",
             word in ("Mean", "P99") and latency != "ITL",
         )
         for latency in ("TTFT", "TPOT", "ITL")
@@ -68,15 +87,16 @@ def load_tables(
     order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
     rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
     unit = unit_of(row.size for row in rows)
-    columns = _columns(rows, by, unit, several)
+    window = STEADY if all(row.steady for row in rows) else WHOLE_RUN
+    columns = _columns(rows, by, unit, several, window)
     if not group:
-        return [of_values("", columns, [_flat(row, unit) for row in rows], WHOLE_RUN)] if rows else []
+        return [of_values("", columns, [_flat(row, unit) for row in rows], window)] if rows else []
     return [
         of_values(
             f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
             columns,
             [_flat(row, unit) for row in mine],
-            WHOLE_RUN,
+            window,
         )
         for level, mine in groupby(rows, key=lambda row: row.axes.get(group))
     ]
@@ -88,7 +108,7 @@ def _sortable(value: Any) -> tuple[int, float, str]:
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
-def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool) -> list[Column]:
+def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window: str) -> list[Column]:
     """The axis compared first, then what varies, then what is the same everywhere; then the figures."""
     known = [axis for axis in AXES if any(row.axes.get(axis) is not None for row in rows)]
     if not several:
@@ -100,16 +120,19 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool) -> lis
     with_it = {axis for axis in varying if _comes_with(rows, axis, by)}
     brief = {*first, *varying, "connector", "input_len"} - (with_it - {"connector"})
     answered = any(row.answer for row in rows)
-    if answered:
-        brief.discard("rate")
-    columns = [Column(axis, _AXIS_TITLES[axis], axis in brief) for axis in order]
+    # The rate of an answer's row is that of the trial that supports it, as in the run's own tables.
+    titles = {**_AXIS_TITLES, "rate": "measured at (req/s)"} if answered else _AXIS_TITLES
+    brief |= {"rate"} if answered else set()
+    columns = [Column(axis, titles[axis], axis in brief) for axis in order]
     if answered:
         bounds = {row.answer_bounds for row in rows if row.answer_bounds}
         word = bounds.pop() if len(bounds) == 1 else "[interval]"
         columns.append(Column("max_request_rate", f"max rate (req/s) {word}"))
         columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
         columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
-    columns += [Column(key, heading, brief) for key, heading, brief in _SERVE]
+    if any(row.steady for row in rows):
+        columns += [Column(key, title, brief and window == STEADY) for key, title, brief in _OF_STEADY]
+    columns += [Column(key, title, brief and window == WHOLE_RUN) for key, title, brief in _SERVE]
     return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
 
 
@@ -130,6 +153,7 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
         "engines": row.size.engines,
         "gpus": row.size.gpus,
         f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
+        **{key: row.steady.get(key) for key, _, _ in _OF_STEADY},
         **figures,
         "trial_id": row.key,
         "source": row.origin,

@@ -85,7 +85,9 @@ _PLAIN: Final = {
     "engines": Metric("engines", "Engines that served it.", "{engine}"),
     "gpus": Metric("gpus", "GPUs of these, where known.", "{gpu}"),
     "slo_attainment": Metric("slo_attainment_ratio", "Share of requests that met every limit of the SLO."),
-    "achieved_request_rate": Metric("achieved_request_rate_per_second", "Requests completed.", "{request}/s"),
+    "achieved_request_rate": Metric(
+        "achieved_request_rate_per_second", "Requests completed, steady part.", "{request}/s"
+    ),
     "request_goodput": Metric(
         "request_goodput_per_second", "Requests completed that met the SLO.", "{request}/s"
     ),

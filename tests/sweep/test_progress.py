@@ -55,7 +55,7 @@ def test_a_refused_trial_says_why_and_a_missed_one_what() -> None:
     assert why(trial("missed")) == "1 missed TPOT, 7 missed TTFT"
     grown = trial("missed")
     grown.summary["missed_by"] = {}
-    grown.reason = "the queue grows by 4.46 requests a second of 15.7 offered"
+    grown.reason = "the queue grows at 15.7 req/s offered"
     assert why(grown) == grown.reason
 
 

@@ -106,7 +106,7 @@ class Pair:
             if mine:
                 sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
         of = "of these two runs, not of repeated ones" if self.scope == "requests" else "of repeated runs"
-        return f"{'; '.join(sides)} (intervals {of})"
+        return f"{'; '.join(sides)} (figures of the whole run, intervals {of})"
 
     def reason(self) -> str:
         """Why nothing is concluded."""
@@ -120,7 +120,7 @@ class Pair:
             if figure in BRIEF
             and (shares := [1 / r.ratio - 1 for pair in alike for r in pair.ratios if r.figure == figure])
         ]
-        shown = f". {self.other} against {self.one} in the rows: {', '.join(seen)}" if seen else ""
+        shown = f". {self.other} against {self.one} in the rows, whole run: {', '.join(seen)}" if seen else ""
         where = "; ".join(dict.fromkeys(places))
         return f"{self.one} or {self.other} at {where}: cannot be told from this data: {self.reason()}{shown}"
 

@@ -1,8 +1,8 @@
 """One load that was offered once, as a row of figures: ours, or one that was read from somebody's results.
 
 Figures have the names of ``vllm bench serve``: ``mean_ttft_ms``, ``p99_tpot_ms``, ``request_throughput``
-(requests per second over the whole duration), ``duration_s``, ``completed``, ``peak_concurrent_requests``.
-What is not known is not there.
+(requests per second over the whole duration), ``duration_s``, ``completed``, ``peak_concurrent_requests``,
+and are of the whole run. What is not known is not there.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class LoadRow:
     request_rate: float | None
     requests: int | None
     figures: Mapping[str, float]
+    """Of the whole run, ramp and drain included."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     setting: RowConditions = field(default_factory=RowConditions)
@@ -84,6 +85,8 @@ class LoadRow:
     """What the brackets in ``answer`` hold, such as ``[90 %]``; empty where it has none."""
     size: Size = field(default_factory=Size)
     """Engines and GPUs that served it."""
+    steady: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures of the steady part, by the names of tables/summary.csv; empty for a read-in result."""
     client_late: bool = False
     """The load generator was late, as a gate has found: what is slow need not be the server."""
     arrived: int | None = None

@@ -98,7 +98,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     interval = share_interval(share * effective, effective, 0.95)
     text = (
         f"{good:.0f} of {n} requests ({share:.1%}) within the SLO, {target:.1%} asked; "
-        f"interval {interval[0]:.1%} to {interval[1]:.1%}"
+        f"stopping interval {interval[0]:.1%} to {interval[1]:.1%}"
     )
     reached = good >= target * whole and (target == 1.0 or n * (1.0 - target) >= 1.0 - 1e-9)
     return LookResult(verdict, score, error, share, *interval, effective, text, reached)

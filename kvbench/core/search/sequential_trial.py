@@ -372,5 +372,5 @@ class LiveTrial:
 
 def _growth_text(growth: QueueGrowth, rate: float) -> str:
     if growth.capacity is None:
-        return f"the queue grows by {growth.per_s:.3g} requests a second of {rate:.3g} offered"
+        return f"the queue grows at {rate:.4g} req/s offered"
     return f"{growth.capacity:.4g} first tokens a second from a queue never empty, {rate:.4g}/s offered"

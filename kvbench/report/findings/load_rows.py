@@ -36,7 +36,7 @@ from kvbench.report.findings.ahead import (
     unequal_text,
 )
 from kvbench.report.tables.result import Row, interval_word, summary_table
-from kvbench.report.tables.trial_values import engine_word
+from kvbench.report.tables.trial_values import SUMMARY_KEYS, engine_word, trial_value
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
 from kvbench.results.run import RunFolder
@@ -99,6 +99,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         origin=_origin(trial),
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
         asked_rate=asked if isinstance(asked, (int, float)) else None,
+        steady={} if trial.method == IMPORTED else {key: trial_value(trial, key) for key in SUMMARY_KEYS},
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
         arrived=len(sent) or None,

@@ -21,7 +21,7 @@ from kvbench.report.findings.notes import notes
 from kvbench.report.notebook.request_frames import repeated
 from kvbench.report.tables.result import read_answer, summary_table
 from kvbench.report.tables.transfers import flat_row
-from kvbench.report.tables.trial_values import engine_word, trial_values
+from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
 from kvbench.report.tables.vllm_bench import about, serve_values
 from kvbench.results.run import CellResult, RunFolder
 
@@ -81,7 +81,7 @@ def _trial(trial: TrialRecord) -> dict[str, Any]:
     return {
         **about(trial),
         "verdict": trial.verdict,
-        "reason": trial.reason,
+        "reason": reason_text(trial),
         "purpose": trial.purpose,
         "started_at": pd.to_datetime(trial.started_at, utc=True, errors="coerce")
         if trial.started_at

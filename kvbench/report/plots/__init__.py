@@ -103,7 +103,7 @@ PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
         ),
         "goodput": Picture(
             "Goodput against request rate",
-            "Requests per second answered within the SLO over the offered rate; the diagonal is all of them.",
+            "Requests per second completed within the SLO over those that arrived; the diagonal has all.",
             goodput_figure,
         ),
         "ttft_breakdown": Picture(

@@ -57,7 +57,7 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
                     continue
                 trial, records = found[name, panel]
                 _draw(axis, trial, records, palette)
-                _say(axis, f"{number(trial.request_rate)} req/s", palette)
+                _say(axis, f"measured at {number(trial.request_rate)} req/s", palette)
             axes[0].set_axis_on()
             axes[0].set_ylabel(name)
         for axis, panel in zip(grid[0], panels, strict=True):
@@ -154,7 +154,8 @@ def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None)
                 _draw_burst(axis, trial, light_records(run, trial.trial_id), palette)
                 cell = trial.cell
                 axis.set_title(
-                    f"{cell.connector}, {cell.input_len:,} in: {kind} {number(trial.request_rate)} req/s",
+                    f"{cell.connector}, {cell.input_len:,} in: {kind}, "
+                    f"measured at {number(trial.request_rate)} req/s",
                     fontsize=9,
                 )
             axes[0].set_ylabel("requests")

@@ -1,7 +1,8 @@
-"""Goodput over the rate that came about: how many requests a second were answered within the SLO.
+"""Goodput over the rate that arrived: how many requests a second were completed within the SLO.
 
-Chance puts more or fewer arrivals into a trial's steady part than its rate asks for; goodput is of those that
-came. On the diagonal every one of them was. Where a line leaves it, part of the work was done for nothing.
+Both are of the steady part. Chance puts more or fewer arrivals into it than the offered rate; a request that
+arrived before it may be completed in it, so that a point can lie a little above the diagonal. Where a line
+leaves the diagonal, part of the work was done for nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def goodput_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
             found_rates([axes], [row for row in rows if lengths_of(row) == panels[index]], look)
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel("goodput (req/s)" if index % columns == 0 else "")
-            axes.set_xlabel("request rate that came about (req/s)")
+            axes.set_xlabel("arrived (req/s)")
         shown = [name for name in names if any(trial.cell.connector == name for trial in trials)]
         sheet.legend([[_entry(name, look[name]) for name in shown], _keys(palette)])
     return sheet.figure
@@ -70,13 +71,13 @@ def _entry(name: str, look: PlotStyle) -> Line2D:
 
 def _keys(palette: Palette) -> list[Line2D]:
     return [
-        handle("all that came", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
+        handle("all that arrived", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
         handle("found rate", color=palette.faint, marker="^"),
     ]
 
 
 def rate_of_arrivals(trial: TrialRecord) -> float:
-    """Requests due in the steady part by its length, per second; of an older trial the rate asked for."""
+    """Return the arrivals per second of the steady part; the offered rate where they are unknown."""
     arrived, window = trial.summary.get("arrived"), trial.summary.get("window") or {}
     length_s = (window.get("end_s") or 0.0) - (window.get("start_s") or 0.0)
     return arrived / length_s if arrived and length_s > 0 else trial.request_rate
@@ -103,7 +104,7 @@ def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, PlotStyle],
             marks,
             name,
             *(
-                f"{name}, {number(rate)} req/s offered: {number(value)} req/s within the SLO"
+                f"{name}: {number(rate)} req/s arrived, {number(value)} req/s completed within the SLO"
                 for rate, value in zip(x, y, strict=True)
             ),
         )

@@ -24,7 +24,7 @@ from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.router_cost import RouterCost, router_costs
 from kvbench.report.tables.table import Rows, Table
 from kvbench.report.tables.transfers import Cases, flat_row, tabled
-from kvbench.report.tables.trial_values import engine_word, trial_values
+from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
 from kvbench.report.value import Note
 from kvbench.results.provenance import scenario_of, slo_of
 from kvbench.results.run import RunFolder
@@ -180,7 +180,7 @@ def _trial_row(trial: TrialRecord) -> dict[str, Any]:
         "purpose": trial.purpose,
         "request_rate": trial.request_rate,
         "verdict": trial.verdict,
-        "reason": trial.reason,
+        "reason": reason_text(trial),
         "started_at": trial.started_at,
         "duration_s": trial.duration_s,
         "seed": trial.seed,

@@ -13,7 +13,7 @@ from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.sections.transfers import labs
 from kvbench.report.tables import cells
 from kvbench.report.tables.numbers import MISSING, number, percent
-from kvbench.report.tables.table import WHOLE_RUN, Table, of_texts
+from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, of_texts
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values
 from kvbench.report.value import Block, ReportSection, Writer
@@ -81,8 +81,10 @@ _TRIED_KEYS: Final = (
     "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms",
 )  # fmt: skip
 _TRIED: Final = (
-    "connector", "input", "offered req/s", "req/s", "output tok/s", "TTFT mean (ms)", "TTFT P99 (ms)",
-    "TPOT mean (ms)", "TPOT P99 (ms)",
+    "connector", "input", "offered req/s",
+    *(f"{title}{OF_WHOLE_RUN}" for title in (
+        "req/s", "output tok/s", "TTFT mean (ms)", "TTFT P99 (ms)", "TPOT mean (ms)", "TPOT P99 (ms)",
+    )),
 )  # fmt: skip
 _MOVED: Final = (
     "way", "NICs", "op", "cases", "most GB/s", "with", "of memcpy %", "least P50", "with ", "failed",

@@ -22,7 +22,7 @@ from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.sessions_table import WHICH as WHICH_SESSIONS
 from kvbench.report.tables.sessions_table import sessions_table
 from kvbench.report.tables.table import STEADY, of_texts
-from kvbench.report.tables.trial_values import engine_word, time_line, trial_values
+from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
@@ -298,7 +298,7 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
         percent(values["slo_attainment"]),
         f"{number(values['ttft_ms_p50'])} / {number(values['ttft_ms_p99'])}",
         f"{number(values['tpot_ms_p50'])} / {number(values['tpot_ms_p99'])}",
-        trial.reason,
+        reason_text(trial),
     ]
 
 

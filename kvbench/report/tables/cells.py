@@ -14,7 +14,7 @@ from kvbench.core.metrics.ttft_breakdown import PART_WORDS
 from kvbench.report.tables.numbers import MISSING, number, percent
 from kvbench.report.tables.result import Row, interval_word, shared_unit
 from kvbench.report.tables.router_cost import FIGURE_WORDS, RouterCost, difference
-from kvbench.report.tables.table import STEADY, WHOLE_RUN, Column, Table, of_texts
+from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Column, Table, of_texts
 
 _Shown = Callable[[Row], object]
 """What stands in a column for a row."""
@@ -203,7 +203,7 @@ _WHICH_PARTS: Final = (
 def breakdown(rows: Sequence[Row]) -> Table | None:
     """The parts of the mean TTFT; None if no run has them."""
     parts = {words: f"ttft_{part}_ms" for part, words in PART_WORDS.items()}
-    columns = {"TTFT mean (ms)": "ttft_ms_mean_of_all", **parts}
+    columns = {f"TTFT mean (ms){OF_WHOLE_RUN}": "ttft_ms_mean_of_all", **parts}
     shown = [row for row in rows if any(row.values[column] is not None for column in parts.values())]
     figures = {words: _figure(column) for words, column in columns.items()}
     title = "Where the time to the first token goes"

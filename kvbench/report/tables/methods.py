@@ -17,7 +17,7 @@ from typing import Any
 from kvbench.core.records import TrialRecord
 from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.result import highest_met, interval_word, read_answer
-from kvbench.report.tables.table import STEADY, WHOLE_RUN, Table, of_method
+from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, of_method
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
     about,
@@ -93,9 +93,9 @@ def _burst(run: RunFolder) -> Table:
     header = [
         "connector", "input", f"sustained (req/s) {interval_word(answers)}",
         "burst (req/s) [met, missed], no sustained rate", "burst / sustained", "burst of",
-        "completed per second", "peak in flight",
+        f"req/s{OF_WHOLE_RUN}", "peak in flight",
     ]  # fmt: skip
-    brief = (*header[:5], "completed per second")
+    brief = (*header[:5], header[6])
     words = (
         "The burst rule offers n = 5 × rate requests within five seconds, looks at the means of TTFT and "
         "TPOT alone, and is bisected as by hand. Its rate is what fits in at once, not what can be held: "

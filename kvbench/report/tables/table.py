@@ -24,6 +24,8 @@ Align = Literal["", "left", "right"]
 STEADY: Final = "steady part of the trial"
 WHOLE_RUN: Final = "whole run, ramp and drain included"
 """What latencies and rates are of; every table that has any names it."""
+OF_WHOLE_RUN: Final = ", whole run"
+"""The end of a title whose figure is of the whole run; without it, it is of the steady part."""
 FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
 _UNROUNDED: Final = ("seed",)
 _LATEX: Final = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from itertools import groupby
@@ -59,6 +60,19 @@ def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
 def trial_value(trial: TrialRecord, column: str) -> float | None:
     """One value of a trial's summary by the name of its column; None is missing."""
     return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
+
+
+def reason_text(trial: TrialRecord) -> str:
+    """Why a trial has its verdict, without second figures by names that the tables have.
+
+    Older folders call the live rule's interval, at the time of the decision, *interval*, as the share's own
+    one; and tell a queue's growth up to then, beside that of the whole trial in the findings.
+    """
+    live = trial.summary.get("live")
+    if not isinstance(live, Mapping) or str(live.get("reason")) not in trial.reason:
+        return trial.reason
+    text = trial.reason.replace("; interval ", "; stopping interval ")
+    return re.sub(r"grows by \S+ requests a second of (\S+) offered", r"grows at \1 req/s offered", text)
 
 
 def engine_word(trial: TrialRecord | None, place: str) -> str:

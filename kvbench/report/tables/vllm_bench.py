@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
 from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.table import WHOLE_RUN, Table, of_method
+from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, of_method
 from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")
@@ -18,10 +18,13 @@ _LATENCIES: Final = ("ttft", "tpot", "itl")
 # --- listed rates ----------------------------------------------------------------------------------
 
 _SERVE_HEADER: Final = (
-    "successful", "failed", "cancelled", "duration (s)", "input tokens", "output tokens", "req/s",
-    "output tok/s", "total tok/s", "TTFT mean / P50 / P99 (ms)", "TPOT mean / P50 / P99 (ms)",
-    "ITL mean / P50 / P99 (ms)",
+    "successful", "failed", "cancelled", "duration (s)", "input tokens", "output tokens",
+    *(f"{title}{OF_WHOLE_RUN}" for title in (
+        "req/s", "output tok/s", "total tok/s", "TTFT mean / P50 / P99 (ms)", "TPOT mean / P50 / P99 (ms)",
+        "ITL mean / P50 / P99 (ms)",
+    )),
 )  # fmt: skip
+_RATES_SHOWN: Final = _SERVE_HEADER[6:8]
 _FIXED_WORDS: Final = (
     "All answered requests over the whole duration, ramp and drain included, as `vllm bench serve` counts; "
     "but TTFT counts from the scheduled send, and what kvbench cancelled as it stopped a trial is not "
@@ -31,8 +34,7 @@ _FIXED_WORDS: Final = (
 
 
 _FIXED_BRIEF: Final = (
-    "connector", "input", "offered req/s", "req/s", "output tok/s", _SERVE_HEADER[9], _SERVE_HEADER[10],
-    "state",
+    "connector", "input", "offered req/s", *_RATES_SHOWN, _SERVE_HEADER[9], _SERVE_HEADER[10], "state",
 )  # fmt: skip
 
 
@@ -128,8 +130,8 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
 
 _CLOSED_WORDS: Final = (
     "A closed loop: so many requests were under way at any time, and each that ended let the next one in. No "
-    "rate was offered, and a slow server was asked less: `req/s` is what it completed, not what it holds. "
-    "All answered requests over the whole duration, as `vllm bench serve --max-concurrency` counts."
+    "rate was offered, and a slow server was asked less: `req/s, whole run` is what it completed, not what "
+    "it holds. All answered requests over the whole duration, as `vllm bench serve --max-concurrency` counts."
 )
 
 
@@ -214,14 +216,14 @@ def imported_table(run: RunFolder) -> Table:
             ]
         )
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
-    brief = (*header[: 4 + len(axes)], "req/s", "output tok/s", *_IMPORTED_HEADER[8:10])
+    brief = (*header[: 4 + len(axes)], *_RATES_SHOWN, *_IMPORTED_HEADER[8:10])
     title = "Results that were read in"
     return of_method("imported", title, _IMPORTED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
 _IMPORTED_HEADER: Final = (
     *(title for title in _SERVE_HEADER[:9] if title != "cancelled"),
-    *(f"{latency} mean / P50 / P90 / P99 (ms)" for latency in ("TTFT", "TPOT", "ITL", "E2EL")),
+    *(f"{latency} mean / P50 / P90 / P99 (ms){OF_WHOLE_RUN}" for latency in ("TTFT", "TPOT", "ITL", "E2EL")),
 )
 
 
@@ -279,5 +281,5 @@ def trace_table(run: RunFolder) -> Table:
         f"average, time scaled by {trace.get('time_scale'):g}; the speed-up counts from there. Expected hits "
         "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
     )
-    brief = (*header[:3], "req/s", _SERVE_HEADER[9], _SERVE_HEADER[10], *header[-4:-2], "verdict")
+    brief = (*header[:3], _RATES_SHOWN[0], _SERVE_HEADER[9], _SERVE_HEADER[10], *header[-4:-2], "verdict")
     return of_method("trace", "The trace", words, header, shown, rows, brief, WHOLE_RUN)

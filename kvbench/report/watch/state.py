@@ -16,7 +16,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.units import size_text
 from kvbench.errors import StoreError
 from kvbench.report.tables.numbers import number
-from kvbench.report.tables.trial_values import trial_values
+from kvbench.report.tables.trial_values import reason_text, trial_values
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run, writer_is_alive
 
@@ -155,7 +155,7 @@ def _line(run: RunFolder, trial: TrialRecord) -> TrialLine:
         speed=f"{number(trial.request_rate)} req/s",
         request_rate=trial.request_rate,
         verdict=trial.verdict,
-        reason=trial.reason,
+        reason=reason_text(trial),
         slo_attainment=values["slo_attainment"],
         ttft_ms_p50=values["ttft_ms_p50"],
         ttft_ms_p99=values["ttft_ms_p99"],
@@ -199,9 +199,9 @@ def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
     for name, key in (("peak in flight", "peak_in_flight"), ("peak waiting", "peak_waiting")):
         if summary.get(key) is not None:
             yield name, f"{summary[key]}"
-    trend = (summary.get("waiting_trend") or {}).get("per_s")
-    if trend is not None:
-        yield "queue grows by", f"{trend:+.2f} req/s"
+    growth = next((each for each in trial.findings if each.gate == "growing_queue"), None)
+    if growth is not None and (per_s := growth.evidence.get("per_s")) is not None:
+        yield "queue grows by", f"{per_s:.2f} req/s"
     for role, use in (trial.engine.get("use") or {}).items():
         running, waiting = use.get("running_mean"), use.get("waiting_mean")
         if running is not None and waiting is not None:

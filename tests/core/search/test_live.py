@@ -23,6 +23,7 @@ from kvbench.core.search.live_config import (
     Observation,
     trial_length_s,
 )
+from kvbench.core.search.looks import Strictness, share_look
 from kvbench.core.search.sequential_trial import LiveTrial
 from kvbench.core.simulation.known_queues import md1_max_rate
 
@@ -359,3 +360,12 @@ def test_whatever_is_told_it_ends_and_says_only_numbers(
         measured = decision.measured
         assert measured.attainment is not None
         assert 0 <= measured.attainment_lower <= measured.attainment <= measured.attainment_upper <= 1
+
+
+def test_a_reason_has_no_second_figure_by_a_name_of_the_whole_trial() -> None:
+    """The share's 95 % interval and the queue's growth are those of the whole trial; this is a look's."""
+    grown = run_md1(1.3, 0, limit_s=60.0, decode_s=8.0)
+    assert "grows by" not in grown.reason
+    values = np.ones(400)
+    text = share_look(values, np.full(400, 0.2), 0.9, Strictness(8, 0.01, 1.0, 0)).text
+    assert "; stopping interval " in text
