@@ -28,6 +28,7 @@ EXIT_BAD_INPUT = 2
 EXIT_SLO_NOT_MET = 3
 EXIT_WORSE = 4
 EXIT_NOT_VERIFIED = 5
+EXIT_INCONCLUSIVE = 6
 EXIT_INTERRUPTED = 130
 
 EXIT_CODES = {
@@ -37,6 +38,7 @@ EXIT_CODES = {
     EXIT_SLO_NOT_MET: "measured, but no rate met the SLO",
     EXIT_WORSE: "a rate got worse (compare --ci)",
     EXIT_NOT_VERIFIED: "not verified: part of a run could not be checked (verify)",
+    EXIT_INCONCLUSIVE: "inconclusive: a rate may have got worse (compare --ci)",
     EXIT_INTERRUPTED: "interrupted",
 }
 """Meaning of each exit code."""

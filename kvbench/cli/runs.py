@@ -85,7 +85,10 @@ def compare(
         typer.Option("--before", metavar="N", help="The first N runs are repeats of the one before.", min=0),
     ] = 0,
     ci: Annotated[
-        bool, typer.Option("--ci", help="Only a verdict for a pipeline; exit code 4 if a rate got worse.")
+        bool,
+        typer.Option(
+            "--ci", help="Only a verdict for a pipeline; exit code 4: a rate got worse, 6: inconclusive."
+        ),
     ] = False,
     worse_than: Annotated[
         str, typer.Option("--worse-than", metavar="SHARE", help="With --ci: which loss is an alarm.")

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from kvbench.core.findings.rate_change import FALSE_ALARMS
 from kvbench.core.foreign_text import markdown_words, visible
-from kvbench.errors import EXIT_OK, EXIT_WORSE, InputError
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
 from kvbench.report.before_after.cell_changes import WHAT, CellChange, change_rows, counts_text
 from kvbench.report.before_after.setting_changes import SettingChange
 from kvbench.report.tables.numbers import number
@@ -56,9 +56,22 @@ class CiVerdict:
             return ""
         return f"after / before {cell.ratio_text()}, lower with a probability of {change.lower:.1%}"
 
+    @cached_property
+    def inconclusive(self) -> list[CellChange]:
+        """Return the cells without an alarm in which a loss beyond the limit is still possible."""
+        return [
+            each
+            for each in self.cells
+            if each.became == "cannot be told"
+            and not self.reason(each)
+            and (each.change is None or each.change.low < 1 - self.worse_than)
+        ]
+
     @property
     def exit_code(self) -> int:
-        return EXIT_WORSE if self.worse else EXIT_OK
+        if self.worse:
+            return EXIT_WORSE
+        return EXIT_INCONCLUSIVE if self.inconclusive else EXIT_OK
 
     def lines(self) -> Iterator[str]:
         """The verdict in one line, then how far it can be believed."""
@@ -70,6 +83,9 @@ class CiVerdict:
 
     def verdict(self) -> str:
         more = f"worse by more than {self.worse_than:.0%}"
+        if self.inconclusive and not self.worse:
+            named = ", ".join(each.place() for each in self.inconclusive)
+            return f"inconclusive: a cell may be {more}: {named} ({counts_text(self.cells)})"
         if not self.worse:
             return f"ok: no cell is surely {more} ({counts_text(self.cells)})"
         named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)

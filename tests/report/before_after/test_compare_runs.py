@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from sample_run import make_run
 
-from kvbench.errors import EXIT_OK, EXIT_WORSE, InputError
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
 from kvbench.report import compare
 from kvbench.report.before_after.cell_changes import cell_changes
 from kvbench.report.before_after.ci_verdict import share_of
@@ -203,13 +203,20 @@ def test_a_loss_ends_with_an_exit_code_and_a_line(copied: Callable[..., Path], t
     assert comment.count("| worse |") == 6
 
 
-def test_without_a_loss_it_is_ok_and_says_what_it_would_see(
+def test_a_run_beside_itself_is_ok() -> None:
+    code, text = printed([QUICKSTART, QUICKSTART], ci=True)
+    assert code == EXIT_OK
+    assert text.startswith("ok: no cell is surely worse by more than 5% (6 cells: 6 unchanged)\n")
+
+
+def test_a_loss_that_is_possible_is_inconclusive_and_it_says_what_it_would_see(
     copied: Callable[..., Path], tmp_path: Path
 ) -> None:
     paths = [QUICKSTART, copied("b", 0.97)]
     code, text = printed(paths, ci=True, junit=tmp_path / "j.xml")
-    assert code == EXIT_OK
-    assert text.startswith("ok: no cell is surely worse by more than 5% (6 cells: 6 cannot be told)\n")
+    assert code == EXIT_INCONCLUSIVE
+    assert text.startswith("inconclusive: a cell may be worse by more than 5%: ")
+    assert "(6 cells: 6 cannot be told)\n" in text
     assert re.search(r"no loss below \d+% is sure; from five runs on", text)
     assert ElementTree.parse(tmp_path / "j.xml").getroot()[0].get("skipped") == "6"
     # Without --ci a loss is told, and no failure.
