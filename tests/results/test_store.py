@@ -24,7 +24,6 @@ from kvbench.files import append_line, open_append, write_json
 from kvbench.results.checksums import damages
 from kvbench.results.parquet import write_parquet
 from kvbench.results.run import writer_is_alive
-from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents
 from kvbench.results.store import CellResult, RunInfo, RunStore, load_run
 
 CELL = Cell("tcp", 1024, 16)
@@ -213,34 +212,6 @@ def test_a_newer_schema_is_refused_politely(tmp_path: Path) -> None:
         store.update(schema=SCHEMA_VERSION + 1, kvbench="9.9")
     with pytest.raises(NewerSchemaError, match=r"kvbench 9\.9 with schema 2.*upgrade kvbench"):
         load_run(store.path)
-
-
-def test_the_schema_and_its_upgrades_belong_together() -> None:
-    assert FIRST_SCHEMA + len(UPGRADES) == SCHEMA_VERSION
-
-
-def test_an_old_folder_is_lifted_by_each_upgrade_it_lacks(tmp_path: Path) -> None:
-    def rename_rate(old: Documents) -> Documents:
-        for row in old.trials:
-            row["request_rate"] = row.pop("rps")
-        return old
-
-    def add_label(old: Documents) -> Documents:
-        old.manifest["labels"] = ["lifted"]
-        return old
-
-    with new_store(tmp_path) as store:
-        store.add_trial(trial())
-    path = store.path / "trials.jsonl"
-    path.write_text(path.read_text().replace("request_rate", "rps"))
-    run = load_run(store.path, upgrades=[rename_rate, add_label])
-    assert run.schema == 1
-    assert run.labels == ["lifted"]
-    assert run.trials == [trial()]
-    store2 = new_store(tmp_path)
-    store2.update(schema=2)
-    store2.finish("complete")
-    assert load_run(store2.path, upgrades=[rename_rate, add_label]).labels == ["lifted"]
 
 
 def test_missing_requests_are_said(tmp_path: Path) -> None:
