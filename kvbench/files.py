@@ -90,11 +90,6 @@ def open_append(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
-def append_line(handle: int, data: Mapping[str, Any], path: Path | None = None) -> int:
-    """Appends one line of JSON. Returns, and raises, as ``append_bytes``."""
-    return append_bytes(handle, line_of(data), path)
-
-
 def append_bytes(handle: int, content: bytes, path: Path | None = None) -> int:
     """Appends and syncs; all of it or nothing. Returns the file's size, in bytes.
 

@@ -1,7 +1,7 @@
 """Is the rate that a sweep finds the true one, in real time? ``make perf-md1``. It judges nothing.
 
 ``kvbench sweep`` drives the exact server as an M/D/1 queue (``kvbench.processes.exact_server``,
-``kvbench.core.simulation.known_queues``): the highest rate at which so many first tokens are in time is known
+``tools.known_queues``): the highest rate at which so many first tokens are in time is known
 by formula. Then the same load generator offers 1.3 times that rate, and what is printed is when the live rule
 has had enough.
 """
@@ -25,13 +25,13 @@ from rich.table import Table
 
 from kvbench.core.records import Cell
 from kvbench.core.search.live_config import Decision
-from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
+from tools.known_queues import md1_max_rate
 
 SERVICES: Final = 12
 """The TTFT limit, in services."""
@@ -57,7 +57,8 @@ class Queue:
     @property
     def max_rate(self) -> float:
         """By formula, in requests per second."""
-        return md1_max_rate(self.service_s, self.ttft_s, ATTAINMENT)
+        rate: float = md1_max_rate(self.service_s, self.ttft_s, ATTAINMENT)
+        return rate
 
     @property
     def overload_limit_s(self) -> float:

@@ -9,6 +9,7 @@ halves differ by themselves, which no generator can be better than. Give a corpu
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def plan_alone(path: Path, turns: int) -> None:
     """Make the plan and print what it took."""
     model = fitted_model(load_corpus(path))
     begun = time.perf_counter()
-    plan = model.generate_turns(turns, seed=1)
+    plan = model.generate(math.ceil(turns / float(np.diff(model.first).mean())), seed=1)
     took_s = time.perf_counter() - begun
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     print(f"{plan.turns:,} turns of {plan.sessions:,} sessions: {took_s:.2f} s, {peak_mb:.0f} MB at most")
@@ -66,8 +67,16 @@ def made(plan: SessionPlan) -> Figures:
         plan.input_len.tolist(),
         (plan.input_len - plan.kept_len).tolist(),
         plan.output_len.tolist(),
-        plan.session_reuse().tolist(),
+        session_reuse(plan).tolist(),
     )
+
+
+def session_reuse(plan: SessionPlan) -> NDArray[np.float64]:
+    """Return each session's share of whole prompt blocks that an earlier prompt of it had."""
+    known = np.add.reduceat(plan.kept_len // plan.block_tokens, plan.first[:-1])
+    every = np.add.reduceat(plan.input_len // plan.block_tokens, plan.first[:-1])
+    found: NDArray[np.float64] = known / np.maximum(1, every)
+    return found
 
 
 def _quartiles(*columns: Sequence[float]) -> Figures:

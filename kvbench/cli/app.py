@@ -15,9 +15,6 @@ from kvbench.cli.plain_characters import allow_any_locale
 from kvbench.errors import EXIT_CODES
 from kvbench.version import __version__
 
-RENAMED: dict[str, str] = {}
-"""Former name of a command → its name now. The former one works for one more release: hidden, and says so."""
-
 
 def _plain_flags(params: list[Any]) -> list[Any]:
     """The same, with flags shown without the type of a value, since they take none."""
@@ -35,18 +32,10 @@ class PlainFlags(typer.core.TyperCommand):
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands by their names, and by their former ones."""
+    """All commands, in whose help flags have no type."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plain_flags(super().get_params(ctx))
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        now = RENAMED.get(cmd_name)
-        if now is not None:
-            typer.echo(
-                f"kvbench: {cmd_name} is called {now} now; the next release drops the old name", err=True
-            )
-        return super().get_command(ctx, now or cmd_name)
 
 
 app = typer.Typer(

@@ -1,6 +1,6 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
-Old schemas are lifted by a list of upgrade functions; a newer one is refused politely (schema.py).
+A folder with a newer schema is refused (schema.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.files import open_read, read_lines, read_object
-from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents, Upgrade, schema_of
+from kvbench.results.schema import schema_of
 from kvbench.results.transfer_rows import read_transfers
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> RunFolder:
+def load_run(path: Path | str) -> RunFolder:
     """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
 
     Errors: NewerSchemaError for a folder of a newer kvbench; StoreError when it is no run folder.
@@ -240,31 +240,27 @@ def load_run(path: Path | str, *, upgrades: Sequence[Upgrade] = UPGRADES) -> Run
         raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
     warnings: list[str] = []
     manifest = read_object(folder / MANIFEST, None)
-    schema = schema_of(manifest, folder / MANIFEST, FIRST_SCHEMA + len(upgrades))
-    documents = Documents(
-        visible_values(manifest),
-        visible_values(read_object(folder / "plan.json", warnings)),
-        visible_values(read_object(folder / "environment.json", warnings)),
-        [visible_values(row) for row in read_lines(folder / TRIALS, warnings)],
-        [visible_values(row) for row in read_lines(folder / CELLS, warnings)],
-    )
-    for upgrade in upgrades[schema - FIRST_SCHEMA :]:
-        documents = upgrade(documents)
+    schema = schema_of(manifest, folder / MANIFEST)
+    manifest = visible_values(manifest)
+    plan = visible_values(read_object(folder / "plan.json", warnings))
+    environment = visible_values(read_object(folder / "environment.json", warnings))
+    trial_rows = [visible_values(row) for row in read_lines(folder / TRIALS, warnings)]
+    cell_rows = [visible_values(row) for row in read_lines(folder / CELLS, warnings)]
     scenario = folder / "scenario.yaml"
     outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
-    if documents.manifest.get("status") == "running" and not writer_is_alive(folder):
-        documents.manifest["status"] = "interrupted"
+    if manifest.get("status") == "running" and not writer_is_alive(folder):
+        manifest["status"] = "interrupted"
         warnings.append("the run was cut off: its process is gone and had not written how it ended")
-    _require_shapes(documents.manifest, warnings)
-    trials = _parsed(documents.trials, TrialRecord.from_json, TRIALS, warnings)
-    cells = _last_of_each(_parsed(documents.cells, CellResult.from_json, CELLS, warnings))
+    _require_shapes(manifest, warnings)
+    trials = _parsed(trial_rows, TrialRecord.from_json, TRIALS, warnings)
+    cells = _last_of_each(_parsed(cell_rows, CellResult.from_json, CELLS, warnings))
     return RunFolder(
         path=folder,
         schema=schema,
-        manifest=documents.manifest,
+        manifest=manifest,
         scenario_text=visible(_text(scenario)) if scenario.is_file() else "",
-        plan=documents.plan,
-        environment=documents.environment,
+        plan=plan,
+        environment=environment,
         trials=[trial for trial in trials if trial.method in MAIN_METHODS],
         cells=[result for result in cells if result.main],
         warnings=warnings,

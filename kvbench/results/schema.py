@@ -1,43 +1,28 @@
-"""The schema of run folders: old ones are lifted by a list of upgrade functions, a newer one is refused."""
+"""The schema of run folders, a whole number in ``manifest.json``: a newer one is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from kvbench.core.records import SCHEMA_VERSION
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.version import __version__
 
-
-@dataclass
-class Documents:
-    """The raw JSON of a run folder: what an upgrade function changes."""
-
-    manifest: dict[str, Any]
-    plan: dict[str, Any]
-    environment: dict[str, Any]
-    trials: list[dict[str, Any]]
-    cells: list[dict[str, Any]]
-
-
-Upgrade: TypeAlias = Callable[[Documents], Documents]
-
-# UPGRADES[k] lifts a folder of schema FIRST_SCHEMA + k by one.
 FIRST_SCHEMA: Final = 1
-UPGRADES: Final[tuple[Upgrade, ...]] = ()
+"""The oldest schema that a release wrote."""
 
 
-def schema_of(manifest: Mapping[str, Any], path: Path, newest: int) -> int:
-    """The schema of a folder, by its manifest at ``path``. Raises StoreError, NewerSchemaError."""
+def schema_of(manifest: Mapping[str, Any], path: Path) -> int:
+    """Return the schema of a folder, by its manifest at ``path``. Raises StoreError, NewerSchemaError."""
     schema = manifest.get("schema")
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
         raise StoreError(f"{path} names no schema that was ever written: {schema!r}")
-    if schema > newest:
+    if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
             f"{path.parent} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
-            f"with schema {schema}; this is kvbench {__version__}, which reads up to {newest}",
+            f"with schema {schema}; this is kvbench {__version__}, which reads up to {SCHEMA_VERSION}",
             hint="upgrade kvbench",
         )
     return schema

@@ -31,7 +31,7 @@ def require_untouched(run: RunFolder) -> None:
     """Raises StoreError if what a run asks is not what it was begun with: answers would be mixed."""
     asked = run.manifest.get("asked_digests")
     if isinstance(asked, dict):
-        # plan.json as it is on disk: what was read may have been lifted to a newer schema.
+        # plan.json as it is on disk: load_run makes invisible characters visible.
         plan = read_object(run.path / "plan.json", [])
         try:
             with open(open_read(run.path / "scenario.yaml"), "rb") as file:

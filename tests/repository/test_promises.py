@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import kvbench
 from kvbench import api, errors
@@ -87,7 +86,7 @@ def offered() -> dict[str, Any]:
             commands[f"{name} {below}".strip()] = [word for one in each.params for word in one.opts]
     schema = scenario_schema(registry())
     return {
-        "commands": commands | {old: commands[new] for old, new in app.RENAMED.items()},
+        "commands": commands,
         "scenario": _keys(schema, schema, ""),
         "exit_codes": {
             name: value
@@ -157,18 +156,6 @@ def test_every_key_and_command_that_a_text_names_is_there() -> None:
     assert {key: where for key, where in keys.items() if key not in real} == {}
     known = {command.partition(" ")[0] for command in now["commands"]}
     assert {name: where for name, where in commands.items() if name not in known} == {}
-
-
-def test_a_former_name_of_a_command_works_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(app.RENAMED, "format", "schema")
-    done = CliRunner().invoke(app.app, ["format"])
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["$schema"]
-    assert "format is called schema now" in done.stderr
-    assert "format" not in re.findall(
-        r"^\W+(\w+) ", CliRunner().invoke(app.app, ["--help"]).stdout, re.MULTILINE
-    )
-    assert "is called" not in CliRunner().invoke(app.app, ["schema"]).stderr
 
 
 def test_the_package_offers_what_its_interface_lists() -> None:

@@ -9,7 +9,7 @@ import pytest
 from sample_run import make_run
 
 from kvbench.errors import StoreError
-from kvbench.files import append_line, cut_torn_line, open_append
+from kvbench.files import append_bytes, cut_torn_line, line_of, open_append
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 
@@ -54,7 +54,7 @@ def test_no_line_is_appended_or_cut_through_a_link(tmp_path: Path) -> None:
     victim.write_text(VICTIM)
     link.symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
-        append_line(open_append(link), {"a": 1})
+        append_bytes(open_append(link), line_of({"a": 1}))
     with pytest.raises(OSError, match="link"):
         cut_torn_line(link)
     assert victim.read_text() == VICTIM

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from kvbench.core.records import SCHEMA_VERSION, Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import NewerSchemaError, StoreError
-from kvbench.files import append_line, open_append, write_json
+from kvbench.files import append_bytes, line_of, open_append, write_json
 from kvbench.results.checksums import damages
 from kvbench.results.parquet import write_parquet
 from kvbench.results.run import writer_is_alive
-from kvbench.results.schema import FIRST_SCHEMA, UPGRADES, Documents
 from kvbench.results.store import CellResult, RunInfo, RunStore, load_run
 
 CELL = Cell("tcp", 1024, 16)
@@ -215,34 +214,6 @@ def test_a_newer_schema_is_refused_politely(tmp_path: Path) -> None:
         load_run(store.path)
 
 
-def test_the_schema_and_its_upgrades_belong_together() -> None:
-    assert FIRST_SCHEMA + len(UPGRADES) == SCHEMA_VERSION
-
-
-def test_an_old_folder_is_lifted_by_each_upgrade_it_lacks(tmp_path: Path) -> None:
-    def rename_rate(old: Documents) -> Documents:
-        for row in old.trials:
-            row["request_rate"] = row.pop("rps")
-        return old
-
-    def add_label(old: Documents) -> Documents:
-        old.manifest["labels"] = ["lifted"]
-        return old
-
-    with new_store(tmp_path) as store:
-        store.add_trial(trial())
-    path = store.path / "trials.jsonl"
-    path.write_text(path.read_text().replace("request_rate", "rps"))
-    run = load_run(store.path, upgrades=[rename_rate, add_label])
-    assert run.schema == 1
-    assert run.labels == ["lifted"]
-    assert run.trials == [trial()]
-    store2 = new_store(tmp_path)
-    store2.update(schema=2)
-    store2.finish("complete")
-    assert load_run(store2.path, upgrades=[rename_rate, add_label]).labels == ["lifted"]
-
-
 def test_missing_requests_are_said(tmp_path: Path) -> None:
     with new_store(tmp_path) as store:
         store.add_trial(trial())
@@ -264,7 +235,7 @@ def test_json_stays_strict_json(tmp_path: Path) -> None:
     data = {"nan": math.nan, "inf": [math.inf], "np": np.int64(3), "path": Path("a"), "odd": "\ud800\u2028é"}
     write_json(tmp_path / "x.json", data)
     handle = open_append(tmp_path / "x.jsonl")
-    append_line(handle, data)
+    append_bytes(handle, line_of(data))
     os.close(handle)
     expected = {"nan": None, "inf": [None], "np": 3, "path": "a", "odd": "\ud800\u2028é"}
     assert json.loads((tmp_path / "x.json").read_bytes()) == expected
@@ -273,7 +244,7 @@ def test_json_stays_strict_json(tmp_path: Path) -> None:
 
 def test_a_failed_append_leaves_no_half_line(tmp_path: Path) -> None:
     handle = open_append(tmp_path / "x.jsonl")
-    append_line(handle, {"a": 1})
+    append_bytes(handle, line_of({"a": 1}))
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -281,11 +252,11 @@ def test_a_failed_append_leaves_no_half_line(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))  # room for half of the next line
     try:
         with pytest.raises(OSError, match="File too large"):
-            append_line(handle, {"b": "x" * 100})
+            append_bytes(handle, line_of({"b": "x" * 100}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    append_line(handle, {"c": 3})
+    append_bytes(handle, line_of({"c": 3}))
     os.close(handle)
     assert (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n{"c": 3}\n'
 
@@ -398,7 +369,7 @@ def test_trials_survive_json_lines(tmp_path_factory: pytest.TempPathFactory, row
     path = tmp_path_factory.mktemp("j") / "x.jsonl"
     handle = open_append(path)
     for row in rows:
-        append_line(handle, row.to_json())
+        append_bytes(handle, line_of(row.to_json()))
     os.close(handle)
     lines = path.read_bytes().split(b"\n")[:-1]
     assert [TrialRecord.from_json(json.loads(line)) for line in lines] == rows

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.simulation.known_queues import (
+from kvbench.errors import InputError
+from tools.known_queues import (
     md1_attainment,
     md1_in_system,
     md1_max_rate,
     md1_wait_cdf,
 )
-from kvbench.errors import InputError
 
 SERVICE_S = 0.02
 loads = st.floats(0.01, 0.97)

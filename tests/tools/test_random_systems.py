@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.simulation.known_queues import md1_attainment
 from kvbench.core.slo import Slo as ProductSlo
+from tools.known_queues import md1_attainment
 from tools.random_systems import __main__ as command
 from tools.random_systems import roots, truth
 from tools.random_systems.batching import Engine, batching

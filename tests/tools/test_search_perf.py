@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.core.simulation.known_queues import md1_attainment
+from tools.known_queues import md1_attainment
 from tools.perf_search import jobs, truth
 from tools.perf_search.pipeline import Step, System, offsets, run_closed, run_open
 from tools.perf_search.rivals import RULES, Bench, run_rule

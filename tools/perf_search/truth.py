@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.simulation.known_queues import md1_max_rate
+from tools.known_queues import md1_max_rate
 
 from .pipeline import System, offsets, run_open
 
@@ -65,7 +65,8 @@ def compute(system: System) -> Truth:
 
 def _md1(system: System) -> float:
     """The first token comes one decode step after the service: the queue's limit is that much shorter."""
-    return md1_max_rate(system.prefill_s, system.ttft_s - system.step(1), system.attainment)
+    rate: float = md1_max_rate(system.prefill_s, system.ttft_s - system.step(1), system.attainment)
+    return rate
 
 
 def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 from zlib import crc32
 
-from kvbench.core.canaries.bound import doubted_below, found_share, percent_text
+from kvbench.core.canaries.bound import doubted_below, found_share
 from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
 from kvbench.core.metrics.output_noise import Noise, chance, departure, noise_of, refused_from
 from kvbench.core.records import RequestRecord
@@ -133,10 +133,6 @@ class CanaryResult:
             "repeated": self.repeated,
             "kinds": dict(Counter(each.kind for each in self.wrong)),
         }
-
-    def power_text(self) -> str:
-        """What would have been seen."""
-        return f"would have seen {percent_text(self.power)} of wrong answers with 95 %"
 
 
 def judged_canaries(

@@ -39,7 +39,7 @@ class Tally:
 
     @classmethod
     def of_trial(cls, record: TrialRecord) -> Tally:
-        """As it is stored; of an older trial nothing."""
+        """Return the stored tally of a trial; an empty one if it had no canaries."""
         row = record.engine.get("canaries")
         return cls._of(row) if isinstance(row, Mapping) else cls()
 

@@ -12,7 +12,6 @@ the turn after it nearly all, a compacted context little from then on.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -82,15 +81,6 @@ class SessionModel:
             output_len=answers.astype(np.int32),
             think_time_s=think_s.astype(np.float32),
         )
-
-    def generate_turns(self, turns: int, seed: int) -> SessionPlan:
-        """Sessions of so many turns or some more."""
-        sessions = max(1, math.ceil(turns / float(np.diff(self.first).mean())))
-        while True:
-            plan = self.generate(sessions, seed)
-            if plan.turns >= turns:
-                return plan
-            sessions += max(1, sessions // 50)
 
     def _sources(
         self, rng: np.random.Generator, donor: Ints, recorded: Ints, turns: Ints, first: Ints

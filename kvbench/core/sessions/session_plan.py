@@ -38,13 +38,6 @@ class SessionPlan:
     def turns(self) -> int:
         return len(self.input_len)
 
-    def session_reuse(self) -> NDArray[np.float64]:
-        """Of each session the share of its prompts' whole blocks that an earlier one of its prompts had."""
-        known = np.add.reduceat(self.kept_len // self.block_tokens, self.first[:-1])
-        every = np.add.reduceat(self.input_len // self.block_tokens, self.first[:-1])
-        found: NDArray[np.float64] = known / np.maximum(1, every)
-        return found
-
     def corpus(self) -> Corpus:
         """The same with block ids, as if it had been recorded on a server that answers at once."""
         shared, fresh, sessions = dict[int, Blocks](), 0, []

@@ -1,16 +1,15 @@
 """The engine model on a counter instead of a clock: the same scheduler and step times, no waiting.
 
-``VirtualEngine`` serves a list of requests on its own. ``StepEngine`` is one engine among others: whoever
-owns the counter asks it when its step ends (``kvbench.core.simulation.deployment``). Between two changes of
-its batch an engine that only decodes makes step after step alike; these are taken in one go and cut short if
-something happens meanwhile, so that a trial costs by its requests and not by its tokens.
+``StepEngine`` is one engine among others: ``kvbench.core.simulation.deployment`` owns the counter and gets
+from the engine when its step ends. Between two changes of its batch an engine that only decodes repeats the
+same step. These steps are planned in one go, and cut short if something happens meanwhile: a trial costs by
+its requests and not by its tokens.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvbench.core.metrics.engine_use import Use
@@ -21,76 +20,6 @@ from kvbench.core.simulation.step_time import StepLoad, TimingProfile
 
 _LONGEST_RUN: Final = 64
 """Steps planned in one go: more would mostly be cut off again."""
-
-
-class VirtualEngine:
-    """One engine on virtual time.
-
-    ``load_s`` says how long the KV of a remote request takes to arrive; tokens appear in
-    ``token_times`` by request id, in seconds of virtual time.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        timing: TimingProfile,
-        time_scale: float = 1.0,
-        load_s: Callable[[EngineRequest], float] = lambda request: 0.0,
-    ) -> None:
-        self.scheduler = Scheduler(config)
-        self.timing = timing
-        self.time_scale = time_scale
-        self.now = 0.0
-        self.busy_s = 0.0
-        self.token_times: dict[str, list[float]] = {}
-        self._load_s = load_s
-        self._loads: list[tuple[float, int, EngineRequest]] = []
-        self._load_count = 0
-
-    def step(self) -> bool:
-        """Run one step, or move on to the next event. False when nothing is left to happen."""
-        self._land_loads()
-        plan = self.scheduler.schedule(self.now)
-        for request in plan.loads:
-            self._load_count += 1
-            heapq.heappush(self._loads, (self.now + self._load_s(request), self._load_count, request))
-        if not plan.chunks:
-            return bool(plan.preempted) or self._skip_ahead()
-        duration = self.timing.step_s(plan.load, self.time_scale)
-        self.now += duration
-        self.busy_s += duration
-        for request in self.scheduler.complete(plan):
-            self.token_times.setdefault(request.request_id, []).append(self.now)
-            if request.output_len >= request.max_tokens:
-                self.scheduler.finish(request)
-        return True
-
-    def _land_loads(self) -> None:
-        while self._loads and self._loads[0][0] <= self.now:
-            self.scheduler.kv_arrived(heapq.heappop(self._loads)[2])
-
-    def _skip_ahead(self) -> bool:
-        """Go to the next arrival of a request or of KV; False if there is none."""
-        events = [self._loads[0][0]] if self._loads else []
-        arrival = self.scheduler.next_ready_s()
-        if arrival is not None and arrival > self.now:
-            events.append(arrival)
-        if not events:
-            return False
-        self.now = min(events)
-        return True
-
-
-def serve(engine: VirtualEngine, requests: Sequence[EngineRequest]) -> dict[str, list[float]]:
-    """Serve requests, given in order of arrival; returns each one's token times."""
-    for request in requests:
-        engine.scheduler.add(request)
-    while engine.step():
-        pass
-    return engine.token_times
-
-
-# -- one engine among others -------------------------------------------------------------------------
 
 
 class CountingPool(BlockPool):

@@ -3,7 +3,7 @@
 ``python -m kvbench.processes.exact_server SPEC.json`` answers streamed OpenAI completions. The first token of
 a request is due ``first_token_s`` after the kernel received its last byte, each further one ``gap_s`` later;
 or, with ``queue: "md1"``, requests are served one at a time in ``service_s`` each, which under Poisson
-arrivals is an M/D/1 queue whose answer is known (``core/simulation/known_queues.py``). When each token was
+arrivals is an M/D/1 queue whose answer is known (``tools/known_queues.py``). When each token was
 really written is kept beside when it was due, so that a client's error and the server's own lateness are told
 apart.
 

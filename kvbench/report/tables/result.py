@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kvbench import engines
 from kvbench.core.findings.cache_blind import cache_blind
-from kvbench.core.findings.possible_rates import LEVEL, PossibleRates, known, within
+from kvbench.core.findings.possible_rates import PossibleRates, known, within
 from kvbench.core.metrics.limit import Binding
 from kvbench.core.plan.engine_count import Size, Unit, price_per_gpu_hour, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord
@@ -292,8 +292,7 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
     if rate is None:
         below = upper is not None and given.get("censored", "below") == "below"
         return Answer("none" if below else "undecided", None, None, upper, sure)
-    # An older search by measurements kept its curve, but not its level.
-    level = finite(given["level"]) if "level" in given else LEVEL if given.get("curve") else None
+    level = finite(given.get("level"))
     outcome: Outcome = "at_least" if upper is None else "found"
     return Answer(outcome, rate, lower, upper, sure, level, rates_of(given.get("posterior")))
 

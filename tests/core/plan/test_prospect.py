@@ -25,9 +25,9 @@ from kvbench.core.plan.prospect import (
 from kvbench.core.plan.prospect_text import prospect_text, shortfall_text
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.simulation.known_queues import md1_max_rate
 from kvbench.core.slo import Slo
 from tests.core.scenario.test_scenario import MINIMAL, parse
+from tools.known_queues import md1_max_rate
 
 Z90 = 1.645
 

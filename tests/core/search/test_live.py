@@ -25,7 +25,7 @@ from kvbench.core.search.live_config import (
 )
 from kvbench.core.search.looks import Strictness, share_look
 from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.simulation.known_queues import md1_max_rate
+from tools.known_queues import md1_max_rate
 
 SHARE = [CriterionTarget("share", 0.95)]
 BEAT_S = 0.25

@@ -14,7 +14,7 @@ from kvbench.core.search.data import SearchAnswer, TrialFigures
 from kvbench.core.search.live_config import CriterionTarget, LiveConfig, trial_length_s
 from kvbench.core.search.search import RateSearch, SearchLimits
 from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.simulation.known_queues import md1_max_rate
+from tools.known_queues import md1_max_rate
 
 BEAT_S = 0.2507
 FirstTokens = Callable[[np.ndarray], np.ndarray]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_engine import VirtualEngine, serve
 
-from kvbench.core.simulation.engine import VirtualEngine, serve
 from kvbench.core.simulation.kv_cache import (
     BlockPool,
     block_hashes,

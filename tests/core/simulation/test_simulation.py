@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_engine import VirtualEngine, serve
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.simulation.data import Link, Outcome, Overheads, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import TICK_S, SimulatedTrial, simulate
-from kvbench.core.simulation.engine import CountingPool, StepEngine, VirtualEngine, serve
+from kvbench.core.simulation.engine import CountingPool, StepEngine
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step import EngineRequest
 from kvbench.core.simulation.step_time import StepLoad, TimingProfile, timing_profile

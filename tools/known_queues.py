@@ -7,9 +7,6 @@ how often it goes up and down across a level, in which all terms are positive; P
 distribution. Waiting time: G. J. Franx, "A simple solution for the M/D/c waiting time distribution",
 Operations Research Letters 29 (2001), with c = 1. Erlang's own formula of 1909 is the same function as an
 alternating sum, which loses all digits for long waits.
-
-It stands here though only tools and tests ask for it: mypy knows the modules in tools/ by two names, with the
-folder's and without.
 """
 
 from __future__ import annotations
