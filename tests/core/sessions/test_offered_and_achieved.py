@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.plan.dispatch import Routing
+from kvbench.core.scenario.deployment_section import Routing
 from kvbench.core.sessions.corpus import Blocks, Session, Turn, chained
 from kvbench.core.sessions.offered_reuse import offered_reuse
 from kvbench.core.sessions.session_load import PromptHashes, session_load
