@@ -191,7 +191,8 @@ class CellRunner:
         hint = self._knowledge.hint(cell, self._disaggregated) if search.start_rate is None else None
         if hint is not None:
             hint = Hint(self._allowed(hint.rate), hint.trusted)
-        start = self._allowed(search.start_rate or self._site.trace_rate or _first_guess(latency_s))
+        guess = START_CONCURRENCY / max(latency_s, 1e-3)
+        start = self._allowed(search.start_rate or self._site.trace_rate or guess)
         if method == "burst":
             known = self._knowledge.rates.get(cell)
             return Burst(
@@ -357,10 +358,6 @@ def _wrong_at_end(last: CanaryResult) -> str:
     """Why a cell is refused whose trials were right, and what it answers after them is not."""
     told = " | ".join(each.text() for each in last.wrong)
     return f"wrong_answers: after the trials {len(last.wrong)} of {last.checked} answers were wrong: {told}"
-
-
-def _first_guess(latency_s: float) -> float:
-    return START_CONCURRENCY / max(latency_s, 1e-3)
 
 
 def confirmed_by(

@@ -249,7 +249,8 @@ class OmniEndpoint(KeyedEndpoint):
             room = shutil.disk_usage("/dev/shm").free // 2
         else:
             room = 4 * layout.nbytes + POOL_SPARE_BYTES
-        return store, {"config": share, "room": room, "master": _master_of(store)}
+        master = store._master.address if store._master is not None else ""
+        return store, {"config": share, "room": room, "master": master}
 
     def reach(self, provided: Mapping[str, Any], deadline_s: float) -> Store:
         self._joined = str(provided["master"])
@@ -271,10 +272,6 @@ class OmniEndpoint(KeyedEndpoint):
         if self._own_class:
             return {"name": self._own_class, "version": "unknown"}
         return super().library() if self._protocol == "example" else version_of(DISTRIBUTION)
-
-
-def _master_of(store: OmniStore) -> str:
-    return store._master.address if store._master is not None else ""
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:

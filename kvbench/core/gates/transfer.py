@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence, span
-from kvbench.core.gates.evidence_figures import EMULATED, NicFigures
+from kvbench.core.gates.evidence_figures import EMULATED
 from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})
@@ -114,7 +114,8 @@ def _emergency_way(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
         over_tcp = {plain_transport(name) for name in each.transports} == {"tcp"}
         if each.how != EMULATED and not (over_tcp and each.gpu):
             continue
-        better = each.between != "inter-node" or not over_tcp or _has_rdma(evidence)
+        has_rdma = any(nic.kind == "rdma" for nic in evidence.nics.values())
+        better = each.between != "inter-node" or not over_tcp or has_rdma
         rate = _transfer_rate(evidence)
         at = f", {rate / 1e9:.2g} GB/s by the engine's own times" if rate is not None else ""
         return Finding(
@@ -135,10 +136,6 @@ _EMERGENCY_ADVICE: Final = {
     f"for memory that cannot be exported (PYTORCH_CUDA_ALLOC_CONF=expandable_segments); {_TCP_MEANT}",
     False: f"see `kvbench doctor` for RDMA devices and UCX_TLS, UCX_NET_DEVICES; {_TCP_MEANT}",
 }
-
-
-def _has_rdma(evidence: Evidence) -> bool:
-    return any(nic.kind == "rdma" for nic in evidence.nics.values())
 
 
 def _transfer_rate(evidence: Evidence) -> float | None:
@@ -213,7 +210,7 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
     share = evidence.limits.nic_share * moved / len(asked)
-    carried = {name: _carried(evidence.nics.get(name)) for name in asked}
+    carried = {name: nic.most_bytes if (nic := evidence.nics.get(name)) else 0.0 for name in asked}
     idle = [name for name in asked if carried[name] < share]
     if not idle:
         return None
@@ -229,10 +226,6 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
         "check the names, the links and the routes; UCX and Mooncake leave out what they cannot reach",
         {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
     )
-
-
-def _carried(nic: NicFigures | None) -> float:
-    return 0.0 if nic is None else nic.most_bytes
 
 
 def kv_failures(evidence: Evidence) -> Finding | None:

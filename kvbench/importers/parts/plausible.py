@@ -71,7 +71,7 @@ def _impossible(record: TransferRecord) -> str:
 def _unusable(row: ServingRow) -> dict[str, list[str]]:
     """The figures to leave out, by the reason."""
     found: dict[str, list[str]] = {}
-    by_latency = {name: _statistics(row.figures, name) for name in LATENCIES}
+    by_latency = {name: dict(_of_latency(row.figures, name)) for name in LATENCIES}
     if row.figures.get("completed") == 0:
         names = [name for name in row.figures if _OF_LATENCY.fullmatch(name)]
         return {"no request was completed, so no latency was measured": names} if names else {}
@@ -95,10 +95,6 @@ def _unusable(row: ServingRow) -> dict[str, list[str]]:
     if negative:
         found[f"{', '.join(negative)} below 0: impossible"] = negative
     return found
-
-
-def _statistics(figures: Mapping[str, float], latency: str) -> dict[str, float]:
-    return dict(_of_latency(figures, latency))
 
 
 def _of_latency(figures: Mapping[str, float], latency: str) -> Iterator[tuple[str, float]]:

@@ -75,13 +75,9 @@ def read_records(path: Path) -> list[RequestRecord]:
     records = []
     for row in rows:
         end = position + row[_GAPS]
-        records.append(RequestRecord.from_json({**row, _GAPS: _array(seconds[position:end])}))
+        records.append(RequestRecord.from_json({**row, _GAPS: array("d", seconds[position:end].tobytes())}))
         position = end
     return records
-
-
-def _array(values: Any) -> array[float]:
-    return array("d", values.tobytes())
 
 
 def _line(row: dict[str, Any]) -> bytes:

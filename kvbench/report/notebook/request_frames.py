@@ -93,17 +93,15 @@ def requests(run: RunFolder, of: Sequence[TrialRecord], columns: Sequence[str] |
     values: dict[str, Any] = {}
     for name in wanted:
         if name in _TRIAL_KEYS:
-            values[name] = repeated([_key(trial)[name] for trial in kept], sizes)
+            values[name] = repeated(
+                [{**about(trial), "verdict": trial.verdict}[name] for trial in kept], sizes
+            )
         elif name in _DERIVED:
             sources, make = _DERIVED[name]
             values[name] = make(*(stored[source] for source in sources))
         else:
             values[name] = stored[name]
     return pd.DataFrame(values, columns=wanted)
-
-
-def _key(trial: TrialRecord) -> dict[str, Any]:
-    return {**about(trial), "verdict": trial.verdict}
 
 
 def _request_columns(run: RunFolder, trial: TrialRecord, needed: Sequence[str]) -> pa.Table:

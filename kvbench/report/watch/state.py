@@ -110,7 +110,7 @@ def _stamp(path: Path) -> object:
 
 
 def _seen(run: RunFolder, now: datetime | None) -> Seen:
-    trials = _in_order(run)
+    trials = sorted(run.all_trials, key=lambda trial: trial.started_at)
     micro = run.manifest.get("kind") == "microbench"
     log = _transfer_lines(run) if micro else [_line(run, trial) for trial in trials]
     last = trials[-1] if trials else None
@@ -136,10 +136,6 @@ def _seen(run: RunFolder, now: datetime | None) -> Seen:
         nics=tuple(_nics(run, last)) if last else (),
         log=tuple(log),
     )
-
-
-def _in_order(run: RunFolder) -> list[TrialRecord]:
-    return sorted(run.all_trials, key=lambda trial: trial.started_at)
 
 
 def _line(run: RunFolder, trial: TrialRecord) -> TrialLine:
