@@ -259,11 +259,10 @@ def test_a_search_that_did_not_converge_takes_no_part() -> None:
 
 def test_the_head_says_how_probable_the_interval_is() -> None:
     given: dict[str, Any] = {"max_request_rate": 2.0, "lower": 1.9, "upper": 2.1, "status": "converged"}
-    new, old = read_answer({**given, "level": 0.9}), read_answer({**given, "curve": [{"rate": 2.0}]})
-    bracket, verdicts = read_answer(given), read_answer({**given, "level": None, "curve": [{"rate": 2.0}]})
-    assert [each.level for each in (new, old, bracket, verdicts)] == [0.9, 0.9, None, None]
-    assert interval_word([new, old, Answer("at_least", 3.0, 3.0)]) == "[90 %]"
-    assert interval_word([new, bracket]) == interval_word([]) == "[interval]"
+    known, unknown = read_answer({**given, "level": 0.9}), read_answer({**given, "level": None})
+    assert [known.level, unknown.level, read_answer(given).level] == [0.9, None, None]
+    assert interval_word([known, Answer("at_least", 3.0, 3.0)]) == "[90 %]"
+    assert interval_word([known, unknown]) == interval_word([]) == "[interval]"
     assert read_answer({**given, "posterior": [1.9, "x"]}).posterior == ()
 
 
