@@ -101,7 +101,7 @@ class TrialPlan:
         return f"{self.cell.key}-{method}{self.number:02d}"
 
     def seed(self, seed: int) -> int:
-        """Return the trial's seed, derived from the run's; that of the trial whose load it repeats, if any.
+        """Return the trial's seed, from the run's: that of the trial whose load it repeats, if it repeats one.
 
         The connector is not part of it. The n-th trial of every connector at the same lengths has the same
         prompts and the same arrivals, scaled to its rate, so arrival variance does not order connectors.
