@@ -80,8 +80,8 @@ def test_it_stands_in_every_report(sample: RunFolder) -> None:
 def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     tmp_path: Path, warmup_s: float, told: Callable[[list[str]], bool]
 ) -> None:
-    """Services take half as long again at first, on virtual time. Seeds 2, 6, 8 and 9 of 2 to 9 show it."""
+    """It takes half as long again at first; on virtual time."""
     system = draw(SEEDS["develop"], QUICK)
     warming = replace(system.disturbances, warmup_s=warmup_s, warmup_factor=1.5)
-    run = searched(replace(system, disturbances=warming), 2, tmp_path, 120.0)
+    run = searched(replace(system, disturbances=warming), 1, tmp_path, 120.0)
     assert told(said(run))
