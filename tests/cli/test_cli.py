@@ -30,7 +30,6 @@ def test_each_command_has_help_and_few_options(command: str) -> None:
     assert done.out.count(" --") <= {"sweep": 31, "bench": 36, "plan": 30}.get(command, 13)
 
 
-@pytest.mark.real
 def test_every_option_of_a_load_reaches_the_wish() -> None:
     repeated = ("set_", "connector", "slo", "header")
     given: dict[str, Any] = {

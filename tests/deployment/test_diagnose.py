@@ -124,19 +124,13 @@ class TestCommand:
         assert "hint  leave UCX_TLS out" in done.out
         assert LINES["nixl_vram_as_host"][:60] in done.out
 
-    def test_a_folder_and_stdin(self, tmp_path: Path) -> None:
+    def test_a_folder(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "p.log").write_text(f"{LINES['kv_expired']}\n" * 3)
         (tmp_path / "a" / "notes.txt").write_text(LINES["engine_dead"])
         done = invoke("diagnose", str(tmp_path))
         assert done.status == 0  # a warning spoils no measurement
         assert f"{tmp_path}/a/p.log:1, 3 times" in done.out
-        words = [sys.executable, "-m", "kvbench.cli", "diagnose"]
-        long = b"x" * 3_000_000 + LINES["engine_dead"].encode() + b"\n" + LINES["no_device"].encode()
-        piped = subprocess.run(words, input=long, capture_output=True, timeout=60, check=False)
-        assert piped.returncode == 1
-        assert b"stdin:2: vLLM finds no device" in piped.stdout
-        assert b"died" not in piped.stdout  # far behind the beginning of a line that is too long to be one
 
     def test_some_lines_mean_trouble_only_for_what_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "p.log").write_text(LINES["mooncake_silent_tcp"] + "\n")
@@ -147,6 +141,15 @@ class TestCommand:
         done = invoke("diagnose", str(tmp_path / "none.log"))
         assert (done.status, "cannot be read" in done.err) == (2, True)
         assert "holds no *.log" in invoke("diagnose", str(tmp_path)).err
+
+
+def test_it_reads_stdin() -> None:
+    words = [sys.executable, "-m", "kvbench.cli", "diagnose"]
+    long = b"x" * 3_000_000 + LINES["engine_dead"].encode() + b"\n" + LINES["no_device"].encode()
+    piped = subprocess.run(words, input=long, capture_output=True, timeout=60, check=False)
+    assert piped.returncode == 1
+    assert b"stdin:2: vLLM finds no device" in piped.stdout
+    assert b"died" not in piped.stdout  # far behind the beginning of a line that is too long to be one
 
 
 class TestReader:
