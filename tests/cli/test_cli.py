@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import kvbench
+from commands import invoke, kvbench
 
 from kvbench.cli.options import LoadOptions
 
@@ -16,21 +16,20 @@ COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor", "i
 
 
 def test_help_names_every_command() -> None:
-    done = kvbench("--help")
+    done = invoke("--help")
     assert done.status == 0
     assert all(command in done.out for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_and_few_options(command: str) -> None:
-    done = kvbench(command, "--help")
+    done = invoke(command, "--help")
     assert done.status == 0
     # About ten, and --help; sweep and bench have more, in panels: load, SLO, method; what resumes a run; a
     # collector. bench takes another run's loads, too.
     assert done.out.count(" --") <= {"sweep": 31, "bench": 36, "plan": 30}.get(command, 13)
 
 
-@pytest.mark.real
 def test_every_option_of_a_load_reaches_the_wish() -> None:
     repeated = ("set_", "connector", "slo", "header")
     given: dict[str, Any] = {
@@ -42,8 +41,8 @@ def test_every_option_of_a_load_reaches_the_wish() -> None:
 
 
 def test_bench_does_not_offer_what_only_a_search_has() -> None:
-    assert " --method " in kvbench("sweep", "--help").out
-    done = kvbench("bench", "quickstart", "--rate", "1", "--method", "burst")
+    assert " --method " in invoke("sweep", "--help").out
+    done = invoke("bench", "quickstart", "--rate", "1", "--method", "burst")
     assert done.status == 2
     assert "No such option" in done.err
 
@@ -58,7 +57,7 @@ def test_all_mistakes_of_a_scenario_at_once(tmp_path: Path) -> None:
         "version: 1\nmodel: tiny\nconnectors: [agregated]\n"
         "workload: {input_len: 0, output_len: 4}\nslo: {tftt_ms: 100}\n"
     )
-    done = kvbench("sweep", str(path), "--output", str(tmp_path / "results"))
+    done = invoke("sweep", str(path), "--output", str(tmp_path / "results"))
     assert done.status == 2
     assert f"{path}:3: " in done.err
     assert "aggregated" in done.err
@@ -70,13 +69,13 @@ def test_all_mistakes_of_a_scenario_at_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scenario_names_the_nearest() -> None:
-    done = kvbench("plan", "quickstrt")
+    done = invoke("plan", "quickstrt")
     assert done.status == 2
     assert "did you mean quickstart?" in done.err
 
 
 def test_plan_starts_nothing_and_prints_ports_and_time() -> None:
-    done = kvbench("plan", "quickstart")
+    done = invoke("plan", "quickstart")
     assert done.status == 0
     assert "21000" in done.out
     assert "estimated time" in done.out
@@ -84,7 +83,7 @@ def test_plan_starts_nothing_and_prints_ports_and_time() -> None:
 
 
 def test_plan_as_json_has_every_process() -> None:
-    plan = json.loads(kvbench("plan", "quickstart", "--json", "--connector", "mooncake").out)
+    plan = json.loads(invoke("plan", "quickstart", "--json", "--connector", "mooncake").out)
     names = [process["name"] for process in plan["processes"]["mooncake"]]
     assert names == ["prefill-0", "decode-0", "router"]
     assert plan["processes"]["mooncake"][0]["env"]["MC_FORCE_TCP"] == "1"
@@ -92,26 +91,26 @@ def test_plan_as_json_has_every_process() -> None:
 
 
 def test_schema_is_json_schema() -> None:
-    schema = json.loads(kvbench("schema").out)
+    schema = json.loads(invoke("schema").out)
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert "slo" in schema["properties"]
 
 
 def test_report_of_no_run_folder(tmp_path: Path) -> None:
-    done = kvbench("report", str(tmp_path))
+    done = invoke("report", str(tmp_path))
     assert done.status == 1
     assert "is not a run folder" in done.err
 
 
 def test_doctor_names_every_connector() -> None:
-    done = kvbench("doctor")
+    done = invoke("doctor")
     assert done.status in (0, 1)
     for name in ("mooncake", "nixl", "tcp"):
         assert f"connector {name}" in done.out
 
 
 def test_wrong_options_are_exit_2() -> None:
-    assert kvbench("bench", "quickstart").status == 2
-    assert kvbench("bench", "quickstart", "--rate", "-1").status == 2
-    assert kvbench("sweep", "quickstart", "--connector", "moonkake").status == 2
-    assert kvbench("plan", "quickstart", "--set", "slo.ttft=1").status == 2
+    assert invoke("bench", "quickstart").status == 2
+    assert invoke("bench", "quickstart", "--rate", "-1").status == 2
+    assert invoke("sweep", "quickstart", "--connector", "moonkake").status == 2
+    assert invoke("plan", "quickstart", "--set", "slo.ttft=1").status == 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from commands import invoke
 from typer.testing import CliRunner
 
 from kvbench import connectors
@@ -153,11 +154,11 @@ def test_o_is_short_for_output(command: str) -> None:
 
 
 def test_the_environment_names_the_folder_for_runs(tmp_path: Path) -> None:
-    done = run_command(
+    done = invoke(
         *("simulate", "quickstart", "--rate", "5", "--connector", "nixl", "--set", "workload.input_len=64"),
         env={OUTPUT_ENV: str(tmp_path / "mine")},
     )
-    assert len(list((tmp_path / "mine").iterdir())) == 1, done.stderr
+    assert len(list((tmp_path / "mine").iterdir())) == 1, done.err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import kvbench
+from commands import invoke
 from emulated import running_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,36 +117,39 @@ class TestCommand:
     def test_it_says_what_where_and_what_to_do(self, tmp_path: Path) -> None:
         log = tmp_path / "decode.log"
         log.write_text("\n".join([*HONEST[:3], LINES["nixl_vram_as_host"], LINES["kv_expired"]]) + "\n")
-        done = kvbench("diagnose", str(log))
+        done = invoke("diagnose", str(log))
         assert done.status == 1
         assert f"fatal {log}:4: UCX may not use CUDA" in done.out
         assert f"warning {log}:5" in done.out
         assert "hint  leave UCX_TLS out" in done.out
         assert LINES["nixl_vram_as_host"][:60] in done.out
 
-    def test_a_folder_and_stdin(self, tmp_path: Path) -> None:
+    def test_a_folder(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "p.log").write_text(f"{LINES['kv_expired']}\n" * 3)
         (tmp_path / "a" / "notes.txt").write_text(LINES["engine_dead"])
-        done = kvbench("diagnose", str(tmp_path))
+        done = invoke("diagnose", str(tmp_path))
         assert done.status == 0  # a warning spoils no measurement
         assert f"{tmp_path}/a/p.log:1, 3 times" in done.out
-        words = [sys.executable, "-m", "kvbench.cli", "diagnose"]
-        long = b"x" * 3_000_000 + LINES["engine_dead"].encode() + b"\n" + LINES["no_device"].encode()
-        piped = subprocess.run(words, input=long, capture_output=True, timeout=60, check=False)
-        assert piped.returncode == 1
-        assert b"stdin:2: vLLM finds no device" in piped.stdout
-        assert b"died" not in piped.stdout  # far behind the beginning of a line that is too long to be one
 
     def test_some_lines_mean_trouble_only_for_what_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "p.log").write_text(LINES["mooncake_silent_tcp"] + "\n")
-        assert "no log pattern matches" in kvbench("diagnose", str(tmp_path / "p.log")).out
-        assert kvbench("diagnose", str(tmp_path / "p.log"), "--protocol", "rdma").status == 1
+        assert "no log pattern matches" in invoke("diagnose", str(tmp_path / "p.log")).out
+        assert invoke("diagnose", str(tmp_path / "p.log"), "--protocol", "rdma").status == 1
 
     def test_what_cannot_be_read(self, tmp_path: Path) -> None:
-        done = kvbench("diagnose", str(tmp_path / "none.log"))
+        done = invoke("diagnose", str(tmp_path / "none.log"))
         assert (done.status, "cannot be read" in done.err) == (2, True)
-        assert "holds no *.log" in kvbench("diagnose", str(tmp_path)).err
+        assert "holds no *.log" in invoke("diagnose", str(tmp_path)).err
+
+
+def test_it_reads_stdin() -> None:
+    words = [sys.executable, "-m", "kvbench.cli", "diagnose"]
+    long = b"x" * 3_000_000 + LINES["engine_dead"].encode() + b"\n" + LINES["no_device"].encode()
+    piped = subprocess.run(words, input=long, capture_output=True, timeout=60, check=False)
+    assert piped.returncode == 1
+    assert b"stdin:2: vLLM finds no device" in piped.stdout
+    assert b"died" not in piped.stdout  # far behind the beginning of a line that is too long to be one
 
 
 class TestReader:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -415,20 +416,15 @@ def test_launch_print_starts_nothing_and_prints_everything(tmp_path: Path) -> No
         "  engine_options: {model: /no/such/model, version: 0.32.0, env: {NAME: 'two words'}}}\n"
         "workload: {input_len: 64, output_len: 4}\nslo: {ttft_ms: 250}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench.cli", "launch", str(path), "--connector", "mooncake", "--print"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert [line for line in done.stdout.split("\n") if line.startswith("# ") and ", on " in line] == [
+    done = invoke("launch", str(path), "--connector", "mooncake", "--print")
+    assert done.status == 0, done.text
+    assert [line for line in done.out.split("\n") if line.startswith("# ") and ", on " in line] == [
         "# prefill-0, on 10.9.9.1",
         "# decode-0, on 10.9.9.2",
     ]
-    assert "NAME='two words'" in done.stdout
-    assert "python3 -m kvbench.processes.router router.json" in done.stdout
-    words = shlex.split(done.stdout.split("# decode-0")[1].split("# ready")[0].split("\n", 1)[1])
+    assert "NAME='two words'" in done.out
+    assert "python3 -m kvbench.processes.router router.json" in done.out
+    words = shlex.split(done.out.split("# decode-0")[1].split("# ready")[0].split("\n", 1)[1])
     assert json.loads(words[-1])["kv_role"] == "kv_consumer"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import kvbench
+from commands import invoke
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
@@ -167,9 +167,9 @@ def test_an_older_vllm_is_refused_with_what_to_do() -> None:
 def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
     path = tmp_path / "far.yaml"
     path.write_text(text())
-    planned = kvbench("plan", str(path), env={"COLUMNS": "120"})
+    planned = invoke("plan", str(path), env={"COLUMNS": "120"})
     assert "prefill-1-node1 on d" in planned.out, planned.text
-    done = kvbench("launch", "--print", str(path))
+    done = invoke("launch", "--print", str(path))
     assert done.status == 0, done.text
     assert "# prefill-0-node1, on 10.0.0.2" in done.out
     assert done.out.count("--headless") == 2

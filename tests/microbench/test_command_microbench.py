@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Running, kvbench, the_run
+from commands import Running, invoke, kvbench, the_run
 from rich.console import Console
 from sample_run import make_run as make_sweep
 from sample_transfers import MOVERS
@@ -121,7 +121,7 @@ def test_bad_input_is_refused_before_anything_starts(given: dict[str, Any], told
 
 
 def test_bad_input_ends_with_its_own_exit_code_and_no_folder(tmp_path: Path) -> None:
-    done = kvbench("microbench", "--model", "qwen3-8b", "--input-len", "99999999", "--output", str(tmp_path))
+    done = invoke("microbench", "--model", "qwen3-8b", "--input-len", "99999999", "--output", str(tmp_path))
     assert done.status == 2, done.text
     assert "the largest --input-len that fits is" in done.err
     assert not list(tmp_path.iterdir())
@@ -129,13 +129,13 @@ def test_bad_input_ends_with_its_own_exit_code_and_no_folder(tmp_path: Path) -> 
 
 def test_a_run_of_requests_is_no_run_to_compare_with(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, ("tcp",), (512,))
-    done = kvbench("microbench", *QUICK, "--compare", str(sweep), "--output", str(tmp_path / "results"))
+    done = invoke("microbench", *QUICK, "--compare", str(sweep), "--output", str(tmp_path / "results"))
     assert done.status == 2
     assert "is no microbenchmark" in done.err
 
 
 def test_a_dry_run_prints_the_matrix_and_the_time_and_starts_nothing(tmp_path: Path) -> None:
-    done = kvbench("microbench", *QUICK, "--dry-run", "--output", str(tmp_path))
+    done = invoke("microbench", *QUICK, "--dry-run", "--output", str(tmp_path))
     assert done.status == 0
     assert "8 cases, 2 pairs of workers, 0.05 s each: about" in done.out
     assert "tcp             tcp     read   64 KiB × 4" in done.out

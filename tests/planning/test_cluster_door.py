@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import kvbench
+from commands import invoke
 from emulated import running, spec
 
 from kvbench.errors import InputError
@@ -32,12 +32,12 @@ def test_what_init_writes_for_a_cluster_is_planned(
     tmp_path: Path, options: tuple[str, ...], launcher: str, decodes: int
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    done = kvbench("init", str(file), "--yes", *options)
+    done = invoke("init", str(file), "--yes", *options)
     assert done.status == 0, done.text
     scenario, _ = load_scenario(str(file))
     assert (scenario.deployment.launcher, scenario.deployment.engine) == (launcher, "vllm")
     assert scenario.deployment.decode.instances == decodes
-    done = kvbench("plan", str(file))
+    done = invoke("plan", str(file))
     assert done.status == 0, done.text
     assert "not in it: " in done.out
     if launcher == "ssh":
@@ -46,14 +46,14 @@ def test_what_init_writes_for_a_cluster_is_planned(
 
 def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    kvbench("init", str(file), "--yes", "--hosts", "node1.invalid,node2.invalid")
-    done = kvbench("doctor", str(file))
+    invoke("init", str(file), "--yes", "--hosts", "node1.invalid,node2.invalid")
+    done = invoke("doctor", str(file))
     assert done.status == 1
     assert "node1.invalid" in done.out
     for here in ("there is no command 'vllm'", "open files", "shared memory", "is not there"):
         assert here not in done.out
-    kvbench("init", str(file), "--yes", "--force", "--slurm")
-    done = kvbench("doctor", str(file))
+    invoke("init", str(file), "--yes", "--force", "--slurm")
+    done = invoke("doctor", str(file))
     assert "launcher slurm" in done.out
     assert "vllm'" not in done.out
 
@@ -61,17 +61,17 @@ def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: 
 def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     with running(tmp_path, spec()) as engine:
-        done = kvbench("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/")
+        done = invoke("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/")
         assert done.status == 0, done.text
-        done = kvbench("plan", str(file))
+        done = invoke("plan", str(file))
         assert f"tiny at {engine.url}" in done.out, done.text
-        done = kvbench("doctor", str(file))
+        done = invoke("doctor", str(file))
         assert f"{engine.url} serves tiny" in " ".join(done.out.split()), done.text
         assert "connector nixl" not in done.out
-    done = kvbench("doctor", str(file))
+    done = invoke("doctor", str(file))
     assert done.status == 1
     assert "nothing listens" in " ".join(done.out.split())
-    assert kvbench("init", str(tmp_path / "x.yaml"), "--yes", "--base-url", engine.url).status != 0
+    assert invoke("init", str(tmp_path / "x.yaml"), "--yes", "--base-url", engine.url).status != 0
 
 
 def test_one_place_is_asked_for_at_a_time() -> None:
@@ -106,8 +106,8 @@ def test_a_port_that_is_taken_is_said_before_anything_else() -> None:
 
 
 def test_the_time_of_what_is_left_out_is_not_counted() -> None:
-    whole = kvbench("plan", "quickstart", "--connector", "aggregated").out
-    done = kvbench("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache")
+    whole = invoke("plan", "quickstart", "--connector", "aggregated").out
+    done = invoke("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache")
     assert done.out.startswith("left out: lmcache: "), done.text
 
     def time_of(text: str) -> str:
@@ -116,7 +116,7 @@ def test_the_time_of_what_is_left_out_is_not_counted() -> None:
 
     assert time_of(done.out) == f"{time_of(whole)}, without lmcache"
     told = json.loads(
-        kvbench("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache", "--json").out
+        invoke("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache", "--json").out
     )
     assert set(told["left_out"]) == {"lmcache"}
     assert told["obstacles"] == []

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import hgx
 import pytest
-from commands import kvbench
+from commands import invoke
 from recorded_vllm import arguments, bound_ports, config_problems, said, versions
 
 from kvbench import connectors
@@ -149,7 +149,7 @@ def test_what_no_release_takes_is_seen() -> None:
 def test_commands_for_two_other_hosts_are_printed_here(ports: str, node: Path) -> None:
     """Nothing is looked for at addresses that are not this machine's, whatever the ports."""
     options = ["--connector", "nixl", "--set", f"deployment.base_port={ports}"]
-    done = kvbench("launch", "qwen3-30b-a3b-h200-nixl", "--print", *options)
+    done = invoke("launch", "qwen3-30b-a3b-h200-nixl", "--print", *options)
     assert done.status == 0, done.text
     assert "--host 10.0.0.2" in done.out.replace("\\\n    ", "")
 
@@ -160,7 +160,7 @@ def test_printed_commands_that_want_more_gpus_than_are_here_say_so(gpus: int, to
     hgx.write_smi(node, gpus)
     path = node / "pair.yaml"
     path.write_text(PAIR)
-    done = kvbench("launch", str(path), "--print")
+    done = invoke("launch", str(path), "--print")
     assert done.status == 0, done.text
     assert "CUDA_VISIBLE_DEVICES=1" in done.out
     note = "# note: nixl needs 2 GPUs (prefill 1 × 1, decode 1 × 1), and this host has 1: "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import emulated
 import pytest
-from commands import DEADLINE_S, argv, kvbench
+from commands import DEADLINE_S, argv, invoke
 
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario
@@ -87,13 +87,13 @@ def test_nvtx_is_on_in_vllm_under_nsys() -> None:
 
 
 def test_a_wrong_prefix_is_told_with_its_place() -> None:
-    done = kvbench("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",))
+    done = invoke("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",))
     assert done.status == 2
     assert "deployment.prefix.prefill must be a list" in done.err
 
 
 def test_without_nsys_launch_says_so(tmp_path: Path) -> None:
-    done = kvbench("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)})
+    done = invoke("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)})
     assert done.status == 1
     assert "nsys is not installed" in done.err
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from commands import invoke
 
 from kvbench.connectors.parts.ucx import TELLING
 
@@ -66,15 +65,10 @@ ADDED_BY = {
 def printed(name: str, connector: str | None = None) -> dict[str, list[str]]:
     """The words of each printed command, by process."""
     chosen = ["--connector", connector] if connector else []
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench.cli", "launch", name, *chosen, "--print"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = invoke("launch", name, *chosen, "--print")
+    assert done.status == 0, done.text
     found = {}
-    for block in done.stdout.split("\n\n"):
+    for block in done.out.split("\n\n"):
         title = block.split("\n")[0].removeprefix("# ").split(",")[0]
         if title in ("prefill-0", "decode-0", "router"):
             found[title] = shlex.split(block.split("\nEOF\n")[-1].replace("\\\n", ""), comments=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, argv, kvbench
+from commands import DEADLINE_S, argv, invoke
 
 from kvbench.core.physics.model_shapes import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
@@ -93,7 +93,7 @@ def test_without_a_terminal_it_asks_for_yes(tmp_path: Path) -> None:
 
 def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "mine.yaml"
-    done = kvbench("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"})
+    done = invoke("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"})
     assert done.status == 0, done.text
     assert f"kvbench sweep {path}" in done.out
     scenario = scenario_of(path)
@@ -101,17 +101,17 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
     assert scenario.deployment.engine == "emulated"
     assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
     assert path.read_text().count("#") > 10
-    assert kvbench("plan", str(path)).status == 0
+    assert invoke("plan", str(path)).status == 0
 
 
 def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine\n")
-    done = kvbench("init", str(path), "--yes")
+    done = invoke("init", str(path), "--yes")
     assert done.status == 2
     assert "--force" in done.err
     assert path.read_text() == "mine\n"
-    assert kvbench("init", str(path), "--yes", "--force").status == 0
+    assert invoke("init", str(path), "--yes", "--force").status == 0
     assert scenario_of(path).slo.ttft_ms
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from commands import kvbench
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -81,7 +81,7 @@ def test_no_file_that_people_open_holds_what_is_obeyed(hostile: Path) -> None:
 
 @pytest.mark.parametrize("words", [("report",), ("compare",), ("export", "--format", "prometheus")])
 def test_no_terminal_is_commanded(hostile: Path, words: tuple[str, ...]) -> None:
-    done = kvbench(words[0], str(hostile), *words[1:])
+    done = invoke(words[0], str(hostile), *words[1:])
     assert "evil.example" in done.text
     assert OBEYED.findall(done.text) == []
 
@@ -113,7 +113,7 @@ def test_html_has_no_tag_of_others(hostile: Path) -> None:
 def test_an_error_in_words_commands_no_terminal(tmp_path: Path) -> None:
     file = tmp_path / "a\x1b[31m.yaml"
     file.write_text("\x1b]0;t\x07: 1\n")
-    assert OBEYED.findall(kvbench("plan", str(file)).text) == []
+    assert OBEYED.findall(invoke("plan", str(file)).text) == []
 
 
 # --- the words themselves ----------------------------------------------------------------------------

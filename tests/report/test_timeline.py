@@ -10,7 +10,7 @@ from typing import Any
 import emulated
 import httpx
 import pytest
-from commands import EASY, kvbench, the_run
+from commands import EASY, invoke, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -210,7 +210,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
-    done = kvbench("timeline", str(traced))
+    done = invoke("timeline", str(traced))
     assert done.status == 0, done.text
     assert "through client, router, prefill-0, decode-0" in done.out
     (path,) = (traced / "figures").glob("timeline-tcp-*.json")
@@ -232,10 +232,10 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
 
 
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:
-    done = kvbench("timeline", str(traced), "aggregated-in64-out4-01")
+    done = invoke("timeline", str(traced), "aggregated-in64-out4-01")
     assert done.status == 0, done.text
     assert "client, router, aggregated-0" in done.out
-    wrong = kvbench("timeline", str(traced), "nonsense")
+    wrong = invoke("timeline", str(traced), "nonsense")
     assert wrong.status == 2
     assert "aggregated-in64-out4-01" in wrong.err
 
@@ -245,7 +245,7 @@ def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) 
 
     copy = tmp_path / "run"
     shutil.copytree(traced, copy, ignore=shutil.ignore_patterns(f"*{SUFFIX}"))
-    done = kvbench("timeline", str(copy))
+    done = invoke("timeline", str(copy))
     assert done.status == 0, done.text
     assert "deployment.trace=true" in done.out
     (path,) = (copy / "figures").glob("timeline-tcp-*.json")

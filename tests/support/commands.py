@@ -1,4 +1,4 @@
-"""Runs kvbench's commands as a user does: as processes, with exit codes, signals and run folders."""
+"""Run kvbench's commands: as processes, with exit codes and signals, or in the process of the test."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from typer.testing import CliRunner
 
+from kvbench.cli.app import app
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
 from kvbench.hosts import scratch
@@ -52,8 +56,11 @@ class Finished:
 
 def argv(*words: str, sets: Sequence[str] = ()) -> list[str]:
     """The command line of kvbench in this environment."""
-    options = [part for value in sets for part in ("--set", value)]
-    return [sys.executable, "-m", "kvbench.cli", *words, *options]
+    return [sys.executable, "-m", "kvbench.cli", *_with_sets(words, sets)]
+
+
+def _with_sets(words: Sequence[str], sets: Sequence[str]) -> list[str]:
+    return [*words, *(part for value in sets for part in ("--set", value))]
 
 
 def kvbench(*words: str, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Finished:
@@ -67,6 +74,40 @@ def kvbench(*words: str, sets: Sequence[str] = (), env: Mapping[str, str] | None
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def invoke(*words: str, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Finished:
+    """Run a command to its end in this process, which saves the start of Python and of kvbench.
+
+    For commands that look, print or write files. It cannot show what signals, a terminal or a process of
+    its own would change: use ``kvbench`` for that. An error that the command does not handle is in ``err``
+    as a traceback, and the status is 1, as a process has it.
+    """
+    arguments = _with_sets(words, sets)
+    with _restored():
+        sys.argv = ["kvbench", *arguments]
+        os.environ.update(env or {})
+        done = CliRunner().invoke(app, arguments, prog_name="kvbench")
+    unhandled = "" if isinstance(done.exception, SystemExit | None) else _traceback(done.exception)
+    return Finished(done.exit_code, done.stdout, done.stderr + unhandled)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restore arguments, environment and working directory."""
+    arguments, environment, folder = sys.argv, dict(os.environ), Path.cwd()
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        os.chdir(folder)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 class Running:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import kvbench, the_run
+from commands import invoke, kvbench, the_run
 from emulated import running, spec
 
 from kvbench.processes.loadgen.plan import PlannedRequest
@@ -95,6 +95,6 @@ def test_an_open_loop_takes_a_number_or_a_time(tmp_path: Path, options: tuple[st
 
 
 def test_a_closed_loop_offers_no_rate() -> None:
-    done = kvbench("bench", "quickstart", "--concurrency", "4", "--rate", "3")
+    done = invoke("bench", "quickstart", "--concurrency", "4", "--rate", "3")
     assert done.status == 2
     assert "offers no rate" in done.err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from commands import EASY, kvbench, the_run
+from commands import EASY, invoke, kvbench, the_run
 from emulated import running, spec
 from hostile import DONE, HOST, TOKEN, USAGE
 
@@ -266,20 +266,20 @@ def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path
 )
 def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, ...], said: str) -> None:
     with served(Foreign(["m"])) as url:
-        done = kvbench("bench", "--base-url", url, *LOAD, *words)
+        done = invoke("bench", "--base-url", url, *LOAD, *words)
     assert done.status == 2
     assert said in done.err
 
 
 def test_options_for_a_server_need_one() -> None:
-    done = kvbench("plan", "quickstart", "--model", "m", "--insecure")
+    done = invoke("plan", "quickstart", "--model", "m", "--insecure")
     assert done.status == 2
     assert "--model, --insecure go with a --base-url" in done.err
 
 
 def test_a_plan_of_a_server_takes_what_a_sweep_takes() -> None:
     with served(Foreign(["org/m"])) as url:
-        done = kvbench(
+        done = invoke(
             *("plan", "--base-url", url, "--input-len", "128,256", "--output-len", "32", "--tpot-ms", "50")
         )
     assert done.status == 0, done.text

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import EASY, Finished, kvbench, tagged_processes, the_run
+from commands import EASY, Finished, invoke, kvbench, tagged_processes, the_run
 
 from kvbench.results.run import RunFolder
 
@@ -196,7 +196,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    done = kvbench(words[0], "quickstart", "--output", str(tmp_path), *words[1:])
+    done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:])
     assert done.status == 2, done.text
     assert said in " ".join(done.text.split())
     assert not list(tmp_path.iterdir())
@@ -204,6 +204,6 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[s
 
 def test_a_request_that_never_fits_is_told_before_anything_starts(tmp_path: Path, trace: Path) -> None:
     sets = ("deployment.engine_options.max_model_len=600",)
-    done = kvbench("bench", "quickstart", "--trace", str(trace), "--output", str(tmp_path / "r"), sets=sets)
+    done = invoke("bench", "quickstart", "--trace", str(trace), "--output", str(tmp_path / "r"), sets=sets)
     assert done.status == 2, done.text
     assert "40 of the trace's 40 requests exceed the engine's max_model_len of 600" in done.text

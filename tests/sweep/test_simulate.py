@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Finished, kvbench, not_spoilt, the_run
+from commands import Finished, invoke, kvbench, not_spoilt, the_run
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.traces import TracedRequest
@@ -42,7 +42,7 @@ SHORT = ("workload.input_len=[256]", "search.max_trials=6", "search.precision=0.
 
 
 def simulated(results: Path, *words: str, sets: tuple[str, ...] = SHORT) -> tuple[Finished, RunFolder]:
-    done = kvbench("simulate", "quickstart", "--output", str(results), *words, sets=sets)
+    done = invoke("simulate", "quickstart", "--output", str(results), *words, sets=sets)
     return done, the_run(results)
 
 
@@ -70,7 +70,7 @@ def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[
     assert "> **Simulated**: nothing ran" in report
     assert "was simulated with 0.95 GB/s" in report
     assert list((run.path / "figures").glob("*.svg"))
-    again = kvbench("report", str(run.path))
+    again = invoke("report", str(run.path))
     assert again.status == 0
     assert "SIMULATED" in again.out
 
@@ -258,19 +258,19 @@ def test_a_real_engine_is_simulated_where_its_step_times_are_known() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    done = kvbench("simulate", "vllm-cpu-tiny")
+    done = invoke("simulate", "vllm-cpu-tiny")
     assert done.status == 2
     assert "no timing profile is known" in done.err
     assert "simulate.timing=NAME" in done.err
     with pytest.raises(InputError, match="behind a URL"):
         simulable(CliOptions(base_url="http://127.0.0.1:1"))
-    done = kvbench("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",))
+    done = invoke("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",))
     assert done.status == 2
     assert "did you mean `kv_gb_per_s`?" in done.err
 
 
 def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolder], tmp_path: Path) -> None:
-    done = kvbench("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path))
+    done = invoke("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path))
     assert done.status == 2
     assert "nothing was measured in it" in done.err
     assert not list(tmp_path.iterdir())
@@ -305,7 +305,7 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
     """At long inputs prefill is scarce: two of three instances must prefill."""
     sets = ("workload.input_len=[1024]", "search.max_trials=6", "search.precision=0.2")
     words = ("--gpus", "3", "--connector", "nixl", "--connector", "aggregated", "--json")
-    done = kvbench("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets)
+    done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets)
     assert done.status == 0, done.text
     told = json.loads(done.out)
     splits = {each["split"]: each for each in told["splits"]}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands import kvbench, the_run
+from commands import invoke, the_run
 
+from kvbench.errors import EXIT_NOT_VERIFIED
 from kvbench.report.plots import sessions_figure
 from kvbench.report.plots.sessions.turns_plot import LEAST
 from kvbench.report.tables.result import summary_table
@@ -23,7 +24,7 @@ SETS = (
 
 def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "aggregated", "--output", str(tmp_path))
-    done = kvbench(*words, sets=SETS)
+    done = invoke(*words, sets=SETS)
     assert done.status == 0, done.text
     run = the_run(tmp_path)
     assert run.manifest["status"] == "complete"
@@ -37,7 +38,13 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
         assert words_ in report
     assert (run.path / "figures" / "sessions.svg").exists()
     require_drawn(run)
-    require_sound(run.path)
+    # A search of sessions is not resumed, so its run does not say what it began with. All else is verified.
+    done = invoke("verify", str(run.path))
+    assert done.status == EXIT_NOT_VERIFIED, done.text
+    assert done.out.splitlines()[0] == (
+        "not verified: answers: its searches cannot be repeated, as what they began with is unknown"
+    )
+    assert ": not verified: 1 reasons " in done.out.splitlines()[-1]
 
 
 def require_drawn(run: RunFolder) -> None:
@@ -57,14 +64,14 @@ def require_drawn(run: RunFolder) -> None:
 
 
 def require_sound(path: Path) -> None:
-    done = kvbench("verify", str(path))
+    done = invoke("verify", str(path))
     assert done.status == 0, done.text
     assert "sound" in done.text
 
 
 def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "nixl", "--rate", "4", "--output", str(tmp_path))
-    done = kvbench(*words, sets=SETS)
+    done = invoke(*words, sets=SETS)
     assert done.status == 0, done.text
     (trial,) = the_run(tmp_path).trials
     assert trial.engine["sessions"]["ended"] > 0
@@ -86,7 +93,7 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = kvbench(*words, "--output", str(tmp_path))
+    done = invoke(*words, "--output", str(tmp_path))
     assert done.status == 2
     assert said in done.err
     assert not any(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import EASY, Running, kvbench, tagged_processes, the_run, wait_until
+from commands import EASY, Running, invoke, kvbench, tagged_processes, the_run, wait_until
 
 from kvbench import transfer
 from kvbench.core.records import Outputs
@@ -347,7 +347,7 @@ class TestBaseUrl:
         assert cells_of(the_run(tmp_path)) == {"aggregated": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
-        done = kvbench("sweep", "--base-url", "http://127.0.0.1:9")
+        done = invoke("sweep", "--base-url", "http://127.0.0.1:9")
         assert done.status == 2
         assert "--input-len" in done.err
         assert "--ttft-ms, --tpot-ms or --slo" in done.err

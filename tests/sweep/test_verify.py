@@ -7,7 +7,6 @@ import json
 import shutil
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from commands import invoke
 from resuming import without_checksums
 from rich.console import Console
-from typer.testing import CliRunner
 
-from kvbench.cli.app import app
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.results.checksums import damages
@@ -366,32 +364,20 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
         auditing.command(tmp_path / "nowhere", Console(file=io.StringIO()))
 
 
-@dataclass(frozen=True)
-class Ended:
-    status: int
-    text: str
-
-
-def kvbench(*words: str) -> Ended:
-    """A command, within this process."""
-    result = CliRunner().invoke(app, words)
-    return Ended(result.exit_code, result.output)
-
-
 def test_the_command_line(folder: Path) -> None:
-    done = kvbench("verify", str(folder), "--json")
+    done = invoke("verify", str(folder), "--json")
     assert done.status == EXIT_OK
-    told = json.loads(done.text[done.text.index("{") :])
+    told = json.loads(done.out)
     assert told["sound"]
     assert told["damages"] == []
     assert told["checked"]["trials"] == len(load_run(folder).all_trials)
     (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
-    done = kvbench("verify", str(folder), "--json")
+    done = invoke("verify", str(folder), "--json")
     assert done.status == EXIT_FAILED
-    (damage, *_) = json.loads(done.text[done.text.index("{") :])["damages"]
+    (damage, *_) = json.loads(done.out)["damages"]
     assert damage["file"].startswith("requests/")
     assert damage["what"] == "is missing"
-    assert kvbench("verify", str(folder / "nowhere")).status == 2
+    assert invoke("verify", str(folder / "nowhere")).status == 2
 
 
 # --- before going on, and before sharing -----------------------------------------------------------
@@ -427,7 +413,7 @@ def test_nor_is_one_without_checksums(folder: Path) -> None:
 
 def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     archive = tmp_path / "x.tar.gz"
-    packed = kvbench("bundle", str(folder), "--output", str(archive))
+    packed = invoke("bundle", str(folder), "--output", str(archive))
     assert packed.status == EXIT_OK, packed.text
     inside = unpacked(archive, tmp_path / "sound")
     assert audit(inside).sound, found_in(inside)
@@ -436,10 +422,10 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert any("line" in each for each in found_in(inside))
 
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
-    refused = kvbench("bundle", str(folder), "--output", str(archive))
+    refused = invoke("bundle", str(folder), "--output", str(archive))
     assert refused.status == EXIT_FAILED
     assert "is not as it was written" in refused.text
-    forced = kvbench("bundle", str(folder), "--output", str(archive), "--force")
+    forced = invoke("bundle", str(folder), "--output", str(archive), "--force")
     assert forced.status == EXIT_OK, forced.text
     inside = unpacked(archive, tmp_path / "edited")
     assert auditing.DAMAGED in load_run(inside).labels

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import sample_run
-from commands import EASY, kvbench, the_run
+from commands import EASY, invoke, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -474,5 +474,5 @@ def test_a_plan_says_how_many_engines_stand_against_each_other() -> None:
         (("1",), "1 engine "),
     ):
         sets = tuple(f"deployment.aggregated={count}" for count in words)
-        text = kvbench("plan", "quickstart", sets=sets).out
+        text = invoke("plan", "quickstart", sets=sets).out
         assert said in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import hgx
 import pytest
-from commands import kvbench
+from commands import invoke
 
 from kvbench.core.findings.tcp_beside_rdma import forced_tcp
 from kvbench.core.plan.gpus import GpuNeed
@@ -350,11 +350,11 @@ def test_plan_and_doctor_say_where_each_gpu_sits(node: Path, tmp_path: Path) -> 
         f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: [nixl]\n"
         "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
     )
-    text = " ".join(kvbench("plan", str(path)).out.split())
+    text = " ".join(invoke("plan", str(path)).out.split())
     assert "note: GPU 0: NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)" in text
     assert "note: GPU 4: NUMA node 1; nearest RDMA mlx5_5 (PXB)" in text
     assert "note: GPU 5" not in text  # nobody gets it
-    assert "gpu 7 NUMA node 1; nearest RDMA mlx5_8" in " ".join(kvbench("doctor").out.split())
+    assert "gpu 7 NUMA node 1; nearest RDMA mlx5_8" in " ".join(invoke("doctor").out.split())
 
 
 def test_plan_launch_sweep_and_doctor_say_the_same(node: Path, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_plan_launch_sweep_and_doctor_say_the_same(node: Path, tmp_path: Path) -
     )
     said = "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has"
     for words in (["plan"], ["launch"], ["sweep", "--output", str(tmp_path / "out")], ["doctor"]):
-        done = kvbench(words[0], str(path), *words[1:])
+        done = invoke(words[0], str(path), *words[1:])
         assert (done.status != 0) == (words != ["plan"])  # which starts nothing, and says what would not
         # The doctor's table breaks its lines.
         wanted = "nixl needs 8 GPUs" if words == ["doctor"] else said

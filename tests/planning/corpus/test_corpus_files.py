@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import kvbench
+from commands import invoke, kvbench
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -216,7 +216,7 @@ def test_no_file_does_more_than_be_refused(
 def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "reuse.png"
     gb = ("--model", "tiny", "--gb", "0.1", "--tokens", "50000")
-    done = kvbench("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb)
+    done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb)
     assert done.status == 0, done.err
     told = json.loads(done.out)
     assert (told["sessions"], told["requests"], told["found_blocks"], told["blocks"]) == (3, 24, 16543, 19753)
@@ -235,14 +235,14 @@ def test_the_excerpt_on_a_terminal() -> None:
 
 def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "made.jsonl.gz"
-    done = kvbench("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(path), "--json")
+    done = invoke("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(path), "--json")
     assert done.status == 0, done.err
-    made, read = json.loads(done.out), json.loads(kvbench("corpus", str(path), "--json").out)
+    made, read = json.loads(done.out), json.loads(invoke("corpus", str(path), "--json").out)
     assert made["sessions"] == 12
     assert made["source"] == "12 sessions made after excerpt.jsonl.gz (seed 5)"
     assert {**read, "source": "", "notes": []} == {**made, "source": "", "notes": []}
     again = tmp_path / "again.jsonl.gz"
-    kvbench("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(again))
+    invoke("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(again))
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -261,7 +261,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
     ],
 )
 def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:
-    done = kvbench("corpus", str(EXCERPT), *options)
+    done = invoke("corpus", str(EXCERPT), *options)
     assert done.status == 2
     assert said in done.err
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import kvbench
+from commands import invoke
 
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.hosts.version_rules import Check
@@ -127,7 +127,7 @@ def test_gpus_are_counted(model: Path) -> None:
 
 
 def test_the_command_puts_the_scenario_first() -> None:
-    done = kvbench("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1"))
+    done = invoke("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1"))
     assert done.status == 1
     lines = done.out.splitlines()
     assert "scenario quickstart" in lines[1]
@@ -138,13 +138,13 @@ def test_the_command_puts_the_scenario_first() -> None:
 def test_a_vllm_that_is_not_there_is_named() -> None:
     options = json.dumps({"model": "/absent/model", "command": ["/absent/vllm"], "version": "0.32.0"})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", FREE)
-    done = kvbench("doctor", "quickstart", sets=sets)
+    done = invoke("doctor", "quickstart", sets=sets)
     assert done.status == 1
     assert "there is no command '/absent/vllm'" in done.out
     assert "/absent/model is not there" in done.out
 
 
 def test_a_wrong_scenario_is_told_as_everywhere() -> None:
-    done = kvbench("doctor", "quickstrt")
+    done = invoke("doctor", "quickstrt")
     assert done.status == 2
     assert "did you mean quickstart?" in done.err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import EASY, kvbench, the_run
+from commands import EASY, invoke, kvbench, the_run
 from taping import taped
 
 from kvbench import transfer
@@ -214,7 +214,7 @@ def test_direct_mode_with_several_workers_by_the_short_options(tmp_path: Path) -
 
 
 def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
-    done = kvbench("sweep", "--base-url", "http://127.0.0.1:9", "--input-len", "8", "--output-len", "4",
+    done = invoke("sweep", "--base-url", "http://127.0.0.1:9", "--input-len", "8", "--output-len", "4",
                    "--ttft-ms", "100", "--direct")  # fmt: skip
     assert done.status == 2
     assert "only one URL is known" in done.err
@@ -223,7 +223,7 @@ def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
 def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     scenario, _ = resolve(CliOptions(workers=3, direct=True))
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
-    done = kvbench("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
+    done = invoke("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
     assert done.status == 0, done.text
     assert json.loads(done.out)["scenario"]["load"] == {
         "workers": 3,

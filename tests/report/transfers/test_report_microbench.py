@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from commands import kvbench
+from commands import invoke
 from rich.console import Console
 from sample_run import make_run as make_sweep
 from sample_transfers import MOVERS, make_record, make_rows, make_run
@@ -91,7 +91,7 @@ def test_everything_derived_is_rebuilt_byte_for_byte(plain: RunFolder) -> None:
     } <= set(names)
     for name in names:
         (plain.path / name).unlink()
-    done = kvbench("report", str(plain.path))
+    done = invoke("report", str(plain.path))
     assert done.status == 0, done.text
     assert {name: (plain.path / name).read_bytes() for name in names} == first
     assert "mooncake over tcp, read 64 KiB × 32: the call did not end within 5 s" in done.out
@@ -246,6 +246,6 @@ def test_a_link_is_that_of_the_descriptors_of_the_vllm_version(
 
 
 def test_a_run_of_requests_shares_no_table_with_one_of_transfers(plain: RunFolder, tmp_path: Path) -> None:
-    done = kvbench("report", str(plain.path), str(make_sweep(tmp_path, ("tcp",), (512,))))
+    done = invoke("report", str(plain.path), str(make_sweep(tmp_path, ("tcp",), (512,))))
     assert done.status == 2
     assert "no table in common" in done.err

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from commands import kvbench, not_spoilt, the_run
+from commands import invoke, kvbench, not_spoilt, the_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,7 +121,7 @@ def test_rows_that_the_scenario_is_not_about_are_left_out() -> None:
 
 
 def test_the_command_leaves_a_comparison_in_the_run(tmp_path: Path) -> None:
-    done = kvbench(
+    done = invoke(
         "simulate", "seed-h200-mooncake", "--against", str(NOTES), "--output", str(tmp_path),
         sets=["workload.input_len=[32768]"],
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
     """Listed rates on virtual time are the run; a real server that is half as fast gets them, too."""
     server, told, made = ("--connector", "aggregated"), tmp_path / "told", tmp_path / "made"
     listed = (*LOAD, "search.method=fixed", "search.rates=[8]")
-    done = kvbench("simulate", "quickstart", *server, "--output", str(told), sets=listed)
+    done = invoke("simulate", "quickstart", *server, "--output", str(told), sets=listed)
     assert done.status == 0, done.text
     (measured,) = told.iterdir()
 
@@ -188,7 +188,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
 
 
 def test_a_load_of_another_run_has_its_own_rate() -> None:
-    done = kvbench("bench", "quickstart", "--against", str(NOTES), "--rate", "3")
+    done = invoke("bench", "quickstart", "--against", str(NOTES), "--rate", "3")
     assert done.status == 2
     assert "takes no --rate" in done.err
 

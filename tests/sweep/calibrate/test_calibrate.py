@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import kvbench, not_spoilt, the_run
+from commands import invoke, kvbench, not_spoilt, the_run
 
 from kvbench.core.calibration.profile_file import ProfileFile, timing_of_values
 from kvbench.core.calibration.served_load import ServedLoad, Times
@@ -75,7 +75,7 @@ def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | 
 def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     words = ("calibrate", "--from", str(recorded(tmp_path / "one")), "--machine", "a test", "-o", str(path))
-    done = kvbench(*words, "--json")
+    done = invoke(*words, "--json")
     assert done.status == 0, done.text
     profile = read_profile(path)
     assert ProfileFile.model_validate_json(done.out) == profile
@@ -89,13 +89,11 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     assert "KV memory is taken as enough" in profile.source
     for said in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
         assert said in done.text
-    again = kvbench(*words)
+    again = invoke(*words)
     assert again.status == 2
     assert "is there already" in again.text
     sets = (f"simulate.timing={path}", "workload.input_len=[256]", "slo.tpot_ms=60", "search.max_trials=8")
-    used = kvbench(
-        "simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets
-    )
+    used = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets)
     assert used.status == 0, used.text
     assert "timing profile mine" in json.dumps(the_run(tmp_path / "r").manifest["simulated_with"])
 
@@ -103,7 +101,7 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
 def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     source = recorded(tmp_path / "odd", slower_from=40)
-    done = kvbench("calibrate", "--from", str(source), "-o", str(path))
+    done = invoke("calibrate", "--from", str(source), "-o", str(path))
     assert done.status == 1, done.text
     profile = read_profile(path)
     assert profile.status == "unfit"
@@ -126,7 +124,7 @@ def test_sums_and_engines_that_differ_are_refused(tmp_path: Path) -> None:
 
 def test_a_simulated_run_is_refused(tmp_path: Path) -> None:
     sets = ("workload.input_len=[256]", "search.max_trials=2")
-    done = kvbench("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path), sets=sets)
+    done = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path), sets=sets)
     assert done.status in (0, 3), done.text
     with pytest.raises(InputError, match="nothing of an engine was measured"):
         calibrated_from(the_run(tmp_path).path)

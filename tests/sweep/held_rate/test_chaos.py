@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Finished, Running, argv, kvbench, tagged_processes, the_run, wait_until
+from commands import Finished, Running, argv, invoke, kvbench, tagged_processes, the_run, wait_until
 
 from kvbench.results.run import RunFolder, load_run
 
@@ -109,13 +109,13 @@ def test_its_report_has_the_table_the_picture_and_the_answers(done: tuple[Finish
     assert (run.path / "figures" / "faults.svg").stat().st_size > 5000
     table = json.loads((run.path / "tables" / "chaos.json").read_text())
     assert {row["fault"] for row in table["faults"]} == {"restart prefill", "kill decode", "freeze decode"}
-    again = kvbench("report", str(run.path), "--json")
+    again = invoke("report", str(run.path), "--json")
     assert json.loads(again.out)["runs"][0]["faults"] == table["faults"]
 
 
 def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_path: Path) -> None:
     _, run = done
-    sound = kvbench("verify", str(run.path))
+    sound = invoke("verify", str(run.path))
     assert sound.status == 0, sound.text
     assert "3 faults" in sound.out
     other = tmp_path / run.run_id
@@ -127,19 +127,19 @@ def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_
     lines = [json.loads(line) for line in (other / "trials.jsonl").read_text().splitlines()]
     lines[0]["summary"]["chaos"]["cost"]["goodput_lost"] += 1
     (other / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    edited = kvbench("verify", str(other))
+    edited = invoke("verify", str(other))
     assert edited.status == 1
     assert "cost.goodput_lost does not follow from" in edited.text
 
 
 def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished, RunFolder]) -> None:
     path = str(done[1].path)
-    both = kvbench("compare", path, path, "--json")
+    both = invoke("compare", path, path, "--json")
     assert both.status == 0, both.text
     rows = {row["fault"]: row for row in json.loads(both.out)["rows"]}
     assert rows["kill decode"]["back_before"] == rows["kill decode"]["back_after"] == "never"
     assert all(row["word"] == "not told apart" for row in rows.values())
-    refused = kvbench("compare", path, path, "--by", "rate")
+    refused = invoke("compare", path, path, "--by", "rate")
     assert refused.status == 2
     assert "compared as a whole" in refused.text
     wrong = kvbench("sweep", "--resume", path)
@@ -177,7 +177,7 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
     assert whole.manifest["asked"]["faults"] == plan
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
     assert [each.summary["chaos"]["fault"]["number"] for each in whole.all_trials] == [1, 2, 3]
-    assert kvbench("verify", str(run.path)).status == 0
+    assert invoke("verify", str(run.path)).status == 0
 
 
 def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    refused = kvbench("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
+    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
     assert refused.status == 2, refused.text
     assert said in refused.text
     assert not list(tmp_path.iterdir())
@@ -232,6 +232,6 @@ def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: st
 
 @pytest.mark.parametrize("command", ["chaos", "soak"])
 def test_a_rate_is_asked_for(command: str) -> None:
-    refused = kvbench(command, "quickstart", sets=EASY)
+    refused = invoke(command, "quickstart", sets=EASY)
     assert refused.status == 2
     assert "give the rate to hold" in refused.text

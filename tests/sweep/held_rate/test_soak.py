@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import Running, kvbench, tagged_processes, the_run, wait_until
+from commands import Running, invoke, kvbench, tagged_processes, the_run, wait_until
 from processes import words_of
 
 from kvbench.report.held.soak_rows import soak_problems, soak_series
@@ -47,8 +47,8 @@ def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     assert "What drifts" in (run.path / "report.md").read_text()
     # A busy machine may have windows refused, or slow down: then it says so, and ends with 1.
     assert done.status == (1 if soak_problems(run) else 0), done.text
-    assert kvbench("verify", str(run.path)).status == 0
-    both = kvbench("compare", str(run.path), str(run.path), "--json")
+    assert invoke("verify", str(run.path)).status == 0
+    both = invoke("compare", str(run.path), str(run.path), "--json")
     assert {row["what"] for row in json.loads(both.out)["rows"]} >= {"memory (MB)", "TPOT P99 (ms)"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import kvbench
+from commands import invoke, kvbench
 
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError, LaunchError
@@ -214,10 +214,10 @@ def test_the_table_is_printed_with_its_verdict() -> None:
 
 
 def test_bad_options_are_said_at_once(tmp_path: Path) -> None:
-    done = kvbench("selftest", "--streams", "many")
+    done = invoke("selftest", "--streams", "many")
     assert done.status == 2
     assert "no list of numbers" in done.err
-    done = kvbench("selftest", "--output", str(tmp_path / "no" / "file.json"))
+    done = invoke("selftest", "--output", str(tmp_path / "no" / "file.json"))
     assert done.status == 2
     assert "there is no folder" in done.err
 

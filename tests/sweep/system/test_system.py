@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvbench.errors import StoreError
-from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.overrides import CliOptions
 from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep.resume import reopen
 from kvbench.sweep.simulate import simulated
@@ -240,33 +240,6 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
     assert "simulator.py" in planned.out
     with pytest.raises(StoreError, match="somebody else's simulator"):
         reopen(first)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("xpyd", "--system", "true", *LOAD), "--system needs no scenario"),
-        (("--system", "true", "--input-len", "8"), "--system also needs --output-len, --ttft-ms"),
-        (("--system", "no-such-program x", *LOAD), "there is no program 'no-such-program'"),
-        (("--system", "'unclosed", *LOAD), "no closing quotation"),
-        (("--system", " ", *LOAD), "must name a program"),
-        (("--system", "true", "--gpus", "2", *LOAD), "no splits"),
-        (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    done = kvbench("simulate", *words, "--output", str(tmp_path / "results"))
-    assert done.status == 2, done.text
-    assert said in done.err.replace("\n", " ")
-    assert not (tmp_path / "results").exists()
-
-
-def test_load_options_are_for_an_ordinary_simulation_too() -> None:
-    done = kvbench("simulate", "--help")
-    assert "--system" in done.out
-    assert "--base-url" not in done.out
-    scenario, _ = resolve(CliOptions("quickstart", input_len="64", output_len=4, ttft_ms=123.0))
-    assert (scenario.workload.output_len, scenario.slo.ttft_ms) == (4, 123.0)
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------
