@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ class CellChange:
     @property
     def lost(self) -> bool:
         """Whether it was measured before, and now is not."""
-        return any(row.outcome in ANSWERED for row in self.before) and not any(
+        return bool(_answered(self.before)) and not any(
             row.outcome in (*ANSWERED, "undecided") for row in self.after
         )
 
@@ -104,10 +104,12 @@ def cell_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> lis
 
 def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> CellChange:
     found = CellChange(cell, before, after)
+    if {row.run_id for row in before} == {row.run_id for row in after} and not _answered((*before, *after)):
+        return replace(found, same=True, why=f"the same trials, {_outcome(before)}")
     for rows, word in ((before, "before"), (after, "after")):
-        if not any(row.outcome in ANSWERED for row in rows):
+        if not _answered(rows):
             return replace(found, why=f"{_outcome(rows)} {word}")
-    one, other = ([row for row in rows if row.outcome in ANSWERED] for rows in (before, after))
+    one, other = _answered(before), _answered(after)
     sizes = {row.size for row in (*one, *other)}
     per = next((unit for size in sizes if (unit := unequal(one[0].size, size)) is not None), None)
     if per is not None and not all(row.size.count(per) for row in (*one, *other)):
@@ -123,6 +125,10 @@ def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> Cel
         return replace(found, per=per, why=f"no search {' and '.join(sides)} converged")
     change = rate_change(*([_searched(row, per) for row in rows] for rows in converged))
     return replace(found, change=change, per=per)
+
+
+def _answered(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.outcome in ANSWERED]
 
 
 def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:

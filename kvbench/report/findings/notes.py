@@ -159,7 +159,8 @@ def _limits(rows: Sequence[Row]) -> Iterable[Note]:
 
 
 def _said_of(row: Row) -> str:
-    reason = f": {row.reason}" if row.reason else ""
+    reasons = "; ".join(filter(None, (row.answer.refusals, row.reason)))
+    reason = f": {reasons}" if reasons else ""
     if row.outcome in ("refused", "failed"):
         return f"{row.outcome}{reason}"
     if row.outcome == "none":

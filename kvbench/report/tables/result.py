@@ -60,8 +60,8 @@ class Answer:
 
     def text(self) -> str:
         """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
-        ``none (< 0.5)``, ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``; with ``extrapolated``
-        or ``unfit`` behind it where that is its mark."""
+        ``none (< 0.5)``, ``no rate (< 390)``; with ``extrapolated`` or ``unfit`` behind it where that is its
+        mark."""
         return " ".join(filter(None, (self._text(), self.mark)))
 
     def _text(self) -> str:
@@ -74,8 +74,7 @@ class Answer:
             return f"at {number(self.max_request_rate)}"
         if self.outcome in ("none", "undecided"):
             known = "none" if self.outcome == "none" else "no rate"
-            known += "" if self.upper is None else f" (< {number(self.upper)})"
-            return f"{known}; {self.refusals}" if self.refusals else known
+            return known if self.upper is None else f"{known} (< {number(self.upper)})"
         return str(self.outcome)
 
 
@@ -147,8 +146,11 @@ class Row:
         return None if watts is None or not tokens else watts / tokens
 
     def rate_text(self) -> str:
+        """The answer and why it has no rate: ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``."""
         text = self.answer.text()
-        return f"{text}: {self.reason}" if self.outcome in ("refused", "failed", "skipped") else text
+        if self.outcome in ("refused", "failed", "skipped"):
+            return f"{text}: {self.reason}"
+        return "; ".join(filter(None, (text, self.answer.refusals)))
 
     def flat(self) -> dict[str, Any]:
         """One level of names and values, as in tables/summary.csv and summary.json."""

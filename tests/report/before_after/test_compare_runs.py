@@ -209,6 +209,20 @@ def test_a_run_beside_itself_is_ok() -> None:
     assert text.startswith("ok: no cell is surely worse by more than 5% (6 cells: 6 unchanged)\n")
 
 
+def test_a_run_beside_itself_is_ok_where_a_cell_has_no_rate(copied: Callable[..., Path]) -> None:
+    path = copied("a")
+    first, *others = (path / "cells.jsonl").read_text().splitlines()
+    cell = json.loads(first)
+    cell["answer"] |= {"max_request_rate": None, "lower": None, "upper": None, "posterior": []}
+    (path / "cells.jsonl").write_text("\n".join([json.dumps(cell), *others, ""]))
+    code, text = printed([path, path], ci=True)
+    assert code == EXIT_OK
+    assert "(6 cells: 6 unchanged)" in text
+    other = copied("b", manifest=lambda manifest: manifest.update(run_id="another"))
+    shutil.copy(path / "cells.jsonl", other)
+    assert printed([path, other], ci=True)[0] == EXIT_INCONCLUSIVE
+
+
 def test_a_loss_that_is_possible_is_inconclusive_and_it_says_what_it_would_see(
     copied: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.core.records import Cell, Finding, TrialRecord, VerdictKind
+from kvbench.report.findings.notes import notes
 from kvbench.report.tables.cells import gist, result
 from kvbench.report.tables.numbers import MISSING
 from kvbench.report.tables.result import Row, read_answer, summary_table
@@ -109,7 +110,11 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
     ]
     row = row_of(records, max_request_rate=120.0, lower=49.4, upper=390.0, status="exhausted")
     assert row.outcome == "undecided"
+    assert row.answer.text() == "no rate (< 390)"
     assert row.rate_text() == "no rate (< 390); 2 of 3 trials refused: machine_disturbed"
+    run = RunFolder(Path(), 1, {"status": "complete"}, "", {}, {}, records, [], [])
+    said = {note.text for note in notes(run, [row])}
+    assert "nixl at 256: no rate can be given: 2 of 3 trials refused: machine_disturbed" in said
     assert (row.flat()["max_request_rate"], row.flat()["lower"]) == (None, None)
     stored = row_of(records, max_request_rate=None, lower=None, upper=390.0, status="exhausted")
     assert stored.answer == row.answer
