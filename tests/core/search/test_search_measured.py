@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
+from kvbench.core.search.by_measurements import _aim_below
 from kvbench.core.search.posterior.posterior import fit
 from kvbench.core.search.posterior.rate_points import RatePoint, point_of
 from kvbench.core.search.search import (
@@ -27,6 +28,7 @@ from kvbench.core.search.search import (
     TrialOutcome,
     foreseen_after,
 )
+from kvbench.core.search.trial_history import TrialHistory
 
 pytestmark = pytest.mark.timeout(400)
 LIMITS = SearchLimits(start_rate=8, min_rate=0.5, max_rate=512)
@@ -186,6 +188,15 @@ def confirming(verdict: VerdictKind, attainment: float) -> RateSearch:
     search = RateSearch(replace(LIMITS, max_trials=9), ceiling=True)
     run(search, trial)
     return search
+
+
+@pytest.mark.parametrize(("failed", "below"), [(0, 0.10), (1, 0.16), (2, 0.22), (4, 0.28)])
+def test_each_failed_confirmation_moves_the_next_further_below_the_median(failed: int, below: float) -> None:
+    """By shares of the precision, up to a limit; what was met or had another purpose does not count."""
+    others = (TrialOutcome(9.9, "met", "confirm"), TrialOutcome(10.5, "missed", "bisect"))
+    missed = (TrialOutcome(10, "missed", "confirm"),) * failed
+    history = TrialHistory(LIMITS, (*others, *missed))
+    assert _aim_below(history) == pytest.approx(below)
 
 
 def test_a_rate_that_no_trial_met_is_not_called_converged() -> None:
