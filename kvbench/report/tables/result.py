@@ -146,7 +146,7 @@ class Row:
         return None if watts is None or not tokens else watts / tokens
 
     def rate_text(self) -> str:
-        """The answer and why it has no rate: ``no rate (< 390); 2 of 3 trials refused: machine_disturbed``."""
+        """The answer, and why it has no rate: ``no rate (< 390); 2 of 3 trials refused: step_lag``."""
         text = self.answer.text()
         if self.outcome in ("refused", "failed", "skipped"):
             return f"{text}: {self.reason}"

@@ -123,28 +123,16 @@ def queue(
     return trial
 
 
-@pytest.mark.parametrize("ceiling", [False, pytest.param(True, marks=pytest.mark.heavy)])
-def test_the_root_is_found_without_bias(ceiling: bool) -> None:
-    found, trials = [], []
-    for seed in range(24):
-        answer = run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33))
-        assert answer.status == "converged"
-        assert answer.max_request_rate is not None
-        found.append(answer.max_request_rate / 30)
-        trials.append(answer.trials)
+@pytest.mark.parametrize("ceiling", [True, pytest.param(False, marks=pytest.mark.heavy)])
+def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool) -> None:
+    answers = [run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(24)]
+    assert {each.status for each in answers} == {"converged"}
+    found = np.array([each.max_request_rate for each in answers], float) / 30
     assert np.median(found) == pytest.approx(1.0, abs=0.015)
-    assert np.mean(np.abs(np.array(found) - 1) <= 0.05) >= 0.9
-    assert np.median(trials) <= (7 if ceiling else 9)
-
-
-def test_the_interval_covers_as_often_as_it_says() -> None:
-    inside = 0
-    for seed in range(36):
-        answer = run(RateSearch(LIMITS, ceiling=True), queue(30, seed, capacity=33))
-        assert answer.lower is not None
-        assert answer.upper is not None
-        inside += answer.lower <= 30 <= answer.upper
-    assert inside >= 28  # 32 expected
+    assert np.mean(np.abs(found - 1) <= 0.05) >= 0.9
+    assert np.median([each.trials for each in answers]) <= (7 if ceiling else 9)
+    inside = [each.lower <= 30 <= each.upper for each in answers if each.lower and each.upper]
+    assert sum(inside) >= 18  # 22 expected
 
 
 def test_after_some_trials_it_is_foreseen_whether_all_will_do() -> None:
@@ -306,9 +294,9 @@ def run_on(search: RateSearch, trial: Trial) -> SearchAnswer:
 
 
 def test_refused_trials_stay_out_of_the_answer() -> None:
-    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(15)]
+    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(9)]
     found = [each.max_request_rate for each in answers if each.status == "converged"]
-    assert len(found) >= 10
+    assert len(found) >= 6
     assert all(rate is not None and 26 < rate < 34 for rate in found)
 
 
