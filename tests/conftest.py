@@ -94,6 +94,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("core") is None)
 
 
+def pytest_collection_finish() -> None:
+    """Keep what was collected out of garbage collections, of which it would be most of the work."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     suites.unmarked_starts(item)  # what collection started is no test's
@@ -208,6 +214,10 @@ def _is_kept(process: psutil.Process) -> bool:
 
 
 def _processes() -> set[int]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has no child, and so no grandchild: psutil would read all of /proc
+        return set()
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
