@@ -89,9 +89,9 @@ NOT_A_LACK = re.compile(r"\bmoves? (no )?bytes\b|copies memory|has its own tests
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark real tests, and begin with the core: its file takes longest, and one worker runs it alone."""
+    """Mark real tests, and begin with what takes longest: one worker runs each file alone. First the core."""
     suites.mark(items)
-    items.sort(key=lambda item: item.get_closest_marker("core") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("core") is None, "tests/sweep" not in item.nodeid))
 
 
 def pytest_collection_finish() -> None:

@@ -61,15 +61,23 @@ WISHES = {
     "listed": CliOptions("quickstart", LISTED),
     "bench": CliOptions("quickstart", (*QUICK, "workload.input_len=[128,256]"), fixed_rate=10.0),
 }
+LONG = ("sustained", "burst beside", "tiers")
+"""The default suite tries some of their cuts."""
 
 
-@pytest.mark.parametrize("kind", WISHES)
-def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((kind, 5 if kind in LONG else 1) for kind in WISHES),
+        *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
+    ],
+)
+def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, kind: str, step: int) -> None:
     sweep = Taped(WISHES[kind])
     whole = sweep.unbroken(tmp_path / "whole")
     expected, order, tried = load_run(whole), write_order(whole), len(sweep.tape)
     assert tried == len(expected.all_trials)
-    for lines in range(len(order)):
+    for lines in range(0, len(order), step):
         broken = cut_off(whole, tmp_path / f"{lines}" / whole.name, lines, torn=lines % 3 > 0)
         kept = len(load_run(broken).all_trials)
         assert kept == sum(name == "trials.jsonl" for name, _ in order[:lines])

@@ -22,6 +22,7 @@ from kvbench.sweep.sweep import searching_sweep
 pytestmark = pytest.mark.timeout(300)
 STEPS = 10
 """How often the time left is looked at in a trial."""
+LONG = ("quickstart", "xpyd")
 
 
 @dataclass
@@ -58,7 +59,7 @@ def watched(name: str, folder: Path, **settings: Any) -> Clock:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("quickstart", marks=pytest.mark.heavy), "xpyd", "burst-or-sustained"]
+    "name", [*(pytest.param(name, marks=pytest.mark.heavy) for name in LONG), "burst-or-sustained"]
 )
 def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, tmp_path: Path) -> None:
     clock = watched(name, tmp_path)

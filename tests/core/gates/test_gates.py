@@ -720,7 +720,7 @@ def honest_trials(draw: st.DrawFn) -> Evidence:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(honest_trials())
 def test_no_gate_refuses_an_honest_trial(trial: Evidence) -> None:
     refused = [finding for finding in judge(trial)[2] if finding.level == "invalid"]

@@ -413,20 +413,20 @@ def either(text: str, *overrides: str) -> None:
     assert all(line.startswith(("mine.yaml:", "--set ", "… and ")) for line in told)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(st.one_of(st.text(max_size=200), st.lists(_WORDS, max_size=40).map("".join)))
 def test_any_text(text: str) -> None:
     either(text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.dictionaries(_KEYS, _VALUES, max_size=8))
 def test_any_structure(data: dict[str, Any]) -> None:
     either(yaml.safe_dump(data))
     either(yaml.safe_dump({**yaml.safe_load(MINIMAL), **data}))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(
         st.tuples(st.lists(_KEYS | st.text(max_size=3), max_size=4), st.text(max_size=6) | _WORDS), max_size=3

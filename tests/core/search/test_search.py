@@ -189,7 +189,7 @@ def test_a_retry_that_succeeds_goes_on() -> None:
     assert search.ask() == Probe(16, "expand")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     st.floats(0.6, 500),
     st.floats(0.5, 512),
@@ -215,7 +215,7 @@ def test_random_refusals_never_make_a_wrong_claim(
         assert answer.upper <= answer.lower * 1.05 * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["met", "missed", "invalid"]), max_size=40), st.integers(1, 25))
 def test_any_verdicts_end_and_can_be_resumed(verdicts: list[VerdictKind], max_trials: int) -> None:
     limits = SearchLimits(8, 0.5, 512, 0.05, max_trials)
@@ -229,7 +229,7 @@ def test_any_verdicts_end_and_can_be_resumed(verdicts: list[VerdictKind], max_tr
     assert resumed.answer() == answer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0.5, 512), st.sampled_from(["met", "missed", "invalid"])), min_size=1, max_size=8

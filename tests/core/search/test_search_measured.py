@@ -133,6 +133,10 @@ def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool)
     assert np.median([each.trials for each in answers]) <= (7 if ceiling else 9)
     inside = [each.lower <= 30 <= each.upper for each in answers if each.lower and each.upper]
     assert sum(inside) >= 18  # 22 expected
+    for each in answers:
+        assert each.confirmed
+        met = [point["rate"] for point in each.curve if point["verdict"] == "met"]
+        assert any(0.9999 <= rate / (each.max_request_rate or 0) <= 1.0501 for rate in met)
 
 
 def test_after_some_trials_it_is_foreseen_whether_all_will_do() -> None:
@@ -199,15 +203,6 @@ def test_a_rate_that_no_trial_met_is_not_called_converged() -> None:
         else:
             assert answer.max_request_rate is None
     assert confirming("met", 0.96).answer().status == "converged"
-
-
-def test_the_answer_is_a_rate_that_was_met_or_has_one_just_above_it() -> None:
-    for seed in range(40):
-        answer = run(RateSearch(LIMITS, ceiling=True), queue(30, seed, capacity=33))
-        assert (answer.status, answer.confirmed) == ("converged", True)
-        assert answer.max_request_rate is not None
-        met = [point["rate"] for point in answer.curve if point["verdict"] == "met"]
-        assert any(0.9999 <= rate / answer.max_request_rate <= 1.0501 for rate in met)
 
 
 def test_a_step_down_is_no_leap_where_requests_were_in_time() -> None:
@@ -294,9 +289,9 @@ def run_on(search: RateSearch, trial: Trial) -> SearchAnswer:
 
 
 def test_refused_trials_stay_out_of_the_answer() -> None:
-    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(9)]
+    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(6)]
     found = [each.max_request_rate for each in answers if each.status == "converged"]
-    assert len(found) >= 6
+    assert len(found) >= 4
     assert all(rate is not None and 26 < rate < 34 for rate in found)
 
 
@@ -423,7 +418,7 @@ measures: st.SearchStrategy[Any] = st.builds(
 )
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["met", "missed", "undecided", "invalid"]), st.none() | measures),

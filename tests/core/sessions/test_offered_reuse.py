@@ -38,7 +38,7 @@ def found_by_a_cache(lists: Sequence[Sequence[int]], capacity: int) -> list[int]
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(prompts, st.integers(0, 40))
 def test_every_capacity_finds_what_a_cache_of_it_finds(lists: list[list[int]], capacity: int) -> None:
     counted = offered_reuse(chained(arrays(lists))[0])

@@ -68,7 +68,7 @@ def test_block_hashes_are_those_of_full_blocks() -> None:
 # -- block pool -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(st.data(), st.integers(1, 12), st.booleans())
 def test_pool_never_loses_or_doubles_a_block(data: st.DataObject, size: int, caching: bool) -> None:
     pool = BlockPool(size, caching)
@@ -160,7 +160,7 @@ def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
     assert scheduler.pool.free_blocks == config.num_blocks - len(references)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), CONFIGS)
 def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, config: EngineConfig) -> None:
     scheduler = Scheduler(config)

@@ -161,7 +161,7 @@ def test_a_stopped_trial_keeps_what_it_knows(
         assert all(record.ok for record in outcome.records)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(loads, st.integers(1, 8), st.integers(60, 300), st.sampled_from([64, 2048]))
 def test_steps_taken_in_one_go_are_the_steps_taken_one_by_one(
     requests: list[tuple[float, int, int]], slots: int, blocks: int, budget: int

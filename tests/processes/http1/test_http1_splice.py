@@ -104,7 +104,7 @@ garbled = st.lists(
 ).map(b"".join)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=70)
 @given(
     body=st.builds(lambda *parts: b"".join(parts), sound, garbled, sound),
     cuts=st.lists(st.integers(1, 60), min_size=1, max_size=12),

@@ -194,7 +194,7 @@ def streams(draw: st.DrawFn) -> tuple[list[bytes], list[int]]:
     return parts, [max(1, size) for size in sizes]
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(streams(), st.lists(st.integers(1, 8), max_size=10), st.booleans())
 @example((TWO_USAGES, list(map(len, TWO_USAGES))), [], True)
 @example(([chunk(event(" a")), LAST, LAST, chunk(event(" a"))], [len(chunk(event(" a"))), 5, 5]), [], False)
@@ -236,7 +236,7 @@ def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, 
 @pytest.mark.skipif(
     READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
 )
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(streams(), st.lists(st.integers(1, 4), max_size=14))
 @example(([chunk(event(f" {n}")) for n in range(9)] + [LAST], [len(chunk(event(" 0")))] * 9), [2])
 @example(([chunk(event(" a"))] * 9 + [LAST], [len(chunk(event(" a")))] * 3 + [40]), [1, 1])
@@ -249,7 +249,7 @@ def test_chunks_that_are_forgotten_at_the_read_count_as_those_that_are_kept(
     assert read_and_taken(reads, batches) == taken(data, sizes, batches, GeneralAnswer)
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(streams(), SIZES)
 @example((USAGE_FIRST, list(map(len, USAGE_FIRST))), [len(HEAD)])
 def test_where_reads_end_changes_nothing_but_the_stamps(
