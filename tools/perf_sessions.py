@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.core.sessions.corpus import Corpus
-from kvbench.core.sessions.figures import CorpusFigures
-from kvbench.core.sessions.generator import fitted_model
-from kvbench.core.sessions.session_plan import SessionPlan
+from kvbench.core.sessions.corpus import Corpus, CorpusFigures
+from kvbench.core.sessions.generator import SessionPlan, fitted_model
 from kvbench.planning.corpus.corpus_files import load_corpus
 
 EXCERPT = Path(__file__).parents[1] / "tests/recorded/agentic/excerpt.jsonl.gz"

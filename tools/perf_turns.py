@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.core.records import RequestRecord
-from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
+from kvbench.core.scenario.sections import Sessions, SessionShape
 from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.core.sessions.session_source import source_of
 from kvbench.planning.corpus.session_files import write_session_load

@@ -22,7 +22,7 @@ def complete_format(incomplete: str) -> Iterator[str]:
 
 def complete_model(incomplete: str) -> Iterator[str]:
     """Models whose KV cache is known."""
-    from kvbench.core.physics.model_shapes import MODELS
+    from kvbench.core.physics import MODELS
 
     yield from (name for name in MODELS if name.startswith(incomplete))
 
@@ -63,7 +63,7 @@ def corpus(
     json_: JsonOption = False,
 ) -> None:
     """Tell what recorded sessions ask for: turns, lengths, think times, and what caches could reuse."""
-    from kvbench.core.sessions.figures import CorpusFigures
+    from kvbench.core.sessions.corpus import CorpusFigures
     from kvbench.core.units import parse_counts
     from kvbench.planning.corpus.corpus_files import load_corpus
     from kvbench.planning.corpus.corpus_table import corpus_report, print_report

@@ -14,11 +14,11 @@ from kvbench import engines
 from kvbench.connectors.base import Connector
 from kvbench.core.access import ServerAccess
 from kvbench.core.foreign_text import visible
-from kvbench.core.gates.evidence_figures import LoggedTransport
-from kvbench.core.load.chat_prompts import ChatLength
+from kvbench.core.gates.evidence import LoggedTransport
+from kvbench.core.load.prompts import ChatLength
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.completions import Completion
 from kvbench.deployment.diagnose import Diagnosis

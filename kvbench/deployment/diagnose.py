@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from kvbench.core.gates.evidence_figures import LoggedTransport
+from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
 from kvbench.deployment.log_patterns import Level, Pattern, patterns
 from kvbench.deployment.transport_log import TransportReader

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from kvbench.connectors.base import Connector
-from kvbench.core.gates.evidence_figures import LoggedTransport
+from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.deployment.diagnose import Diagnosis, LogSource, LogWatch
 from kvbench.errors import LaunchError, ProcessDiedError, ProcessHungError

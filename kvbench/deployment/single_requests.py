@@ -11,7 +11,7 @@ from typing import Any, Final
 import httpx
 
 from kvbench.core.foreign_text import visible
-from kvbench.core.load.chat_prompts import ChatLength, messages
+from kvbench.core.load.prompts import ChatLength, messages
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import abort_text
 from kvbench.core.scenario.scenario import Scenario

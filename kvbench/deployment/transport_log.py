@@ -15,7 +15,7 @@ from typing import Final
 
 import yaml
 
-from kvbench.core.gates.evidence_figures import LoggedTransport
+from kvbench.core.gates.evidence import LoggedTransport
 
 _TABLE: Final = Path(__file__).with_name("transport_lines.yaml")
 _SELF: Final = "self"

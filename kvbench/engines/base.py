@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Neighbours, Role, Seat
-from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.physics import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks

@@ -14,8 +14,7 @@ from kvbench import transfer
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.connectors.parts.ucx import moves_gpu_memory
 from kvbench.core.gates.lies import LIES, Lie, labels_of
-from kvbench.core.plan.process_modules import EMULATOR_MODULE
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import EMULATOR_MODULE, ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
 from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
 from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext

@@ -13,7 +13,7 @@ from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, is_newer
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.scenario.hosts import NODE
 from kvbench.engines.base import Engine, EngineOptions, Instance, OptionsContext
 from kvbench.engines.parts.commands import argv_of, asked_version, found_command
 from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario

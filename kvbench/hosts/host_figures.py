@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kvbench.core.gates.evidence_figures import HostFigures, NicFigures
+from kvbench.core.gates.evidence import HostFigures, NicFigures
 from kvbench.hosts.devices import NicReading
 from kvbench.hosts.telemetry import HostReading
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.scenario.hosts.schedulers import RayOptions
+from kvbench.core.scenario.hosts import RayOptions
 from kvbench.errors import LaunchError, MissingLibraryError
 from kvbench.launchers.parts.ray_actor import ActorChannel, agent_actor, first_line
 from kvbench.launchers.parts.ray_bundles import Bundle, bundles_of, listed, missing, placed, unique_names

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.core.plan.processes import RUN_TAG_ENV
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.parts.slurm_words import (

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvbench.core.scenario.hosts.hosts import Ssh
+from kvbench.core.scenario.hosts import Ssh
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.channel import (
     CLOSE_GRACE_S,

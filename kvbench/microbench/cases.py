@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from kvbench import transfer
-from kvbench.core.transfers import blocks, warnings
+from kvbench.core.transfers import stats
+from kvbench.core.transfers.cases import initiator_layout, target_layout
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts import devices
@@ -151,8 +152,8 @@ class Microbench:
         if room is None or case.memory != "host":
             return ""
         here = {name: not side.elsewhere for name, side in self._sides.items()}
-        needed = here["initiator"] * case.initiators * blocks.initiator_layout(case).nbytes
-        needed += here["target"] * case.targets * blocks.target_layout(case).nbytes
+        needed = here["initiator"] * case.initiators * initiator_layout(case).nbytes
+        needed += here["target"] * case.targets * target_layout(case).nbytes
         if needed <= MEMORY_SHARE * room:
             return ""
         return f"its buffers need {needed:,} bytes, and {room:,} bytes of memory are free"
@@ -184,7 +185,7 @@ class Microbench:
             0.0 if sides["target"].elsewhere else record.target_cpu_s or 0.0
         )
         backend = transfer.get(case.backend)
-        seen = warnings.CaseConditions(
+        seen = stats.CaseConditions(
             cores=before["cores"],
             load_before=self._load,
             others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - ours,
@@ -197,7 +198,7 @@ class Microbench:
         )
         if case.backend == "memcpy":
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
-        record.warnings = warnings.warnings(record, seen)
+        record.warnings = stats.warnings(record, seen)
 
     def _line_rate(self, case: Case, window: CounterWindow) -> float | None:
         """What the asked NICs of the slower side can carry together, in GB/s."""

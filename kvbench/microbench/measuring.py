@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from kvbench import transfer
-from kvbench.core.transfers import blocks as transferplan
-from kvbench.core.transfers.blocks import Pairing
+from kvbench.core.transfers import cases as transferplan
+from kvbench.core.transfers.cases import Pairing
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.microbench.settings import Settings
 from kvbench.microbench.sides import ANSWER_S, Asked, WorkerError, WorkerHandle, Workers

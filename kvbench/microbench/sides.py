@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvbench.core.plan.process_modules import TRANSFER_WORKER_MODULE
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import TRANSFER_WORKER_MODULE, ProcessSpec
 from kvbench.errors import KvbenchError, TransferError
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher

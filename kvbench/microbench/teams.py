@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvbench.core.transfers import blocks
+from kvbench.core.transfers import cases
 from kvbench.core.transfers.records import Case, Layout, TransferRecord
 from kvbench.microbench.settings import Settings
 from kvbench.microbench.sides import ANSWER_S, Asked, Side, WorkerHandle, Workers
@@ -83,14 +83,14 @@ class Teams:
 
     def expect(self, case: Case) -> None:
         """A case that comes: workers get buffers for the largest of those that they can serve."""
-        layouts = (blocks.initiator_layout(case), blocks.target_layout(case))
+        layouts = (cases.initiator_layout(case), cases.target_layout(case))
         known = self._largest.get(Key.of(case))
         if known is None or layouts[0].nbytes > known[0].nbytes:
             self._largest[Key.of(case)] = layouts
 
     def fitting(self, case: Case, record: TransferRecord, on_stage: Callable[[str], None]) -> Team:
         """The team of the case before if it can serve this one, or a new one; connected."""
-        wanted = (blocks.initiator_layout(case), blocks.target_layout(case))
+        wanted = (cases.initiator_layout(case), cases.target_layout(case))
         key = Key.of(case)
         if self._team is None or self._team.key != key or self._workers.casualties():
             self.disband(orderly=True)

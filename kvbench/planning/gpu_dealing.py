@@ -14,7 +14,7 @@ from kvbench import engines
 from kvbench.core.plan.gpus import GpuNeed, GpuPool, GpuWant, deal, pool_of
 from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan
 from kvbench.core.scenario.deployment_section import Deployment
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.hosts import devices

@@ -16,7 +16,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.scenario.hosts.hosts import FarHost
+from kvbench.core.scenario.hosts import FarHost
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.agents.fleet import in_shell

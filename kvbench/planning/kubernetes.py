@@ -14,7 +14,7 @@ import yaml
 
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts import FarHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.kubernetes_pods import K8sOptions, Manifest, k8s_name, pod_manifests, run_tag

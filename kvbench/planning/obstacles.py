@@ -11,7 +11,7 @@ from typing import Final
 
 from kvbench import connectors, engines, transfer
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.scenario.hosts.hosts import FarHost
+from kvbench.core.scenario.hosts import FarHost
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, Problem
 from kvbench.launchers.parts.sockets import is_free, is_here

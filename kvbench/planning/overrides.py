@@ -10,7 +10,7 @@ import yaml
 from kvbench.core.access import ServerAccess
 from kvbench.core.scenario.overrides import Overrides, Unread, merged, typed_overrides
 from kvbench.core.scenario.scenario import Scenario, read_scenario
-from kvbench.core.scenario.sessions.sessions_section import Sessions
+from kvbench.core.scenario.sections import Sessions
 from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
 from kvbench.errors import InputError

@@ -11,11 +11,11 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvbench import connectors, engines
-from kvbench.core.findings.unequal_ranks import unequal_ranks
+from kvbench.core.findings.setups import unequal_ranks
 from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
-from kvbench.core.plan.prospect_text import prospect_text
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.plan.prospect import prospect_text
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, Problem
 from kvbench.hosts.devices import gpus, rdma

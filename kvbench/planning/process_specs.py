@@ -13,13 +13,12 @@ from typing import Any
 
 from kvbench import connectors, engines
 from kvbench.connectors.base import Connector, Neighbours
-from kvbench.core.findings.tcp_beside_rdma import tcp_beside_rdma
-from kvbench.core.physics.model_shapes import ModelShape
+from kvbench.core.findings.setups import tcp_beside_rdma
+from kvbench.core.physics import ModelShape
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.process_modules import ROUTER_MODULE
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ROUTER_MODULE, ProcessSpec
 from kvbench.core.records import Finding
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, Problem

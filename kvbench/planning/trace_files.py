@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.load.trace_formats import parse_trace
-from kvbench.core.load.traces import TracedRequest, TraceFigures, figures, scaled
+from kvbench.core.load.traces import TracedRequest, TraceFigures, figures, parse_trace, scaled
 from kvbench.core.scenario.scenario import Scenario, Trace
 from kvbench.core.search.burst import burst_offsets
 from kvbench.errors import InputError

@@ -1,6 +1,6 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
-A folder with a newer schema is refused (schema.py).
+A folder with a newer schema is refused.
 """
 
 from __future__ import annotations

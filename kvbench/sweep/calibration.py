@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.calibration.served_load import link_of
+from kvbench.core.calibration.fit import link_of
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads

@@ -11,8 +11,7 @@ from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.metrics.limit import limit_of_cell
 from kvbench.core.plan.plan import Plan
-from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospect_of, seen_of
-from kvbench.core.plan.prospect_text import shortfall_text
+from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospect_of, seen_of, shortfall_text
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch

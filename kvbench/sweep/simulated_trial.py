@@ -10,8 +10,7 @@ from typing import Any, Final
 from kvbench.connectors.base import Connector
 from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.canaries.pool import CanaryPool
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import ClientFigures
+from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan

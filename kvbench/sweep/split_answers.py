@@ -8,7 +8,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.findings.possible_rates import LEVEL
+from kvbench.core.findings.rate_change import LEVEL
 from kvbench.core.metrics.limit import LIMIT_SHORT
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.report.tables.numbers import MISSING, number, percent

@@ -15,7 +15,7 @@ from rich.console import Console
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.prospect_text import prospect_text
+from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario

@@ -12,7 +12,7 @@ import pkgutil
 import subprocess
 import sys
 
-from kvbench.core.plan.process_modules import TRANSFER_CHILD_MODULE
+from kvbench.core.plan.processes import TRANSFER_CHILD_MODULE
 from kvbench.errors import InputError, Problem
 from kvbench.plugins import outside
 from kvbench.transfer.base import Backend

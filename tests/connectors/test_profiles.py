@@ -27,7 +27,7 @@ from kvbench.core.engine_versions import (
     release,
     version_in,
 )
-from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.physics import MODELS
 from kvbench.core.ranks import Ranks
 from kvbench.engines.base import Instance
 from kvbench.engines.vllm import ENGINE, VllmOptions

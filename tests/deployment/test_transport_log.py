@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench import connectors
-from kvbench.core.gates.evidence_figures import EMULATED, LoggedTransport
+from kvbench.core.gates.evidence import EMULATED, LoggedTransport
 from kvbench.deployment.diagnose import LogSource, LogWatch
 from kvbench.deployment.transport_log import TransportReader
 

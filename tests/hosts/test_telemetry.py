@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvbench.core.gates.evidence_figures import EngineFigures
+from kvbench.core.gates.evidence import EngineFigures
 from kvbench.errors import ServerError
 from kvbench.hosts.devices import NicReading, cgroup_throttled_s, link_rate, nic_counters, thermal_events
 from kvbench.hosts.host_figures import host_figures

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.scenario.hosts.schedulers import RayOptions
+from kvbench.core.scenario.hosts import RayOptions
 from kvbench.errors import MissingLibraryError
 from kvbench.launchers.parts.ray_bundles import Bundle, bundles_of, listed, missing, placed, unique_names
 from kvbench.launchers.ray import RayNodesOf, problem

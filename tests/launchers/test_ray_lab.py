@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.core.scenario.hosts.schedulers import RayOptions
+from kvbench.core.scenario.hosts import RayOptions
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
@@ -186,7 +186,7 @@ def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
 
 OWNER = """
 import sys
-from kvbench.core.scenario.hosts.schedulers import RayOptions
+from kvbench.core.scenario.hosts import RayOptions
 from kvbench.launchers.agents.agent_client import Agent
 from kvbench.launchers.ray import RayNodesOf
 wanted = {"prefill": {"resources": {"prefill_node": 1}}, "decode": {"resources": {"decode_node": 1}}}

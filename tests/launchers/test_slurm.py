@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.errors import LaunchError, ScenarioError
 from kvbench.launchers.parts.slurm_words import (
     KEPT_ENV,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
@@ -196,7 +196,7 @@ def test_a_cancelled_job_ends_its_channels_with_the_reason(lab: SlurmLab) -> Non
 
 OWNER = """
 import sys
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.launchers.agents.agent_client import Agent
 from kvbench.launchers.slurm import SlurmJob
 command = f"exec {sys.executable} -m kvbench.processes.agent --tag orphan"

@@ -18,7 +18,7 @@ import yaml
 from commands import Running, kvbench, tagged, tagged_processes, the_run, wait_until
 from sshhosts import PORT, Hosts, no_hosts_reason, standing
 
-from kvbench.core.scenario.hosts.hosts import Ssh
+from kvbench.core.scenario.hosts import Ssh
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import InputError, LaunchError, ScenarioError, StoreError
 from kvbench.launchers.agents.fleet import Fleet, agent_command, environment_of, in_shell

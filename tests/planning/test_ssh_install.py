@@ -13,7 +13,7 @@ import yaml
 from commands import argv, kvbench
 from sshhosts import no_hosts_reason, standing
 
-from kvbench.core.scenario.hosts.hosts import FarHost
+from kvbench.core.scenario.hosts import FarHost
 from kvbench.errors import InputError
 from kvbench.planning.install_hosts import Install, built, install_commands, prepared
 from kvbench.version import __version__

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, argv, invoke
 
-from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.physics import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import Installed
 from kvbench.planning.scenario_files import load_scenario, registry

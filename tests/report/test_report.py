@@ -27,8 +27,8 @@ from sample_run import (
     make_trial,
 )
 
-from kvbench.core.findings.cache_blind import CACHE_BLIND, cache_blind
-from kvbench.core.findings.possible_rates import AHEAD
+from kvbench.core.findings.rate_change import AHEAD
+from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
 from kvbench.report.findings.ahead import rate_pairs

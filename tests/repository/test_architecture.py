@@ -66,12 +66,7 @@ def test_imports_lightly(module: str) -> None:
 ENGINES = set(engines.names())
 OF_ENGINES = {f"kvbench.engines.{name}" for name in ENGINES}
 # A folder's own files may; and the scenario's own checks look at what is written, before it has a type.
-MAY_NAME_ENGINES = (
-    "engines/",
-    "connectors/",
-    "core/scenario/checks.py",
-    "core/scenario/host_checks.py",
-)
+MAY_NAME_ENGINES = ("engines/", "connectors/", "core/scenario/checks.py")
 
 
 def words(node: ast.expr) -> set[str]:

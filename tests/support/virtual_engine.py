@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler
 from kvbench.core.simulation.step_time import TimingProfile
 
 

@@ -15,10 +15,8 @@ from hostile import spec_for
 from resuming import without_checksums
 from rich.console import Console
 
-from kvbench.core.canaries.answer_kinds import judged_canaries
-from kvbench.core.canaries.bound import found_in_any, percent_text
-from kvbench.core.canaries.places import AFTER_FAILURE
-from kvbench.core.canaries.pool import CanaryPool
+from kvbench.core.canaries.answer_kinds import found_in_any, judged_canaries, percent_text
+from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Finished, Running, kvbench
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import EngineFigures
+from kvbench.core.gates.evidence import EngineFigures, Evidence
 from kvbench.core.gates.work import work_unproven
 from kvbench.core.load.workers import workers_for, workers_over
 from kvbench.core.slo import Slo

@@ -81,6 +81,6 @@ def test_an_excuse_lets_pass_and_must_be_needed(package: Path) -> None:
 
 
 def test_kvbench_keeps_its_own_limits() -> None:
-    assert (HOUSE.top_entries, HOUSE.folder_files) == (21, 15)
-    assert (HOUSE.module_lines, HOUSE.function_lines) == (400, 60)
+    assert (HOUSE.top_entries, HOUSE.folder_files) == (21, 20)
+    assert (HOUSE.module_lines, HOUSE.function_lines) == (500, 60)
     assert list(problems(ROOT / "kvbench", HOUSE)) == []

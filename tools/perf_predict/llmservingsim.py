@@ -10,9 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.calibration.fit import fit
+from kvbench.core.calibration.fit import Times, fit
 from kvbench.core.calibration.held_out import later_part
-from kvbench.core.calibration.served_load import Times
 from kvbench.sweep.calibrate.served_inputs import EngineLimits, read_inputs
 
 F64 = NDArray[np.float64]

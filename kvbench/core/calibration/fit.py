@@ -4,22 +4,202 @@ Nobody logs an engine's steps. What a client sees of a request, the time to its 
 its last, is a sum over steps that depend on all requests under way; so the whole load is simulated with
 coefficients, and these are moved until the times agree (``least_squares``). Both kinds of times count by
 their own scatter: they are weighted once more after a first fit by how far each kind was off.
+
+What happened while each request was served, counted from the measured times alone; nothing is simulated.
+
+Between a request's first and last token lie as many steps as it made tokens. What these steps computed
+besides is known from the other requests: their tokens, taken as evenly spread from their first to their last,
+and the prompts whose first tokens fell into that time. So the duration is linear in the coefficients, and
+they are solved for: a first guess that needs no schedule, for ``fit`` to go on from. Requests that are held
+out are not looked at, as if they had not been there.
+
+A load as an engine served it, and the same load as the model serves it with given coefficients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.calibration.least_squares import F64, Estimate, least_squares
-from kvbench.core.calibration.measured_steps import guess
-from kvbench.core.calibration.profile_file import COEFFICIENTS
-from kvbench.core.calibration.served_load import ServedLoad, Times
+from kvbench.core.calibration.profile_file import COEFFICIENTS, timing_of_values
+from kvbench.core.records import RequestRecord
+from kvbench.core.simulation.data import Link, Overheads, SimulatedLoad, System
+from kvbench.core.simulation.deployment import simulate
 from kvbench.errors import InputError
+
+_NO_TIME_MS: Final = 1e-9
+_PATIENCE_S: Final = 1e9
+
+
+def link_of(token_ms: float, each_ms: float, token_bytes: float) -> Link:
+    """A link that takes so long for the KV of a token, and so long for each transfer besides."""
+    return Link(token_bytes / (max(token_ms, _NO_TIME_MS) * 1e6), each_ms)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of each request [n]: seconds to its first token from its planned send, and from there to its last."""
+
+    ttft_s: F64
+    decode_s: F64
+
+    def tpot_s(self, output_len: F64) -> F64:
+        """NaN for answers of one token."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            tpot: F64 = np.where(output_len > 1, self.decode_s / (output_len - 1), np.nan)
+        return tpot
+
+
+@dataclass(frozen=True)
+class ServedLoad:
+    """What was sent to a system, and when its tokens came; NaN: not known, or the request failed.
+
+    ``system``: its limits and its size; its step times, link and overheads are what is looked for.
+    """
+
+    name: str
+    system: System
+    load: SimulatedLoad
+    measured: Times
+
+    @classmethod
+    def of(cls, name: str, system: System, records: Sequence[RequestRecord]) -> ServedLoad:
+        """The requests of one trial; those that failed are part of the load, and are not fitted."""
+        ordered = sorted(records, key=lambda each: each.scheduled_s)
+        lengths = [max(1, each.output_len or each.requested_output_len) for each in ordered]
+        load = SimulatedLoad(
+            [each.scheduled_s for each in ordered],
+            [max(1, each.input_len) for each in ordered],
+            lengths,
+            _PATIENCE_S,
+        )
+        nan = float("nan")
+        ttft, decode = [], []
+        for each in ordered:
+            first, last = each.first_token_s, each.last_token_s
+            known = each.ok and first is not None and last is not None
+            ttft.append((first or 0.0) - each.scheduled_s if known else nan)
+            decode.append((last or 0.0) - (first or 0.0) if known else nan)
+        return cls(name, system, load, Times(np.array(ttft), np.array(decode)))
+
+    @property
+    def input_len(self) -> F64:
+        return np.asarray(self.load.input_len, dtype=float)
+
+    @property
+    def output_len(self) -> F64:
+        return np.asarray(self.load.output_len, dtype=float)
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Which requests have times."""
+        known: NDArray[np.bool_] = ~np.isnan(self.measured.ttft_s)
+        return known
+
+    def predicted(self, values: Mapping[str, float]) -> Times:
+        """The same requests on virtual time, with these coefficients (milliseconds, by name)."""
+        tokens = self.system.config.block_tokens
+        link = link_of(
+            values.get("transfer_token_ms", 0.0),
+            values.get("transfer_ms", 0.0),
+            self.system.block_bytes / tokens,
+        )
+        timing = timing_of_values(values)
+        system = replace(
+            self.system, timing=timing, decode_timing=None, time_scale=1.0, link=link, overheads=Overheads()
+        )
+        records = simulate(system, self.load).records
+        return Times(
+            np.array([each.ttft_s or 0.0 for each in records]),
+            np.array([(each.last_token_s or 0.0) - (each.first_token_s or 0.0) for each in records]),
+        )
+
+
+NAMES: Final = (
+    "front_end_ms",
+    "prefill_step_ms",
+    "prefill_token_ms",
+    "prefill_attention_ms",
+    "decode_step_ms",
+    "decode_seq_ms",
+    "decode_context_ms",
+)
+"""The columns of the counts."""
+_SHARE: Final = 0.02
+_FLOOR_MS: Final = 1.0
+_ROUNDS: Final = 30
+
+
+def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
+    """Coefficients in milliseconds; 0 for what the loads do not tell. A hand-off is taken for front end."""
+    rows, times = [], []
+    for each, mask in zip(served, masks, strict=True):
+        for counts, milliseconds in (_decodes(each, mask), _lone_prefills(each, mask)):
+            rows.append(counts)
+            times.append(milliseconds)
+    design, observed = np.concatenate(rows), np.concatenate(times)
+    sigmas = _FLOOR_MS + _SHARE * observed
+    scales = observed.mean() / np.maximum(design.mean(axis=0), 1e-9) / len(NAMES)
+    found = least_squares(
+        lambda values: (observed - design @ values) / sigmas,
+        scales,
+        scales,
+        np.arange(len(observed)),
+        _ROUNDS,
+    )
+    return dict(zip(NAMES, found.values.tolist(), strict=True))
+
+
+def _decodes(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
+    """Counts [m, 7] and milliseconds [m] from first to last tokens; of several engines a share each."""
+    arrivals, known = np.asarray(served.load.offsets_s), mask
+    first = (arrivals + served.measured.ttft_s)[known]
+    last = first + served.measured.decode_s[known]
+    inputs, outputs = served.input_len[known], served.output_len[known]
+    engines = max(1, served.system.decode)
+    rows, times = [], []
+    for at in np.flatnonzero(outputs > 1):
+        begin, end = first[at], last[at]
+        rate = (outputs - 1) / np.maximum(last - first, 1e-9)
+        since, until = np.maximum(first, begin), np.minimum(last, end)
+        made = np.where(until > since, rate * (until - since), 0.0)
+        middle = inputs + rate * np.maximum((since + until) / 2 - first, 0.0)
+        others = np.arange(len(first)) != at
+        share = np.where(others, 1.0 / engines, 1.0)
+        begun = (first > begin) & (first <= end) & others & (not served.system.prefill)
+        steps = outputs[at] - 1
+        with_prompts = min(float(begun.sum()) / engines, steps)
+        rows.append(
+            [
+                0.0,
+                with_prompts,
+                float(inputs[begun].sum()) / engines,
+                float((inputs[begun] ** 2).sum()) / engines,
+                steps - with_prompts,
+                float((made * share).sum()),
+                float((made * middle * share).sum()),
+            ]
+        )
+        times.append(1e3 * (end - begin))
+    return np.array(rows).reshape(-1, len(NAMES)), np.array(times)
+
+
+def _lone_prefills(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
+    """The same of first tokens that waited for nobody, or for the fewest: the quickest for their length."""
+    inputs, ttft = served.input_len[mask], 1e3 * served.measured.ttft_s[mask]
+    order = np.argsort(inputs)
+    picked = [
+        part[np.argmin(ttft[part])] for part in np.array_split(order, max(4, len(order) // 8)) if len(part)
+    ]
+    budget = served.system.config.max_num_batched_tokens
+    rows = [[1.0, -(-n // budget), n, n * n, 0.0, 0.0, 0.0] for n in inputs[picked]]
+    return np.array(rows).reshape(-1, len(NAMES)), ttft[picked]
+
 
 Mask = NDArray[np.bool_]
 

@@ -10,10 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.calibration.fit import FittedTiming, fit
+from kvbench.core.calibration.fit import FittedTiming, ServedLoad, fit
 from kvbench.core.calibration.least_squares import F64
 from kvbench.core.calibration.profile_file import Checked, HeldOut
-from kvbench.core.calibration.served_load import ServedLoad
 
 Mask = NDArray[np.bool_]
 

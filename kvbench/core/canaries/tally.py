@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.core.canaries.answer_kinds import CanaryResult
-from kvbench.core.canaries.bound import bound_text
+from kvbench.core.canaries.answer_kinds import CanaryResult, bound_text
 from kvbench.core.records import TrialRecord
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvbench.core.physics.hardware import Hardware, PrefillWork, hardware_of, peak_flops_16bit, prefill_work
+from kvbench.core.physics import Hardware, PrefillWork, hardware_of, peak_flops_16bit, prefill_work
 from kvbench.core.plan.engine_count import Size
 from kvbench.core.records import Cell
 from kvbench.core.slo import Limit

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.core.gates.evidence import Evidence
-from kvbench.core.metrics.steady_window import judged_records
+from kvbench.core.metrics.metrics import judged_records
 from kvbench.core.records import Finding
 
 LEAST: Final = 60

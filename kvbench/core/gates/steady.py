@@ -9,9 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import EngineFigures
-from kvbench.core.metrics.steady_window import judged_records
+from kvbench.core.gates.evidence import EngineFigures, Evidence
+from kvbench.core.metrics.metrics import judged_records
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.core.stats import autocorrelation_time
 

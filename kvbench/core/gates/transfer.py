@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
-from kvbench.core.gates.evidence import Evidence, span
-from kvbench.core.gates.evidence_figures import EMULATED
+from kvbench.core.gates.evidence import EMULATED, Evidence, span
 from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from kvbench.core.gates.evidence import Evidence, span
-from kvbench.core.gates.evidence_figures import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures
+from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures, Evidence, span
 from kvbench.core.records import Finding
 
 IDLE: Final = 0.1

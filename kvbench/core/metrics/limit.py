@@ -28,7 +28,7 @@ import numpy as np
 
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.metrics import Slo, Window
-from kvbench.core.metrics.ttft_of_request import parts_of, shares_of
+from kvbench.core.metrics.ttft_breakdown import parts_of, shares_of
 from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
 
 LimitKind = Literal["prefill", "transfer", "decode_slots", "tpot", "router", "client", "none", "undetermined"]

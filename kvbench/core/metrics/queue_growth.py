@@ -34,7 +34,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.metrics.steady_window import ended_at, waiting_series
+from kvbench.core.metrics.metrics import ended_at, waiting_series
 from kvbench.core.records import UNENDED, RequestRecord
 from kvbench.core.stats import StepSeries, trend
 

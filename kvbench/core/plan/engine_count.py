@@ -17,8 +17,8 @@ from itertools import combinations
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from kvbench.core.physics.hardware import hardware_of
-from kvbench.core.scenario.hosts.hosts import NODE
+from kvbench.core.physics import hardware_of
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.options import EngineOptions
 
 Unit = Literal["engine", "GPU"]

@@ -1,4 +1,7 @@
-"""What a process of a deployment is, before anybody starts it. Plain data for plan.json and the launchers."""
+"""What a process of a deployment is, before anybody starts it. Plain data for plan.json and the launchers.
+
+The modules that are processes of their own, started as ``python -m NAME``: named here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,12 @@ def _rows(argv: Sequence[str]) -> list[str]:
             rows.append([])
         rows[-1].append(shlex.quote(word))
     return [" ".join(row) for row in rows]
+
+
+LOADGEN_MODULE: Final = "kvbench.processes.loadgen"
+ROUTER_MODULE: Final = "kvbench.processes.router"
+EMULATOR_MODULE: Final = "kvbench.processes.emulator"
+EXACT_SERVER_MODULE: Final = "kvbench.processes.exact_server"
+AGENT_MODULE: Final = "kvbench.processes.agent"
+TRANSFER_CHILD_MODULE: Final = "kvbench.processes.transfer_worker.child"
+TRANSFER_WORKER_MODULE: Final = "kvbench.processes.transfer_worker.worker"

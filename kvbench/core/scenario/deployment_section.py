@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvbench.core.physics.hardware import hardware_of
+from kvbench.core.physics import hardware_of
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.base import (
     NAME_PATTERN,
@@ -25,8 +25,7 @@ from kvbench.core.scenario.base import (
     known_name,
     typed,
 )
-from kvbench.core.scenario.hosts.hosts import NODE, FarHost, HostName, Roles
-from kvbench.core.scenario.hosts.schedulers import RayOptions, SlurmOptions
+from kvbench.core.scenario.hosts import NODE, FarHost, HostName, RayOptions, Roles, SlurmOptions
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.role_sizes import (
     MOST_RANKS,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.physics import MODELS
 from kvbench.core.scenario.base import NAME_PATTERN, Registry
 from kvbench.core.scenario.deployment_section import ConnectorChoice, Deployment
 

@@ -3,46 +3,51 @@
 ``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
 mistakes; ``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each
 section may hold stands in the modules ``*_section`` and ``goals``.
+
+Whose greedy outputs are the truth for whom: those of engines without P/D that have as many ranks. Pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvbench.core.deadlines import allowed_s, default_timeout_s
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
-from kvbench.core.scenario.deployment_section import (
-    OWN_KEYS,
-    CommandPrefix,
-    ConnectorChoice,
-    Deployment,
-)
+from kvbench.core.scenario.deployment_section import OWN_KEYS, CommandPrefix, ConnectorChoice, Deployment
 from kvbench.core.scenario.goals import Search, Slo, Tier
-from kvbench.core.scenario.hosts.hosts import FarHost, Roles, Ssh
-from kvbench.core.scenario.hosts.schedulers import (
+from kvbench.core.scenario.hosts import (
     SCHEDULED_ROLES,
+    FarHost,
     RayNodes,
     RayOptions,
+    Roles,
     SlurmNodes,
     SlurmOptions,
+    Ssh,
 )
 from kvbench.core.scenario.json_schema import scenario_schema_of
-from kvbench.core.scenario.model_section import ModelChoice
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
-from kvbench.core.scenario.references import References, Sized, references
 from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
-from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
-from kvbench.core.scenario.simulate_section import KvLink, Simulate
-from kvbench.core.scenario.workload_section import Checks, Load, Trace, Workload
+from kvbench.core.scenario.sections import (
+    Checks,
+    KvLink,
+    Load,
+    ModelChoice,
+    Sessions,
+    SessionShape,
+    Simulate,
+    Trace,
+    Workload,
+)
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml
+from kvbench.core.slo import allowed_s, default_timeout_s
 from kvbench.errors import ScenarioError
 
 __all__ = [
@@ -62,6 +67,54 @@ __all__ = [
     "parse_scenario",
     "scenario_schema",
 ]
+
+
+AGGREGATED: Final = "aggregated"
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A deployment's label, its connector's name, and which of the tensor parallel sizes it has."""
+
+    label: str
+    connector: str
+    size: int
+
+
+@dataclass(frozen=True)
+class References:
+    """``of``: label → label of the deployment with the true outputs. ``added``: those that are not measured.
+
+    More ranks add their parts in another order, so each size has a reference of its own.
+    """
+
+    of: Mapping[str, str]
+    added: tuple[Sized, ...]
+
+
+def references(chosen: Sequence[Sized]) -> References:
+    """The first that is aggregated of each size; of a size that has none one is added."""
+    sizes = list(dict.fromkeys(each.size for each in chosen))
+    taken = {each.label for each in chosen}
+    by_size: dict[int, str] = {}
+    added = []
+    for size in sizes:
+        whole = (each.label for each in chosen if (each.connector, each.size) == (AGGREGATED, size))
+        label = next(whole, "")
+        if not label:
+            label = _free_label("reference" if len(sizes) == 1 else f"reference-tp{size}", taken)
+            added.append(Sized(label, AGGREGATED, size))
+        by_size[size] = label
+    return References({each.label: by_size[each.size] for each in [*chosen, *added]}, tuple(added))
+
+
+def _free_label(wanted: str, taken: Iterable[str]) -> str:
+    """A label for a reference deployment that no connector has."""
+    label, number = wanted, 1
+    while label in taken:
+        number += 1
+        label = f"{wanted}-{number}"
+    return label
 
 
 class Scenario(Section):

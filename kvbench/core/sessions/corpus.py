@@ -3,12 +3,26 @@
 A session is a sequence of turns. Each turn's prompt is the conversation so far and something new; it is sent
 think time after the answer before it. Sub-agents are sessions beside it: they begin once a turn is answered,
 and the turn after that waits for them.
+
+What a corpus asks for: turns, lengths, times, sub-agents, and what of its blocks could be reused.
+
+How much of prompts a prefix cache could have found, counted from the prompts themselves.
+
+The cache is asked when a prompt comes, holds whole blocks, and lets go of the least recently used ones; of a
+prompt the last block first, so that what it holds of a prompt is always its beginning (vLLM frees a request's
+blocks in that order). Then one walk over the prompts counts for every capacity at once (Mattson's stack
+distances, IBM Systems Journal 9(2), 1970): a block that is the n-th on the stack of recent use is found by
+every cache of n blocks or more.
+
+The blocks whose last user was one and the same prompt are always its end, and lie on the stack in a row. So
+a prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -127,3 +141,200 @@ def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
             path.append(node)
         renamed.append(np.array(path, np.int64))
     return renamed, len(tree)
+
+
+@dataclass(frozen=True, eq=False)
+class OfferedReuse:
+    """What was offered for reuse: runs of found blocks, one entry a run in each of the four arrays."""
+
+    blocks: int
+    """All blocks of all prompts."""
+    distinct: int
+    """Blocks that differ: what an unlimited cache holds at the end."""
+    prompt: NDArray[np.int64]
+    """In which prompt the run stands."""
+    depth: NDArray[np.int64]
+    """Stack distance of its first block, from 1; each further one is one deeper."""
+    length: NDArray[np.int64]
+    """Its blocks."""
+
+    def found(self, capacity: int | None = None) -> int:
+        """Blocks that a cache of ``capacity`` blocks would have found; None is unlimited."""
+        return int(self._found(capacity).sum())
+
+    def share(self, capacity: int | None = None) -> float:
+        """The same as a share of all blocks; 0 of none."""
+        return self.found(capacity) / self.blocks if self.blocks else 0.0
+
+    def of_prompts(self, prompts: int, capacity: int | None = None) -> NDArray[np.int64]:
+        """The same for each of the ``prompts`` by itself."""
+        sums = np.zeros(prompts, np.int64)
+        np.add.at(sums, self.prompt, self._found(capacity))
+        return sums
+
+    def _found(self, capacity: int | None) -> NDArray[np.int64]:
+        if capacity is None:
+            return self.length
+        return np.clip(capacity - self.depth + 1, 0, self.length)
+
+
+def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
+    """Count for prompts in the order in which they come; their ids as ``chained`` gives them."""
+    nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
+    user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
+    live = _Sums(len(prompts))  # blocks by their last user
+    runs: list[tuple[int, int, int]] = []
+    for place, prompt in enumerate(prompts):
+        users = user[prompt]
+        known = users[: int(np.count_nonzero(users >= 0))]
+        starts = np.flatnonzero(np.diff(known, prepend=-1)).tolist()
+        lengths = np.diff([*starts, len(known)]).tolist()
+        owners = [int(known[start]) for start in starts]
+        runs += [
+            (place, live.after(owner) + 1, length) for owner, length in zip(owners, lengths, strict=True)
+        ]
+        for owner, length in zip(owners, lengths, strict=True):
+            live.add(owner, -length)
+        live.add(place, len(prompt))
+        user[prompt] = place
+    table = np.array(runs, np.int64).reshape(-1, 3)
+    return OfferedReuse(
+        blocks=sum(len(each) for each in prompts),
+        distinct=int(np.count_nonzero(user >= 0)),
+        prompt=table[:, 0],
+        depth=table[:, 1],
+        length=table[:, 2],
+    )
+
+
+class _Sums:
+    """Sums over a list that changes, in O(log n) (Fenwick, Software: Practice and Experience 24, 1994)."""
+
+    def __init__(self, places: int) -> None:
+        self._tree = [0] * (places + 1)
+        self._total = 0
+
+    def add(self, place: int, amount: int) -> None:
+        self._total += amount
+        place += 1
+        while place < len(self._tree):
+            self._tree[place] += amount
+            place += place & -place
+
+    def after(self, place: int) -> int:
+        """The sum over all places beyond this one."""
+        place += 1
+        until = 0
+        while place:
+            until += self._tree[place]
+            place &= place - 1
+        return self._total - until
+
+
+QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+class Spread(NamedTuple):
+    """Quantiles of a figure over sessions or requests, at ``QUANTILES``."""
+
+    least: float
+    quarter: float
+    median: float
+    three_quarters: float
+    tenth_highest: float
+    most: float
+
+
+class CapacityRow(NamedTuple):
+    """What a cache of a size could have found. Shares are of all blocks of the corpus."""
+
+    tokens: int | None
+    """None: unlimited."""
+    alone: float
+    """Each session has a cache of that size for itself."""
+    together: float
+    """All sessions share one, at the times that are recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class CorpusFigures:
+    """A corpus and what is counted of it; each count is made once, when it is asked for."""
+
+    corpus: Corpus
+
+    @cached_property
+    def turns(self) -> list[Turn]:
+        """Every request, sub-agents' too, session by session."""
+        return [turn for session in self.corpus.sessions for _, turn in session.requests()]
+
+    @cached_property
+    def prompts(self) -> TimedPrompts:
+        """All prompts, in the order in which they were sent."""
+        return prompts_by_time(self.corpus)
+
+    @cached_property
+    def together(self) -> OfferedReuse:
+        """Of one cache for all sessions."""
+        return offered_reuse(self.prompts.prompts)
+
+    @cached_property
+    def alone(self) -> list[OfferedReuse]:
+        """Of a cache for each session by itself."""
+        found = []
+        for session in self.corpus.sessions:
+            sent = sorted(session.requests(), key=lambda each: each[0])
+            found.append(offered_reuse(chained([turn.blocks for _, turn in sent])[0]))
+        return found
+
+    def share_alone(self, blocks: int | None = None) -> float:
+        """Found blocks over all blocks, each session with a cache of so many blocks."""
+        every = sum(each.blocks for each in self.alone)
+        return sum(each.found(blocks) for each in self.alone) / every if every else 0.0
+
+    def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
+        """A row a capacity, the unlimited one last. A part of a block holds nothing."""
+        rows = []
+        for each in (*tokens, None):
+            blocks = None if each is None else each // self.corpus.block_tokens
+            rows.append(CapacityRow(each, self.share_alone(blocks), self.together.share(blocks)))
+        return rows
+
+    def usual_capacities(self) -> list[int]:
+        """Tokens to ask for: 1, 2, 5 × 10ⁿ from a hundredth of all distinct ones to where all fit."""
+        all_of_it = self.together.distinct * self.corpus.block_tokens
+        steps = [step * 10**power for power in range(3, 15) for step in (1, 2, 5)]
+        inside = [each for each in steps if all_of_it / 100 <= each < all_of_it]
+        return inside + [each for each in steps if each >= max(1, all_of_it)][:1]
+
+    def unseen(self) -> list[int]:
+        """Of each request the prompt tokens that no earlier prompt of its session had.
+
+        They are what a perfect cache of prompts leaves to compute; an answer is first in the next prompt.
+        """
+        found = []
+        for session, offered in zip(self.corpus.sessions, self.alone, strict=True):
+            sent = [turn for _, turn in sorted(session.requests(), key=lambda each: each[0])]
+            known = offered.of_prompts(len(sent)).tolist()
+            size = self.corpus.block_tokens
+            found += [turn.input_len - size * blocks for turn, blocks in zip(sent, known, strict=True)]
+        return found
+
+    def spreads(self) -> dict[str, Spread]:
+        """Name → spread. Lengths in tokens, times in seconds."""
+        sessions = self.corpus.sessions
+        shares = [each.share() for each in self.alone if each.blocks]
+        columns: dict[str, Sequence[float]] = {
+            "turns": [len(each.turns) for each in sessions],
+            "prompt_tokens": [each.input_len for each in self.turns],
+            "unseen_tokens": self.unseen(),
+            "output_tokens": [each.output_len for each in self.turns],
+            "think_time_s": [each.think_time_s for session in sessions for each in session.turns[1:]],
+            "session_s": [each.turns[-1].sent_s for each in sessions],
+            "session_reuse": shares,
+        }
+        return {name: spread(values) for name, values in columns.items() if len(values)}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Quantiles as numpy's default interpolates them. ``values`` must not be empty."""
+    return Spread(*(float(each) for each in np.quantile(np.asarray(values, float), QUANTILES)))

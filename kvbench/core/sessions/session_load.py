@@ -4,22 +4,26 @@ Sessions begin at planned times, whatever became of others (open loop). Within o
 after the answer before it, and after the last of the sub-agents that it waits for; a sub-agent begins after
 the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has blocks of its
 own, but for what sessions share: nothing is found that another copy, or an earlier trial, has left.
+
+A load of sessions as plain arrays, and back: what a load generator is handed in a file.
+
+What a trial of sessions shows beside its requests: sessions at once, TTFT by turn, reuse.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import overload
+from typing import Any, Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.load.sends import Following
-from kvbench.core.sessions.corpus import Blocks, BlockScope, Session, Turn, chained
-from kvbench.core.sessions.offered_reuse import offered_reuse
+from kvbench.core.load.arrivals import Following
+from kvbench.core.records import RequestRecord
+from kvbench.core.sessions.corpus import Blocks, BlockScope, Session, Turn, chained, offered_reuse
 from kvbench.core.simulation.kv_cache import mix64_array
 
 
@@ -198,3 +202,143 @@ def _with_answers(
         if min(until, len(next_)) > len(prompts[earlier]):
             found[earlier] = next_[: min(until, len(next_))]
     return found
+
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
+    """By name; of lists of lists what they hold in a row, and where each ends. Prompts have no answers."""
+    size, following = load.block_tokens, load.following
+    own = [nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)]
+    goes_on = load.goes_on or [-1] * load.requests
+    return {
+        "block_tokens": np.array([size], np.int64),
+        "offsets_s": np.asarray(load.offsets_s, np.float64),
+        "input_len": np.asarray(load.input_len, np.int64),
+        "output_len": np.asarray(load.output_len, np.int64),
+        "goes_on": np.asarray(goes_on, np.int64),
+        "think_time_s": np.asarray(following.think_time_s, np.float64),
+        "session": np.asarray(following.session, np.int64),
+        "turn": np.asarray(following.turn, np.int64),
+        "last": np.asarray(following.last, np.bool_),
+        "after": np.array([each for row in following.after for each in row], np.int64),
+        "after_ends": np.cumsum([len(row) for row in following.after], dtype=np.int64),
+        "nodes": np.concatenate([*own, np.zeros(0, np.int64)]),
+        "nodes_ends": np.cumsum([len(row) for row in own], dtype=np.int64),
+    }
+
+
+def load_of_arrays(arrays: Arrays) -> SessionLoad:
+    """The load that they are of. Raises ValueError, KeyError where they are of none."""
+    after = [tuple(row.tolist()) for row in np.split(arrays["after"], arrays["after_ends"][:-1])]
+    requests = len(arrays["input_len"])
+    following = Following(
+        after,
+        arrays["think_time_s"].tolist(),
+        arrays["session"].tolist(),
+        arrays["turn"].tolist(),
+        arrays["last"].tolist(),
+    )
+    load = SessionLoad(
+        arrays["offsets_s"].tolist(),
+        arrays["input_len"].tolist(),
+        arrays["output_len"].tolist(),
+        following,
+        np.split(arrays["nodes"], arrays["nodes_ends"][:-1]),
+        int(arrays["block_tokens"][0]),
+        arrays["goes_on"].tolist(),
+    )
+    rows = (load.offsets_s, load.output_len, load.goes_on, load.prompts, *vars(following).values())
+    if not requests or any(len(each) != requests for each in rows):
+        raise ValueError("its columns are not of the same requests")
+    return load
+
+
+BY_TURN: Final = 64
+"""TTFT is told for so many turns by themselves."""
+
+
+def session_figures(
+    records: Sequence[RequestRecord],
+    load: SessionLoad,
+    window_s: tuple[float, float],
+    pool_tokens: int | None,
+    found_tokens: float | None = None,
+) -> dict[str, Any]:
+    """As they stand in a trial's record; times in ms but for ``session_s``, reuse as shares of the whole
+    blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in;
+    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it.
+    """
+    begin_s, end_s = window_s
+    inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
+    took = [each.session_s for each in inside if each.session_s is not None]
+    ttft: dict[int, list[float]] = {}
+    for each in inside:
+        if each.ttft_s is not None and each.turn is not None:
+            ttft.setdefault(each.turn, []).append(1e3 * each.ttft_s)
+    later = [value for turn, values in ttft.items() if turn for value in values]
+    return {
+        "begun": len({each.session for each in records if each.session is not None}),
+        "ended": len(took),
+        "at_once": _at_once(records, begin_s, end_s),
+        "session_s": _quantiles(took),
+        "first_ttft_ms": _quantiles(ttft.get(0, [])),
+        "later_ttft_ms": _quantiles(later),
+        "ttft_ms_by_turn": [
+            [turn, len(ttft[turn]), float(np.median(ttft[turn]))] for turn in sorted(ttft) if turn < BY_TURN
+        ],
+        **_reuse(records, load, pool_tokens, found_tokens),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    found = np.quantile(np.asarray(values, float), (0.5, 0.9, 0.95))
+    return dict(zip(("p50", "p90", "p95"), found.tolist(), strict=True))
+
+
+def _at_once(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> float | None:
+    """Sessions under way, in the mean: from their begin to their last answer, think times included."""
+    if end_s <= begin_s:
+        return None
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    over: set[int] = set()
+    for each in records:
+        if each.session is None:
+            continue
+        starts.setdefault(each.session, each.scheduled_s)
+        ends[each.session] = max(ends.get(each.session, 0.0), each.last_token_s or each.scheduled_s)
+        if each.session_s is not None or not each.ok:
+            over.add(each.session)
+    spans = (
+        min(end_s, ends[number] if number in over else end_s) - max(begin_s, start_s)
+        for number, start_s in starts.items()
+    )
+    return sum(max(0.0, span) for span in spans) / (end_s - begin_s)
+
+
+def sent_places(records: Sequence[RequestRecord]) -> list[int]:
+    """Places in the load of the requests that were sent, in their order."""
+    return [int(each.request_id.rpartition("-")[2]) for each in records if each.sent_s is not None]
+
+
+def _reuse(
+    records: Sequence[RequestRecord], load: SessionLoad, pool_tokens: int | None, found_tokens: float | None
+) -> dict[str, Any]:
+    """Offered and achieved over what was answered; of all prompts in the order of sending."""
+    sent = sent_places(records)
+    whole = load.prompt_tokens(sent)
+    if not whole:
+        return {}
+    unlimited, held = load.offered_tokens(sent, (None, pool_tokens))
+    known = [each.cached_tokens for each in records if each.cached_tokens is not None]
+    found = found_tokens if found_tokens is not None else sum(known) if known else None
+    return {
+        "pool_tokens": pool_tokens,
+        "offered_reuse": unlimited / whole,
+        "offered_reuse_in_pool": None if pool_tokens is None else held / whole,
+        "achieved_reuse": None if found is None else found / whole,
+    }

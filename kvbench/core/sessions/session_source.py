@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
+from kvbench.core.scenario.sections import Sessions, SessionShape
 from kvbench.core.sessions.corpus import BlockScope, Corpus, Session, Turn
 from kvbench.core.sessions.generator import SessionModel, fitted_model
 from kvbench.core.sessions.session_load import SessionLoad, session_load

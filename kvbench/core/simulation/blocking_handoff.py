@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvbench.core.simulation.engine import StepEngine
-from kvbench.core.simulation.roles import Flow
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.engine import Flow, StepEngine
+from kvbench.core.simulation.scheduler import EngineRequest
 
 
 class BlockingHandOff:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvbench.core.gates.evidence_figures import EngineFigures
-from kvbench.core.load.sends import Following
+from kvbench.core.gates.evidence import EngineFigures
+from kvbench.core.load.arrivals import Following
 from kvbench.core.metrics.engine_use import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord

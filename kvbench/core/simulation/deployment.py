@@ -18,25 +18,53 @@ generator's, so that everything after it is the same as for a measured trial. Wh
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D: ``core.simhandoff``.
 
 What is not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
+
+The KV links of a simulated deployment: each instance has one, and transfers take their turns on them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
-from kvbench.core.load.sends import Sends
+from kvbench.core.load.arrivals import Sends
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.blocking_handoff import BlockingHandOff
-from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
-from kvbench.core.simulation.engine import StepEngine, use_of
-from kvbench.core.simulation.kv_links import KvLinks
-from kvbench.core.simulation.roles import Flow, Role
-from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.simulation.step import EngineRequest, Status
+from kvbench.core.simulation.data import Link, Outcome, SimulatedLoad, System, Tick
+from kvbench.core.simulation.engine import Flow, Moved, Role, StepEngine, use_of
+from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Status
 from kvbench.core.simulation.step_time import TimingProfile
+
+
+@dataclass
+class KvLinks:
+    """When each link is free again, and what has been moved over all of them."""
+
+    link: Link
+    moved: Moved = field(default_factory=Moved)
+    _free_at: dict[StepEngine, float] = field(default_factory=dict)
+    _busy_s: dict[StepEngine, float] = field(default_factory=dict)
+
+    def move(self, ends: tuple[StepEngine, StepEngine], nbytes: float, now_s: float) -> float:
+        """Sends so many bytes on their way as soon as both links are free; returns when they arrive."""
+        start = max(now_s, *(self._free_at.get(end, 0.0) for end in ends))
+        busy = self.link.busy_s(nbytes)
+        for end in ends:
+            self._free_at[end] = start + busy
+            self._busy_s[end] = self._busy_s.get(end, 0.0) + busy
+        arrival = start + busy + self.link.latency_ms / 1e3
+        self.moved.count += 1
+        self.moved.seconds += arrival - now_s
+        self.moved.nbytes += nbytes
+        return arrival
+
+    def busy_share(self, duration_s: float) -> float:
+        """Of the busiest link."""
+        return min(1.0, max(self._busy_s.values(), default=0.0) / max(duration_s, 1e-9))
+
 
 TICK_S: Final = 0.25
 """How often progress is reported: the load generator's default."""

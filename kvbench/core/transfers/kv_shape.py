@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, release
-from kvbench.core.physics.model_shapes import DTYPE_BYTES, MODELS, ModelShape
+from kvbench.core.physics import DTYPE_BYTES, MODELS, ModelShape
 from kvbench.core.transfers.cases import MEMORY_SHARE
 from kvbench.errors import InputError
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from kvbench.core.plan.process_modules import AGENT_MODULE
-from kvbench.core.plan.processes import RUN_TAG_ENV
-from kvbench.core.scenario.hosts.hosts import FarHost
+from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV
+from kvbench.core.scenario.hosts import FarHost
 from kvbench.core.scenario.scenario import Deployment
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient

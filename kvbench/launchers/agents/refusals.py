@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.core.plan.process_modules import AGENT_MODULE
+from kvbench.core.plan.processes import AGENT_MODULE
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.wire import PROTOCOL
 from kvbench.version import __version__

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.core.scenario.hosts.schedulers import SCHEDULED_ROLES, RayNodes, RayOptions
+from kvbench.core.scenario.hosts import SCHEDULED_ROLES, RayNodes, RayOptions
 
 
 @dataclass(frozen=True)

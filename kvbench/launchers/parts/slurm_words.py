@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvbench.core.scenario.hosts.schedulers import SCHEDULED_ROLES, SlurmNodes, SlurmOptions
+from kvbench.core.scenario.hosts import SCHEDULED_ROLES, SlurmNodes, SlurmOptions
 from kvbench.errors import LaunchError
 
 _VALUES: Final = (

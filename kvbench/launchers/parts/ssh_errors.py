@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.scenario.hosts.hosts import Ssh
+from kvbench.core.scenario.hosts import Ssh
 from kvbench.errors import LaunchError, MissingLibraryError
 
 DEFAULT_PORT: Final = 22

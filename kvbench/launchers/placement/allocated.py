@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvbench.core.scenario.hosts.hosts import FarHost, Roles
-from kvbench.core.scenario.hosts.schedulers import RayOptions, SlurmOptions
+from kvbench.core.scenario.hosts import FarHost, RayOptions, Roles, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.launchers.agents.channel import Channel
 from kvbench.launchers.agents.fleet import Fleet

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from kvbench.core.load.trace_formats import parse_trace
-from kvbench.core.sessions.agentic_trace import agentic_corpus
+from kvbench.core.load.traces import parse_trace
 from kvbench.core.sessions.corpus import Corpus
-from kvbench.core.sessions.corpus_row import CorpusRow
-from kvbench.core.sessions.other_formats import (
+from kvbench.core.sessions.corpus_formats import (
+    CorpusRow,
+    agentic_corpus,
     aiperf_corpus,
     lengths_corpus,
     mooncake_corpus,

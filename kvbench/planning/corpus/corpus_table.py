@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.core.physics.model_shapes import MODELS, ModelShape
-from kvbench.core.sessions.figures import QUANTILES, CapacityRow, CorpusFigures, Spread
+from kvbench.core.physics import MODELS, ModelShape
+from kvbench.core.sessions.corpus import QUANTILES, CapacityRow, CorpusFigures, Spread
 from kvbench.errors import InputError
 
 if TYPE_CHECKING:

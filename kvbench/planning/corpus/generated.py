@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-from kvbench.core.sessions.agentic_trace import agentic_lines
 from kvbench.core.sessions.corpus import Corpus
+from kvbench.core.sessions.corpus_formats import agentic_lines
 from kvbench.core.sessions.generator import fitted_model
 from kvbench.errors import InputError
 from kvbench.files import replaced, said_clearly

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbench.core.scenario.sessions.sessions_section import Sessions
-from kvbench.core.sessions.load_arrays import load_arrays
-from kvbench.core.sessions.session_load import SessionLoad
+from kvbench.core.scenario.sections import Sessions
+from kvbench.core.sessions.session_load import SessionLoad, load_arrays
 from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.planning.corpus.corpus_files import load_corpus
 

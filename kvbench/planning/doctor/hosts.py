@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvbench.core.plan.plan import Plan
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.hosts.nics.choice import best_gid

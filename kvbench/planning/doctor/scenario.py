@@ -14,7 +14,7 @@ import psutil
 
 from kvbench import connectors, engines
 from kvbench.core.plan.plan import Plan
-from kvbench.core.scenario.hosts.schedulers import SlurmOptions
+from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.devices import gpus, rdma

@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from kvbench.core.physics.model_shapes import MODELS, ModelShape
+from kvbench.core.physics import MODELS, ModelShape
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvbench import engines
-from kvbench.core.physics.model_shapes import MODELS, ModelShape
+from kvbench.core.physics import MODELS, ModelShape
 from kvbench.core.scenario.yaml_lines import one_line
 from kvbench.planning.wizard.init_elsewhere import READY_S, Elsewhere
 from kvbench.planning.wizard.init_machine import Able, FoundMachine, first_scenario

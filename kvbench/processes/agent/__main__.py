@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kvbench.core.plan.process_modules import AGENT_MODULE
+from kvbench.core.plan.processes import AGENT_MODULE
 from kvbench.processes.agent.agent import Agent
 
 STDIN, STDOUT, STDERR = 0, 1, 2

@@ -9,7 +9,7 @@ from typing import Final
 
 import uvloop
 
-from kvbench.core.plan.process_modules import EMULATOR_MODULE
+from kvbench.core.plan.processes import EMULATOR_MODULE
 from kvbench.errors import InputError, KvbenchError, PortInUseError
 from kvbench.processes.common.entry import raise_open_files
 from kvbench.processes.common.timeslice import shorten_slice

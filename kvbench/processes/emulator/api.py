@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Final
 
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.scheduler import EngineRequest
 from kvbench.errors import InputError
 from kvbench.processes import http1
 from kvbench.processes.common.spans import SpanLog

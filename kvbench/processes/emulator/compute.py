@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvbench.core.simulation.kv_cache import U64, extend_hashes, powers, prefix_hashes, salt_seed
-from kvbench.core.simulation.step import Chunk
+from kvbench.core.simulation.scheduler import Chunk
 from kvbench.processes.emulator.kvbytes import EOS_TOKEN, KvPool, fold, fold_each, next_tokens, wants_eos
 from kvbench.processes.emulator.running_request import LiveRequest
 

@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvbench.core.simulation.kv_cache import block_hashes
-from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import EngineRequest, Status, StepPlan
+from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler, Status, StepPlan
 from kvbench.core.simulation.step_time import TimingProfile
 from kvbench.processes.emulator.clock import Alarm
 from kvbench.processes.emulator.compute import KvCompute, Work

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvbench.core.simulation.kv_cache import U64
-from kvbench.core.simulation.step import EngineRequest, StepPlan
+from kvbench.core.simulation.scheduler import EngineRequest, StepPlan
 from kvbench.processes.common.spans import Span, SpanLog
 
 

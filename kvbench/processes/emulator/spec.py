@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.gates.lies import Lie
-from kvbench.core.physics.model_shapes import KvDtype, ModelShape
+from kvbench.core.physics import KvDtype, ModelShape
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.core.simulation.step_time import TimingProfile, timing_profile
 from kvbench.errors import InputError

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from kvbench.core.plan.process_modules import EXACT_SERVER_MODULE
+from kvbench.core.plan.processes import EXACT_SERVER_MODULE
 from kvbench.errors import InputError, KvbenchError
 from kvbench.processes.common.entry import print_error, read_spec
 from kvbench.processes.common.timeslice import shorten_slice

@@ -1,6 +1,6 @@
 """The client side: one connection, which stamps what arrives.
 
-A request is prepared bytes (``encoding.py``); its answer is handed to a ``ReplySink`` as events.
+A request is prepared bytes (``pool.py``); its answer is handed to a ``ReplySink`` as events.
 Nothing is retried here: what went wrong is reported once, in ``on_failure``.
 """
 

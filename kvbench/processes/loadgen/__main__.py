@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.core.plan.process_modules import LOADGEN_MODULE
+from kvbench.core.plan.processes import LOADGEN_MODULE
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.processes.common.entry import parse_spec, print_error, read_spec
 from kvbench.processes.common.record_file import write_records

@@ -13,11 +13,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.canaries.places import AFTER_FAILURE
-from kvbench.core.canaries.pool import canary_prompt
+from kvbench.core.canaries.pool import AFTER_FAILURE, canary_prompt
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.load.chat_prompts import WORDS, messages_json
-from kvbench.core.load.prompts import PromptShape, token_prompts
+from kvbench.core.load.prompts import WORDS, PromptShape, messages_json, token_prompts
 from kvbench.core.plan.dispatch import SESSION_HEADER, prompt_key
 from kvbench.errors import InputError
 from kvbench.hosts.server_access import access_headers

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.core.access import ServerAccess
-from kvbench.core.load.chat_prompts import ChatLength
+from kvbench.core.load.prompts import ChatLength
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
@@ -58,7 +58,7 @@ class LoadSpec:
     requests_path: str = ""
     """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
     sessions_path: str = ""
-    """A file of a load of sessions (``core/sessions/load_arrays.py``, as npz) that takes their place."""
+    """A file of a load of sessions (``core/sessions/session_load.py``, as npz) that takes their place."""
     offsets_s: list[float] = field(default_factory=list)
     """The planned sends in seconds, ascending, where they are not those of a rate."""
     concurrency: int = 0

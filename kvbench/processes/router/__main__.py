@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from kvbench.core.plan.process_modules import ROUTER_MODULE
+from kvbench.core.plan.processes import ROUTER_MODULE
 from kvbench.errors import InputError, KvbenchError
 from kvbench.processes.common.entry import STOPPING, print_error, raise_open_files, read_spec, run
 from kvbench.processes.common.spans import SpanLog

@@ -65,7 +65,7 @@ class Deadlines:
 
 
 class Dispatch:
-    """Chooses the servers of each request, and holds what all requests share (request.py)."""
+    """Chooses the servers of each request, and holds what all requests share (app.py)."""
 
     def __init__(self, spec: RouterSpec, metrics: RouterMetrics, spans: SpanLog | None) -> None:
         """Raises InputError for a spec that cannot be worked with."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench import transfer
-from kvbench.core.plan.process_modules import TRANSFER_CHILD_MODULE
+from kvbench.core.plan.processes import TRANSFER_CHILD_MODULE
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, TransferResult
 from kvbench.transfer.parts.blocks import pack_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvbench.core.canaries.bound import percent_text, wrong_share_bound
+from kvbench.core.canaries.answer_kinds import percent_text, wrong_share_bound
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.records import Cell
 from kvbench.report.findings.checked_answers import cell_tally, run_tally

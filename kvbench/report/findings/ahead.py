@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import NamedTuple
 
-from kvbench.core.findings.possible_rates import AHEAD
+from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.plan.engine_count import Unit, counted, unequal
 from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row

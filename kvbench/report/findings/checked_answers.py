@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.core.canaries.bound import found_in_any, percent_text
+from kvbench.core.canaries.answer_kinds import found_in_any, percent_text
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.records import Cell
 from kvbench.results.run import CellResult, RunFolder

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Final
 
 from kvbench.core.findings.findings import Statement
-from kvbench.core.findings.possible_rates import known
+from kvbench.core.findings.rate_change import known
 from kvbench.core.records import TrialRecord
 from kvbench.report.tables.result import Row, rates_of
 from kvbench.report.tables.trial_values import finite

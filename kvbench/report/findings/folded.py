@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS, Statement
-from kvbench.core.findings.possible_rates import AHEAD
+from kvbench.core.findings.rate_change import AHEAD
 from kvbench.report.findings.ahead import RatePair, no_winner_text, unconverged_text, unequal_text
 from kvbench.report.findings.findings import as_notes, by_kind
 from kvbench.report.tables.table import Table, of_texts

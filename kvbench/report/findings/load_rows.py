@@ -15,12 +15,11 @@ import numpy as np
 
 from kvbench import engines
 from kvbench.core.findings.ahead import AXES
-from kvbench.core.findings.cache_blind import cache_blind
-from kvbench.core.findings.claims import Claim, read_claims
-from kvbench.core.findings.findings import UNEQUAL_ADVICE, Statement, conclude
+from kvbench.core.findings.findings import UNEQUAL_ADVICE, Claim, Statement, conclude, read_claims
 from kvbench.core.findings.load_row import Axis, LoadRow, RowConditions, known_model, prefill_peaks
-from kvbench.core.findings.possible_rates import AHEAD
-from kvbench.core.physics.hardware import prefill_work
+from kvbench.core.findings.rate_change import AHEAD
+from kvbench.core.findings.setups import cache_blind
+from kvbench.core.physics import prefill_work
 from kvbench.core.plan.engine_count import size_in
 from kvbench.core.records import TrialRecord
 from kvbench.core.slo import Limit

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvbench import engines
-from kvbench.core.findings.tcp_beside_rdma import tcp_beside_rdma
-from kvbench.core.findings.unequal_ranks import unequal_ranks
+from kvbench.core.findings.setups import tcp_beside_rdma, unequal_ranks
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.report.findings.ahead import (
     by_lengths,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from kvbench.core.held_rate.fault_change import ALPHA, FaultChange, fault_change
+from kvbench.core.held_rate.fault_cost import ALPHA, FaultChange, fault_change
 from kvbench.core.records import HELD_METHODS
 from kvbench.errors import InputError
 from kvbench.report.held.fault_rows import FaultGroup, fault_groups

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import pandas as pd
 
-from kvbench.core.canaries.bound import wrong_share_bound
+from kvbench.core.canaries.answer_kinds import wrong_share_bound
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.transfers.model import fit_all

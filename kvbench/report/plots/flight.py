@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.core.metrics.steady_window import in_flight_series, waiting_series
+from kvbench.core.metrics.metrics import in_flight_series, waiting_series
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.stats import StepSeries
 from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting

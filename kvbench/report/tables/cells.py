@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvbench.core.findings.possible_rates import AHEAD
+from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.metrics.limit import LIMIT_SHORT, LIMIT_WORDS
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
 from kvbench.report.tables.numbers import MISSING, number, percent

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvbench import engines
-from kvbench.core.findings.cache_blind import cache_blind
-from kvbench.core.findings.possible_rates import PossibleRates, known, within
+from kvbench.core.findings.rate_change import PossibleRates, known, within
+from kvbench.core.findings.setups import cache_blind
 from kvbench.core.metrics.limit import Binding
 from kvbench.core.plan.engine_count import Size, Unit, price_per_gpu_hour, size_in, unit_of
 from kvbench.core.records import Cell, TrialRecord

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from kvbench.core.calibration.fit import FittedTiming
+from kvbench.core.calibration.fit import FittedTiming, ServedLoad
 from kvbench.core.calibration.held_out import CheckedFit, checked_fit, later_part
 from kvbench.core.calibration.profile_file import (
     Coefficient,
@@ -23,7 +23,6 @@ from kvbench.core.calibration.profile_file import (
     ProfileFile,
     profile_text,
 )
-from kvbench.core.calibration.served_load import ServedLoad
 from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
 from kvbench.files import write_bytes

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.calibration.fit import ServedLoad, Times
 from kvbench.core.calibration.profile_file import timing_of_values
-from kvbench.core.calibration.served_load import ServedLoad, Times
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import System

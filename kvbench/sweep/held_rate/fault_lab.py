@@ -24,7 +24,7 @@ from rich.console import Console
 from kvbench.core.held_rate.fault_plan import PlannedFault
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.scenario.hosts.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts import FarHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_INTERRUPTED, InputError

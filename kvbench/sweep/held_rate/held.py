@@ -11,8 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from kvbench import connectors
-from kvbench.core.canaries.places import SPARES
-from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
+from kvbench.core.canaries.pool import SPARES, CanaryPool, pool_of_cell
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Method
 from kvbench.core.scenario.scenario import Scenario

@@ -20,8 +20,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.plan.process_modules import EXACT_SERVER_MODULE
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import EXACT_SERVER_MODULE, ProcessSpec
 from kvbench.core.records import RequestRecord
 from kvbench.errors import LaunchError
 from kvbench.hosts import web

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from kvbench.core.gates.evidence_figures import HostFigures
+from kvbench.core.gates.evidence import HostFigures
 from kvbench.sweep.selftest.undisturbed import disturbance
 from kvbench.version import __version__
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvbench.core.fitted_table import FittedColumn, Grid
-from kvbench.core.gates.evidence_figures import HostFigures
+from kvbench.core.gates.evidence import HostFigures
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
 from kvbench.hosts.scratch import scratch

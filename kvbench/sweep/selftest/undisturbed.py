@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from kvbench.core.gates.evidence import GateLimits
-from kvbench.core.gates.evidence_figures import HostFigures
-from kvbench.core.gates.machine import cpu_taken
+from kvbench.core.gates.client import cpu_taken
+from kvbench.core.gates.evidence import GateLimits, HostFigures
 from kvbench.hosts.host_figures import host_figures
 from kvbench.hosts.telemetry import read_host
 

@@ -18,15 +18,18 @@ from kvbench.core.canaries.answer_kinds import (
     judged_canaries,
     noise_under_load,
 )
-from kvbench.core.canaries.places import (
+from kvbench.core.canaries.pool import (
     AFTER_FAILURE,
+    COMPARED_TOKENS,
     SPARES,
     CanaryPlaces,
+    CanaryPool,
+    Proof,
     canary_places,
+    canary_prompt,
     placed,
     wanted_canaries,
 )
-from kvbench.core.canaries.pool import COMPARED_TOKENS, CanaryPool, Proof, canary_prompt
 from kvbench.core.load.traces import TracedRequest, expected_hits
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord

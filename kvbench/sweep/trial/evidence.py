@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
-from kvbench.core.gates.evidence_figures import (
+from kvbench.core.gates.evidence import (
     EXTERNAL,
     LOCAL_CACHE_HIT,
     LOCAL_COMPUTE,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from kvbench.core.gates.evidence_figures import HostFigures, NicFigures
+from kvbench.core.gates.evidence import HostFigures, NicFigures
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.host_figures import host_figures

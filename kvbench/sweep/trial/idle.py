@@ -12,11 +12,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final, Protocol
 
-from kvbench.core.deadlines import TIMES
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Finding
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.slo import TIMES
 from kvbench.errors import ServerError
 from kvbench.sweep.trial.load_progress import LoadResult
 from kvbench.sweep.trial.trial_clock import TrialClock, WallClock

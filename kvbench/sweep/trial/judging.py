@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures
-from kvbench.core.gates.sight import unseen
+from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence
+from kvbench.core.gates.gates import unseen
 from kvbench.core.load.traces import expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
@@ -19,7 +18,7 @@ from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.live_config import Decision, TurnsLive
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
-from kvbench.core.sessions.session_figures import sent_places, session_figures
+from kvbench.core.sessions.session_load import sent_places, session_figures
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, ceiling_figures
 from kvbench.sweep.trial.load_progress import LoadResult

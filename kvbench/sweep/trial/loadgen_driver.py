@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.core.load.workers import joined_client, joined_records, require_common_start, turn_records
-from kvbench.core.plan.process_modules import LOADGEN_MODULE
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Far, Launcher, Process

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from kvbench.core.gates.evidence_figures import EngineFigures, HostFigures, LoggedTransport, RouterFigures
+from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, RouterFigures
 from kvbench.core.metrics.engine_use import sampled_use
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvbench.connectors.base import Connector, ConnectorOptions
-from kvbench.core.physics.hardware import Hardware, hardware_of, prefill_work, profile_hardware
+from kvbench.core.physics import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.hosts import nvml
 from kvbench.hosts.devices import NicReading, nic_counters

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import EngineFigures, RouterFigures
+from kvbench.core.gates.evidence import EngineFigures, Evidence, RouterFigures
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS

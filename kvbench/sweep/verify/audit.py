@@ -4,11 +4,11 @@
 2. Recompute: each trial's figures from its stored requests, verdicts from the requests, answers from the
    trials, and each trial from those before it, by the rules of this kvbench (results/rules.py).
 3. Compare what cannot be recomputed with the files that depend on it (cross_checks.py).
-4. Make the report anew (derived.py).
+4. Make the report anew (stored_trials.py).
 
 A contradiction is a damage: the folder is *not sound*. Whatever an answer depends on and could be neither
 recomputed nor compared makes the folder *not verified*. Else it is *sound*; files that have only a checksum
-are named (file_classes.py).
+are named.
 """
 
 from __future__ import annotations

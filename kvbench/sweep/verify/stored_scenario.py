@@ -8,8 +8,7 @@ from typing import Any
 
 from kvbench import engines
 from kvbench.core.plan.engine_count import instance_names
-from kvbench.core.scenario.references import AGGREGATED
-from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.core.scenario.scenario import AGGREGATED, Scenario, parse_scenario
 from kvbench.planning.scenario_files import registry
 from kvbench.results.run import RunFolder
 from kvbench.sweep.cell import Fixed

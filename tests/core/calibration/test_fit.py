@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.calibration.fit import FittedTiming, fit
+from kvbench.core.calibration.fit import FittedTiming, ServedLoad, Times, fit
 from kvbench.core.calibration.least_squares import least_squares
 from kvbench.core.calibration.profile_file import timing_of_values
-from kvbench.core.calibration.served_load import ServedLoad, Times
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.bound import (
+from kvbench.core.canaries.answer_kinds import (
     DOUBTED_BELOW,
     bound_text,
     doubted_below,

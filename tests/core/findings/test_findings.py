@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvbench.core.findings.ahead import Pair, pairs
-from kvbench.core.findings.claims import Claim, check_claim, read_claims
-from kvbench.core.findings.findings import Statement, conclude, suspicious
+from kvbench.core.findings.findings import Claim, Statement, check_claim, conclude, read_claims, suspicious
 from kvbench.core.findings.load_row import (
     LoadRow,
     RowConditions,
@@ -26,20 +25,20 @@ from kvbench.core.findings.load_row import (
     known_model,
     prefill_peaks,
 )
-from kvbench.core.findings.prefill_bound import impossible_prefill
 from kvbench.core.findings.suspicions import (
     RULES,
     burst,
     contradictory,
     failures,
     few_requests,
+    impossible_prefill,
     mean_only_slo,
     not_kept_up,
     same_twice,
     slot_cap,
     suspicions,
 )
-from kvbench.core.physics.hardware import PrefillWork, peak_flops, peak_flops_16bit
+from kvbench.core.physics import PrefillWork, peak_flops, peak_flops_16bit
 from kvbench.core.records import Cell
 from kvbench.core.slo import Limit
 from kvbench.importers.parts import importing

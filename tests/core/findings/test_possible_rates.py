@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.core.findings.possible_rates import PARTS, PossibleRates, known, within
+from kvbench.core.findings.rate_change import PARTS, PossibleRates, known, within
 from kvbench.core.search.posterior import posterior
 
 

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.findings.possible_rates import PossibleRates, known, within
 from kvbench.core.findings.rate_change import (
     FALSE_ALARMS,
+    PossibleRates,
     Searched,
+    known,
     rate_change,
     spread_of,
     sure_of,
+    within,
 )
 
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.gates.client import host_starved
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import (
+from kvbench.core.gates.evidence import (
     EMULATED,
     ClientFigures,
     EngineFigures,
+    Evidence,
     HostFigures,
     LoggedTransport,
     NicFigures,
@@ -28,7 +28,7 @@ from kvbench.core.gates.evidence_figures import (
 from kvbench.core.gates.gates import GATES, gate_table, judge
 from kvbench.core.gates.transfer import plain_transport
 from kvbench.core.metrics.metrics import Slo, summarise
-from kvbench.core.physics.hardware import Hardware, PrefillWork, hardware_of, peak_flops, prefill_work
+from kvbench.core.physics import Hardware, PrefillWork, hardware_of, peak_flops, prefill_work
 from kvbench.core.records import RequestRecord
 from kvbench.core.slo import Limit
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import ClientFigures, EngineFigures
-from kvbench.core.gates.gates import GATES
-from kvbench.core.gates.sight import COUNTERS, NEEDS, unseen
+from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence
+from kvbench.core.gates.gates import COUNTERS, GATES, NEEDS, unseen
 from kvbench.core.metrics.metrics import summarise
 from tests.core.gates.test_gates import GOOD, SLO, engines, evidence, fired, judge
 

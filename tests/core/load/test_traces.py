@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.load import traces
-from kvbench.core.load.trace_formats import parse_trace
-from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, expected_hits, traced_prompt
+from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, expected_hits, parse_trace, traced_prompt
 from kvbench.errors import InputError
 
 MOONCAKE = """\

@@ -23,8 +23,8 @@ import kvbench as notebook
 from kvbench import engines
 from kvbench.core.findings.ahead import pairs
 from kvbench.core.findings.load_row import LoadRow
-from kvbench.core.findings.possible_rates import AHEAD
-from kvbench.core.metrics.ttft_of_request import parts_of
+from kvbench.core.findings.rate_change import AHEAD
+from kvbench.core.metrics.ttft_breakdown import parts_of
 from kvbench.core.plan.engine_count import Size, first_unequal, price_per_gpu_hour, size_in, unequal, unit_of
 from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import scenario_schema

@@ -10,7 +10,7 @@ import hgx
 import pytest
 from commands import invoke
 
-from kvbench.core.findings.tcp_beside_rdma import forced_tcp
+from kvbench.core.findings.setups import forced_tcp
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario, parse_scenario

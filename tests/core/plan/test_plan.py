@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.physics.model_shapes import MODELS
-from kvbench.core.plan.estimates import LAUNCH_S, expected_trials, kv_footprint, trial_requests
-from kvbench.core.plan.plan import LAST_PORT, Plan, make_plan, trial_seed
+from kvbench.core.physics import MODELS
+from kvbench.core.plan.plan import (
+    LAST_PORT,
+    LAUNCH_S,
+    Plan,
+    expected_trials,
+    kv_footprint,
+    make_plan,
+    trial_requests,
+    trial_seed,
+)
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.scenario import Registry, Scenario, Search, parse_scenario

@@ -18,11 +18,12 @@ from kvbench.core.plan.prospect import (
     half_width,
     may_suffice,
     prospect_of,
+    prospect_text,
     prospects,
     seen_of,
+    shortfall_text,
     trial_s,
 )
-from kvbench.core.plan.prospect_text import prospect_text, shortfall_text
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.slo import Slo

@@ -11,7 +11,7 @@ import yaml
 from commands import kvbench, the_run
 from jsonschema.validators import Draft202012Validator
 
-from kvbench.core.findings.unequal_ranks import unequal_ranks
+from kvbench.core.findings.setups import unequal_ranks
 from kvbench.core.plan.engine_count import ranks_in
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec

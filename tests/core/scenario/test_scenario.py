@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.physics import MODELS
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.overrides import merged, typed_overrides
 from kvbench.core.scenario.scenario import (

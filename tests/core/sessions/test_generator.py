@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.sessions.corpus import Corpus, Session, Turn
-from kvbench.core.sessions.figures import CorpusFigures
-from kvbench.core.sessions.generator import fitted_model
-from kvbench.core.sessions.other_formats import grown_blocks
-from kvbench.core.sessions.session_plan import SessionPlan
+from kvbench.core.sessions.corpus import Corpus, CorpusFigures, Session, Turn
+from kvbench.core.sessions.corpus_formats import grown_blocks
+from kvbench.core.sessions.generator import SessionPlan, fitted_model
 from kvbench.errors import InputError
 from kvbench.planning.corpus.corpus_files import load_corpus
 from tools.perf_sessions import session_reuse

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.scenario.deployment_section import Routing
-from kvbench.core.sessions.corpus import Blocks, Session, Turn, chained
-from kvbench.core.sessions.offered_reuse import offered_reuse
+from kvbench.core.sessions.corpus import Blocks, Session, Turn, chained, offered_reuse
 from kvbench.core.sessions.session_load import PromptHashes, session_load
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.sessions.corpus import Corpus, Session, Turn, chained, prompts_by_time
-from kvbench.core.sessions.figures import CorpusFigures
-from kvbench.core.sessions.offered_reuse import offered_reuse
+from kvbench.core.sessions.corpus import (
+    Corpus,
+    CorpusFigures,
+    Session,
+    Turn,
+    chained,
+    offered_reuse,
+    prompts_by_time,
+)
 
 prompts = st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=25)
 

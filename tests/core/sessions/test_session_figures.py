@@ -9,8 +9,7 @@ import pytest
 
 from kvbench.core.records import RequestRecord
 from kvbench.core.sessions.corpus import Session, Turn
-from kvbench.core.sessions.session_figures import BY_TURN, session_figures
-from kvbench.core.sessions.session_load import SessionLoad, session_load
+from kvbench.core.sessions.session_load import BY_TURN, SessionLoad, session_figures, session_load
 
 SIZE = 16
 POOL = 4096 * SIZE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.core.scenario.rules.session_checks import session_problems
-from kvbench.core.scenario.sessions.sessions_section import Sessions, SessionShape
+from kvbench.core.scenario.checks import session_problems
+from kvbench.core.scenario.sections import Sessions, SessionShape
 from kvbench.core.sessions.corpus import Session, Turn
 from kvbench.core.sessions.session_source import due_times, source_of
 from kvbench.errors import InputError

@@ -23,8 +23,7 @@ from kvbench.core.simulation.kv_cache import (
     prefix_hashes,
     salt_seed,
 )
-from kvbench.core.simulation.scheduler import EngineConfig, Scheduler
-from kvbench.core.simulation.step import EngineRequest, Status, StepPlan
+from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler, Status, StepPlan
 from kvbench.core.simulation.step_time import PROFILE_NAMES, StepLoad, attention_waves, timing_profile
 from kvbench.errors import InputError
 

@@ -16,8 +16,7 @@ from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.simulation.data import Link, Outcome, Overheads, SimulatedLoad, System, Tick
 from kvbench.core.simulation.deployment import TICK_S, SimulatedTrial, simulate
 from kvbench.core.simulation.engine import CountingPool, StepEngine
-from kvbench.core.simulation.scheduler import EngineConfig
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest
 from kvbench.core.simulation.step_time import StepLoad, TimingProfile, timing_profile
 from kvbench.errors import InputError
 

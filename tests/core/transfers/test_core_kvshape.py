@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.physics.model_shapes import MODELS
+from kvbench.core.physics import MODELS
 from kvbench.core.transfers.kv_shape import MODEL_NAMES, check_memory, kv_work
 from kvbench.errors import InputError
 

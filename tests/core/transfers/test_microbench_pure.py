@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.transfers import blocks as transferplan
+from kvbench.core.transfers import cases as transferplan
 from kvbench.core.transfers.records import Case, TransferRecord
-from kvbench.core.transfers.warnings import CaseConditions, warnings
+from kvbench.core.transfers.stats import CaseConditions, warnings
 from kvbench.errors import InputError, TransferError
 from kvbench.processes.transfer_worker.measure import Limits, measure, pack_times, unpack_times
 from kvbench.processes.transfer_worker.memory import Content, HostMemory, available_bytes, difference, fill

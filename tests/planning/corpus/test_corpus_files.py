@@ -15,8 +15,8 @@ from commands import invoke, kvbench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.sessions.figures import CorpusFigures
-from kvbench.core.sessions.other_formats import grown_blocks
+from kvbench.core.sessions.corpus import CorpusFigures
+from kvbench.core.sessions.corpus_formats import grown_blocks
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.corpus.corpus_files import FORMATS, load_corpus
 

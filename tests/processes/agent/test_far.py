@@ -20,8 +20,7 @@ import pytest
 from commands import tagged, wait_until
 
 from kvbench.core.access import ServerAccess
-from kvbench.core.plan.process_modules import AGENT_MODULE
-from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec
+from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import ChannelClosedError, Lines, PipeChannel

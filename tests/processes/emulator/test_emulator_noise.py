@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.scheduler import EngineRequest
 from kvbench.processes.emulator.compute import KvCompute
 from kvbench.processes.emulator.kvbytes import KvPool
 from kvbench.processes.emulator.running_request import LiveRequest

@@ -17,8 +17,7 @@ from hostile import DONE, HEAD, LAST, TOKEN, against, chunk, spec_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import ClientFigures
+from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.gates.gates import judge
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Finding, RequestRecord

@@ -13,9 +13,8 @@ from turns import SIZE, VOCAB, prompts_of, tokens_of, turn
 
 from kvbench.core.load.prompts import lowest_id
 from kvbench.core.sessions.corpus import Session
-from kvbench.core.sessions.load_arrays import load_arrays, load_of_arrays
 from kvbench.core.sessions.prompt_tokens import BlockTokens
-from kvbench.core.sessions.session_load import SessionLoad, session_load
+from kvbench.core.sessions.session_load import SessionLoad, load_arrays, load_of_arrays, session_load
 from kvbench.errors import InputError
 from kvbench.planning.corpus.session_files import write_session_load
 from kvbench.processes.loadgen.schedules.session_file import read_session_load

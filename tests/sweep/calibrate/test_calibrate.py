@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from commands import invoke, kvbench, not_spoilt, the_run
 
+from kvbench.core.calibration.fit import ServedLoad, Times
 from kvbench.core.calibration.profile_file import ProfileFile, timing_of_values
-from kvbench.core.calibration.served_load import ServedLoad, Times
 from kvbench.core.records import TrialRecord
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.scheduler import EngineConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.core.gates.evidence_figures import HostFigures
+from kvbench.core.gates.evidence import HostFigures
 from kvbench.sweep.selftest.undisturbed import TRIES, disturbance, least_disturbed
 
 

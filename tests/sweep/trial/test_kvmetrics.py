@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_pages import Server, zeros
 
-from kvbench.core.gates.evidence import Evidence
-from kvbench.core.gates.evidence_figures import EngineFigures
+from kvbench.core.gates.evidence import EngineFigures, Evidence
 from kvbench.core.gates.gates import judge
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import RequestRecord

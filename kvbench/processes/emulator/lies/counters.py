@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvbench.core.simulation.step import EngineRequest
+from kvbench.core.simulation.scheduler import EngineRequest
 from kvbench.processes import http1
 from kvbench.processes.emulator.answers import ApiAnswer, error_json
 from kvbench.processes.emulator.lies.wrapping import Turns, role, wrap

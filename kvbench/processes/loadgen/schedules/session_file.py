@@ -6,13 +6,12 @@ import zipfile
 
 import numpy as np
 
-from kvbench.core.sessions.load_arrays import load_of_arrays
-from kvbench.core.sessions.session_load import SessionLoad
+from kvbench.core.sessions.session_load import SessionLoad, load_of_arrays
 from kvbench.errors import InputError
 
 
 def read_session_load(path: str) -> SessionLoad:
-    """The load in an npz file of ``core/sessions/load_arrays.py``. Raises InputError."""
+    """The load in an npz file of ``core/sessions/session_load.py``. Raises InputError."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return load_of_arrays(arrays)

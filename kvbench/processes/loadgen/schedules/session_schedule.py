@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Container
 from typing import Final
 
-from kvbench.core.load.sends import Sends
+from kvbench.core.load.arrivals import Sends
 from kvbench.core.sessions.session_load import SessionLoad
 from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import PlannedRequest

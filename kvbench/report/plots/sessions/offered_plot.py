@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvbench.core.physics.model_shapes import ModelShape
-from kvbench.core.sessions.figures import CorpusFigures
+from kvbench.core.physics import ModelShape
+from kvbench.core.sessions.corpus import CorpusFigures
 from kvbench.errors import InputError
 from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.sheet import Words, new_sheet

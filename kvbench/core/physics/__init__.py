@@ -1,1 +1,0 @@
-"""Peaks of hardware, and bytes per token of models."""

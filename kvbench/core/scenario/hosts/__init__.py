@@ -1,1 +1,0 @@
-"""The hosts of a scenario: by ssh, from Slurm, from Ray."""

@@ -1,1 +1,0 @@
-"""What is wrong with parts of a scenario, by its plain data."""

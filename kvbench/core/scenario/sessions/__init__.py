@@ -1,1 +1,0 @@
-"""The part of a scenario that asks for sessions."""
