@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvbench.cli import deployments, held_rates, lists, measure, runs, sessions, setup
-from kvbench.cli.console import with_exit_code
-from kvbench.cli.lab import lab
-from kvbench.cli.plain_characters import allow_any_locale
+from kvbench.cli import deployments, measure, runs, sessions, setup
+from kvbench.cli.console import allow_any_locale, with_exit_code
+from kvbench.cli.setup import lab
 from kvbench.errors import EXIT_CODES
 from kvbench.version import __version__
 
@@ -57,21 +56,21 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     "bench": (MEASURE, measure.bench, "kvbench bench quickstart --rate 20 --duration 30"),
     "chaos": (
         MEASURE,
-        held_rates.chaos,
+        measure.chaos,
         "kvbench chaos quickstart --connector nixl --rate 40 --fault restart:prefill",
     ),
-    "soak": (MEASURE, held_rates.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
+    "soak": (MEASURE, measure.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
     "simulate": (MEASURE, measure.simulate, "kvbench simulate xpyd --gpus 3"),
     "calibrate": (MEASURE, measure.calibrate, "kvbench calibrate --from latest --output my-gpu.yaml"),
     "microbench": (MEASURE, measure.microbench, "kvbench microbench --lab --nics 1,2,4,8"),
     "selftest": (MEASURE, measure.selftest, "kvbench selftest --streams 10,100"),
     "init": (PREPARE, setup.init, "kvbench init two-nodes.yaml --hosts node1,node2"),
-    "scenarios": (PREPARE, lists.scenarios, "kvbench scenarios --json"),
+    "scenarios": (PREPARE, runs.scenarios, "kvbench scenarios --json"),
     "plan": (PREPARE, measure.plan, "kvbench plan quickstart --input-len 1024"),
     "corpus": (PREPARE, sessions.corpus, "kvbench corpus traces.jsonl.gz --model llama-3.1-70b --gb 80"),
     "doctor": (PREPARE, setup.doctor, "kvbench doctor two-nodes.yaml"),
     "schema": (PREPARE, setup.schema, "kvbench schema > scenario.schema.json"),
-    "runs": (RESULTS, lists.runs, "kvbench runs"),
+    "runs": (RESULTS, runs.runs, "kvbench runs"),
     "report": (RESULTS, runs.report, "kvbench report latest"),
     "watch": (RESULTS, runs.watch, "kvbench watch latest --serve"),
     "compare": (RESULTS, runs.compare, "kvbench compare results/before results/after"),

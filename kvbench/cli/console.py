@@ -1,14 +1,19 @@
-"""What a command writes to, and how it ends: with an exit code, and with an error said in words."""
+"""What a command writes to, and how it ends: with an exit code, and with an error said in words.
+
+Output where the locale is not UTF-8: signs that it cannot show become plain ones; nothing breaks off.
+"""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -17,6 +22,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, KvbenchError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 TRACEBACK_ENV = "KVBENCH_TRACEBACK"
 _UNFORESEEN = (
@@ -87,3 +93,26 @@ def _errors_in_words() -> Iterator[None]:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+PLAIN: Final = {
+    "≤": "<=", "≥": ">=", "·": "-", "×": "x", "→": "->", "←": "<-", "–": "-", "—": "-", "…": "...", "•": "*",
+    "±": "+-", "µ": "u", "─": "-", "│": "|", "⁹": "^9", "⁻": "-", "³": "^3", "²": "^2", "“": '"', "”": '"',
+    "’": "'", "‘": "'", "▶": ">", "✓": "ok",
+}  # fmt: skip
+NAME: Final = "kvbench-plain"
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    unknown = error.object[error.start : error.end]
+    return "".join(PLAIN.get(sign, "?") for sign in unknown), error.end
+
+
+def allow_any_locale() -> None:
+    """From now on stdout and stderr take every sign; in a UTF-8 locale nothing changes."""
+    codecs.register_error(NAME, _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors=NAME)

@@ -62,9 +62,9 @@ def diagnose(
     json_: JsonOption = False,
 ) -> int:
     """Say what in a server's log is known to mean trouble, where, and what to do about it."""
-    from kvbench.deployment import diagnose_logs
+    from kvbench.deployment.diagnose import command
 
-    return diagnose_logs.command(logs or [], protocol, console(), as_json=json_)
+    return command(logs or [], protocol, console(), as_json=json_)
 
 
 def ps(
@@ -73,9 +73,9 @@ def ps(
     json_: JsonOption = False,
 ) -> int:
     """List what runs for kvbench, or was left by a crash: here, and on the hosts of a scenario."""
-    from kvbench.deployment import leftovers
+    from kvbench.deployment import launch as launching
 
-    return leftovers.ps(scenario, tuple(set_ or ()), console(), as_json=json_)
+    return launching.ps(scenario, tuple(set_ or ()), console(), as_json=json_)
 
 
 def stop(
@@ -90,6 +90,6 @@ def stop(
 
     Temporary folders that killed runs left on this machine are removed, too.
     """
-    from kvbench.deployment import leftovers
+    from kvbench.deployment import launch as launching
 
-    return leftovers.stop(run, scenario, tuple(set_ or ()), console(), everything=all_)
+    return launching.stop(run, scenario, tuple(set_ or ()), console(), everything=all_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.connectors.parts.plain import LoneConnector
+from kvbench.connectors.parts.handshakes import LoneConnector
 
 
 class Aggregated(LoneConnector):

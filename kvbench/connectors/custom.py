@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role, Seat
-from kvbench.connectors.parts.plain import LoneConnector, PlainConnector
-from kvbench.connectors.parts.pull import PullConnector
+from kvbench.connectors.parts.handshakes import LoneConnector, PlainConnector, PullConnector
 from kvbench.core.engine_versions import Releases
 
 

@@ -30,9 +30,7 @@ from kvbench.connectors.base import (
     Seat,
     one_token_prefill,
 )
-from kvbench.connectors.parts.plain import PlainConnector
-from kvbench.connectors.parts.pull import PullConnector
-from kvbench.connectors.parts.sglang_rooms import RoomConnector
+from kvbench.connectors.parts.handshakes import PlainConnector, PullConnector, RoomConnector
 from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import nic_names

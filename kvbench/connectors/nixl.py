@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.parts.pull import PullConnector
-from kvbench.connectors.parts.sglang_rooms import RoomConnector
+from kvbench.connectors.parts.handshakes import PullConnector, RoomConnector
 from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
 from kvbench.core.engine_versions import Releases
 

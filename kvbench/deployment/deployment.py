@@ -20,10 +20,9 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.completions import Completion
 from kvbench.deployment.diagnose import Diagnosis
 from kvbench.deployment.liveness import ProcessWatch
-from kvbench.deployment.single_requests import SingleRequests
+from kvbench.deployment.single_requests import Completion, SingleRequests
 from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
 from kvbench.hosts.server_access import access_headers

@@ -3,20 +3,75 @@
 ``diagnose(lines)`` explains lines that are there. ``LogWatch`` follows the logs of a deployment's processes
 while it starts and while trials run: what is fatal ends the wait at once, with the cause and a hint; the
 rest becomes a finding of the trial in which it was written.
+
+The log patterns, from ``log_patterns.yaml``: what is written when something is wrong, why, and a hint.
+
+``kvbench diagnose``: what the log patterns find in logs that are there, of whatever origin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
+
+import yaml
+from rich.console import Console
 
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
-from kvbench.deployment.log_patterns import Level, Pattern, patterns
 from kvbench.deployment.transport_log import TransportReader
-from kvbench.hosts.log_tail import LogReader
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
+from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
+
+Level = Literal["fatal", "refuse", "warning"]
+"""fatal: no measurement can come of this deployment · refuse: the trial is no measurement ·
+warning: reported beside the numbers."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One entry. ``words``: regular expressions, of which one is found in the line.
+
+    ``engine`` is what its options call ``logs_like``, ``connector`` a part of that one's class name; empty
+    scopes mean any. ``asked``: only if that transport was asked for. ``fatal_after``: so many within one
+    trial are fatal. ``of_cancelled``: requests that kvbench cancelled may be all there is to it, so then it
+    weighs less. ``once``: it happens once in a process's life, however many lines speak of it.
+    """
+
+    key: str
+    level: Level
+    words: list[str]
+    cause: str
+    hint: str
+    engine: str = ""
+    connector: str = ""
+    role: str = ""
+    asked: str = ""
+    fatal_after: int = 0
+    of_cancelled: bool = False
+    once: bool = False
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile("|".join(self.words))
+
+
+_TABLE: Final = Path(__file__).with_name("log_patterns.yaml")
+
+
+@cache
+def patterns() -> dict[str, Pattern]:
+    """The table by its keys, in its order."""
+    table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    return {key: Pattern(key, **entry) for key, entry in table.items()}
+
 
 MAX_QUOTE_CHARS: Final = 240
 
@@ -193,3 +248,63 @@ def _together(known: Diagnosis | None, new: Diagnosis) -> Diagnosis:
         count = max(known.count, count) if pattern.once else known.count + count
     fatal = new.fatal or (known is not None and known.fatal) or 0 < pattern.fatal_after <= count
     return replace(known or new, count=count, level="fatal" if fatal else pattern.level)
+
+
+STDIN: Final = "-"
+_MARKS: Final[dict[Level, str]] = {
+    "fatal": "[red]fatal[/red]",
+    "refuse": "[red]no measurement[/red]",
+    "warning": "[yellow]warning[/yellow]",
+}
+
+
+def command(names: Sequence[str], protocol: str, console: Console, *, as_json: bool = False) -> int:
+    """Print each cause with its first line, how often, and a hint. 1 if one of them spoils a measurement.
+
+    ``names``: files, folders (all ``*.log`` below them), or ``-`` for stdin; none is stdin. ``protocol``:
+    what was asked for, since some lines mean trouble only then. Raises InputError for what cannot be read.
+    """
+    spoiled = 0
+    found: list[dict[str, object]] = []
+    for name, source in _logs(list(names) or [STDIN]):
+        with source as file:
+            for each in diagnose(_lines(file), LogSource(transport_asked=protocol)):
+                found.append({"log": name, **vars(each)})
+                spoiled += each.level != "warning"
+                if as_json:
+                    continue
+                times = f", {each.count} times" if each.count > 1 else ""
+                console.print(f"{_MARKS[each.level]} ", end="")
+                console.print(f"{name}:{each.number}{times}: {each.cause}", markup=False, soft_wrap=True)
+                console.print(f"    log   {each.line}", markup=False, soft_wrap=True)
+                console.print(f"    hint  {each.hint}", markup=False, soft_wrap=True)
+    if as_json:
+        console.file.write(json.dumps({"causes": found}, indent=2) + "\n")
+    elif not found:
+        console.print("no log pattern matches: nothing that is known to go wrong is in there", markup=False)
+    return EXIT_FAILED if spoiled else EXIT_OK
+
+
+def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContextManager[IO[bytes]]]]:
+    for name in names:
+        if name == STDIN:
+            yield "stdin", contextlib.nullcontext(sys.stdin.buffer)
+            continue
+        path = Path(name)
+        paths = sorted(path.rglob("*.log")) if path.is_dir() else [path]
+        if not paths:
+            raise InputError(f"{path} holds no *.log", hint="name the files")
+        for each in paths:
+            try:
+                yield str(each), each.open("rb")
+            except OSError as error:
+                raise InputError(f"{each} cannot be read: {error.strerror or error}") from error
+
+
+def _lines(file: IO[bytes]) -> Iterator[str]:
+    """Lines, the first part of each: one library writes hundreds of megabytes into one."""
+    begun = True
+    for piece in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+        if begun:
+            yield piece.decode("utf-8", "replace").rstrip()
+        begun = piece.endswith(b"\n")

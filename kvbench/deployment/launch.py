@@ -1,28 +1,39 @@
-"""``kvbench launch``: bring one deployment up and keep it until Ctrl-C."""
+"""``kvbench launch``: bring one deployment up and keep it until Ctrl-C.
+
+``kvbench ps`` and ``kvbench stop``: processes of runs, here and on the hosts of a scenario.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from kvbench.core.fitted_table import FittedColumn, Grid, columns_of
 from kvbench.core.load.word_tokenizer import tokenizer_files
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import RunningDeployment
-from kvbench.errors import EXIT_OK, InputError, MissingLibraryError
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, MissingLibraryError
 from kvbench.files import write_json
+from kvbench.hosts import scratch as scratch_folders
 from kvbench.hosts.scratch import keep, scratch
+from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.base import Launcher
+from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
 from kvbench.launchers.parts.sockets import is_here
-from kvbench.launchers.placement.placement import Places
+from kvbench.launchers.placement.placement import Places, fleet_of
 from kvbench.planning.gpu_dealing import far_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -157,3 +168,109 @@ def _chosen(plan: Plan) -> DeploymentPlan:
         if not each.reference_only:
             return each
     raise InputError("the scenario has no connector to launch")
+
+
+HERE = ""
+MAX_COMMAND = 100
+
+
+def ps(scenario: str | None, overrides: Sequence[str], console: Console, *, as_json: bool = False) -> int:
+    """List the processes of all runs; those of other hosts too if a scenario names them."""
+    with _reached(scenario, overrides, console) as (fleet, failed):
+        rows = list(_found(fleet))
+    if as_json:
+        console.file.write(json.dumps({"processes": rows}, indent=2) + "\n")
+    elif not rows:
+        console.print("no process of a run is left", markup=False)
+    else:
+        _print(rows, console)
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def stop(
+    tag: str, scenario: str | None, overrides: Sequence[str], console: Console, *, everything: bool
+) -> int:
+    """End the processes of one run (its tag, or how it begins), or of all of them, and remove the temporary
+    folders that such runs left here.
+    """
+    if bool(tag) == everything:
+        raise InputError("say which run to stop, or --all", hint="`kvbench ps` lists them")
+    with _reached(scenario, overrides, console) as (fleet, failed):
+        rows = [row for row in _found(fleet) if everything or str(row["tag"]).startswith(tag)]
+        for host in dict.fromkeys(row["host"] for row in rows):
+            wanted = [(row["pid"], row["tag"]) for row in rows if row["host"] == host]
+            ended = (
+                tagged.end(wanted) if host == HERE else int(fleet[host].ask("end", wanted=wanted)["ended"])
+            )
+            console.print(f"{host or 'here'}: {ended} process(es) ended", markup=False)
+    # Those of processes that have just ended are among them.
+    folders = [
+        folder for folder, whose in scratch_folders.left() if everything or (whose and whose.startswith(tag))
+    ]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        console.print(f"here: {folder} removed", markup=False)
+    if not rows and not folders:
+        console.print("no such process is left", markup=False)
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+@contextmanager
+def _reached(
+    scenario: str | None, overrides: Sequence[str], console: Console
+) -> Iterator[tuple[Fleet | dict[str, Any], bool]]:
+    """Agents on those hosts of the scenario that can be reached, and whether any cannot."""
+    if scenario is None:
+        yield {}, False
+        return
+    wanted, _ = resolve(CliOptions(scenario, tuple(overrides)))
+    if not wanted.deployment.hosts:
+        yield {}, False
+        return
+    with fleet_of(wanted, f"ps-{secrets.token_hex(4)}") as fleet:
+        failed = False
+        try:
+            fleet.require()
+        except KvbenchError as error:
+            console.print(f"not reached: {error.message}", markup=False, style="yellow")
+            failed = True
+        yield fleet, failed
+
+
+def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
+    own = {fleet.run_tag} if isinstance(fleet, Fleet) else set()
+    seen = set()
+    for each in tagged.tagged(own):
+        seen.add(each.pid)
+        yield {"host": HERE, **each.to_json()}
+    for name, agent in fleet.items():
+        # An agent that sees this process is on this machine, and so are all that it lists.
+        answer = agent.ask("tagged", but=sorted(own))
+        for row in answer["found"]:
+            if answer["boot_id"] != boot_id() or row["pid"] not in seen:
+                yield {"host": name, **row}
+
+
+def boot_id() -> str:
+    """What distinguishes this boot of the machine from all others."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    cells = [
+        [
+            row["tag"],
+            row["host"] or "here",
+            f"{row['pid']}",
+            f"{row['age_s']:.0f}",
+            row["command"][:MAX_COMMAND],
+        ]
+        for row in rows
+    ]
+    columns = [*columns_of("run|host", "pid|age (s)"), FittedColumn("command", "left", rank=1)]
+    fitted = Grid(columns, cells, ruled=False).fitted(console.width if console.is_terminal else None)
+    console.print(fitted.text(), markup=False, soft_wrap=True)

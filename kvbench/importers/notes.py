@@ -12,18 +12,97 @@ The layout, in any language around it::
     5. 结论                              ← written conclusions; kept as claims beside the rows they speak of
 
 A section without a block is said. Claims are data: what is claimed, by which line; nothing here judges them.
+
+Written conclusions as data: what a line claims, of which figure, at which input lengths.
+
+``{"line", "text"}`` always; where the sentence is understood also ``metric`` (a figure's name),
+``input_len`` (a list), and either ``values`` (connector → value), or ``ahead``, ``behind`` and
+``by_percent`` ([least, most]), or ``equal``.
+
+The sentences are in ``claims.yaml``: regular expressions whose named groups are ``at``, or ``low`` and
+``high`` (thousands of tokens; none: all lengths), ``ahead`` and ``behind`` (connectors), ``least`` and
+``most`` (per cent), ``first`` and ``second`` (figures of ``one`` and ``other``, else of the one ahead and the
+one behind), and ``latency``, of which a metric's name is made.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from kvbench.importers.base import Imported, LeftOut, Origin, ServingRow, excerpt, peek, read_lines
-from kvbench.importers.parts import blocks, claims
+from kvbench.importers.parts import vllm_result
 from kvbench.importers.parts.vllm_result import DEFINITIONS
+
+_SENTENCES: Final = Path(__file__).parent / "parts" / "claims.yaml"
+_BEGIN: Final = re.compile(r"(?:^|\s)\d\.\s*(?:结论|conclusions?)\s*$", re.IGNORECASE)
+_END: Final = re.compile(r"^\d\.\s")
+_ITEM: Final = re.compile(r"^[-*•]\s*(?P<text>.+)$")
+
+
+def read_claims(
+    lines: Sequence[str], connectors: Iterable[str], lengths: Iterable[int]
+) -> list[dict[str, Any]]:
+    """All claims of the section of conclusions. ``connectors`` and ``lengths``: those that were measured."""
+    known, measured = list(dict.fromkeys(connectors)), sorted(set(lengths))
+    sentences = yaml.safe_load(_SENTENCES.read_text(encoding="utf-8"))
+    claims: list[dict[str, Any]] = []
+    inside = False
+    for line, text in enumerate(lines, start=1):
+        stripped = text.strip()
+        if _BEGIN.search(stripped):
+            inside = True
+        elif inside and _END.match(stripped):
+            break
+        elif inside and (item := _ITEM.match(stripped)):
+            written = {"line": line, "text": item["text"]}
+            understood = list(_understood(item["text"], sentences, known, measured))
+            claims += [{**written, **claim} for claim in understood] or [written]
+    return claims
+
+
+def _understood(
+    text: str, sentences: Iterable[Mapping[str, Any]], known: Sequence[str], measured: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    for sentence in sentences:
+        if match := re.search(sentence["pattern"], text):
+            found = match.groupdict()
+            claim = _claim(found, sentence, known, measured)
+            for metric in sentence["metrics"]:
+                yield {"metric": metric.format(latency=found.get("latency", "").lower()), **claim}
+
+
+def _claim(
+    found: Mapping[str, str], sentence: Mapping[str, Any], known: Sequence[str], measured: Sequence[int]
+) -> dict[str, Any]:
+    claim: dict[str, Any] = {"input_len": list(measured)}
+    if "at" in found:
+        claim["input_len"] = [1024 * int(found["at"])]
+    elif "low" in found:
+        low, high = 1024 * int(found["low"]), 1024 * int(found["high"])
+        claim["input_len"] = [length for length in measured if low <= length <= high]
+    if "ahead" in found:
+        claim["ahead"] = found["ahead"].lower()
+        others = [each for each in known if each != claim["ahead"]]
+        only = others[0] if len(others) == 1 else ""  # of the connectors that were measured
+        claim["behind"] = found.get("behind", only).lower()
+    if "least" in found:
+        claim["by_percent"] = [float(found["least"]), float(found.get("most", found["least"]))]
+    if "first" in found:
+        one, other = found.get("one", claim.get("ahead", "")), found.get("other", claim.get("behind", ""))
+        scale = sentence.get("scale", 1)
+        claim["values"] = {
+            one.lower(): round(float(found["first"]) * scale, 3),
+            other.lower(): round(float(found["second"]) * scale, 3),
+        }
+    if sentence.get("equal"):
+        claim["equal"] = True
+    return claim
+
 
 FORMAT: Final = "notes with result blocks under headings, a section for each connector"
 RANK: Final = 5
@@ -63,7 +142,7 @@ def recognise(path: Path) -> bool:
     return (
         bool(sections)
         and any(_HEADING.match(line) for line in lines)
-        and any(map(blocks.TITLE.search, lines))
+        and any(map(vllm_result.TITLE.search, lines))
     )
 
 
@@ -76,7 +155,7 @@ def read(path: Path) -> Imported:
     sections = _sections(lines)
     version = _about(lines, reading)
     before = 0
-    for block in blocks.blocks(lines):
+    for block in vllm_result.blocks(lines):
         connector = next((name for line, name in reversed(sections) if line < block.line), "")
         if block.cut:
             reading.leave_out(block.line, f"a result block is left out: {block.cut}", path.name)
@@ -94,12 +173,12 @@ def read(path: Path) -> Imported:
     reading.about["settings_lines"] = launch_lines
     known = [row.connector for row in reading.serving]
     lengths = [row.input_len for row in reading.serving if row.input_len is not None]
-    if found := claims.read(lines, known, lengths):
+    if found := read_claims(lines, known, lengths):
         reading.about["claims"] = found
     return reading
 
 
-def _row(block: blocks.ResultBlock, lines: Sequence[str], before: int, origin: Origin) -> ServingRow:
+def _row(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, origin: Origin) -> ServingRow:
     row = ServingRow(
         origin, dict(block.figures), request_rate=block.request_rate, unknown=dict(block.unknown)
     )

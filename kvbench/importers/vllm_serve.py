@@ -24,7 +24,7 @@ from kvbench.importers.base import (
     read_lines,
     whole,
 )
-from kvbench.importers.parts import blocks
+from kvbench.importers.parts import vllm_result
 from kvbench.importers.parts.vllm_result import DEFINITIONS
 
 FORMAT: Final = "text blocks that `vllm bench serve` prints, in a log"
@@ -57,7 +57,7 @@ _KEPT: Final = (
 
 
 def recognise(path: Path) -> bool:
-    return blocks.TITLE.search(peek(path)) is not None
+    return vllm_result.TITLE.search(peek(path)) is not None
 
 
 def read(path: Path) -> Imported:
@@ -65,7 +65,7 @@ def read(path: Path) -> Imported:
     lines = read_lines(path)
     reading = Imported(definitions=dict(DEFINITIONS))
     before = 0
-    for block in blocks.blocks(lines):
+    for block in vllm_result.blocks(lines):
         if block.cut:
             reading.leave_out(block.line, f"a result block is left out: {block.cut}", path.name)
         else:
@@ -75,7 +75,7 @@ def read(path: Path) -> Imported:
     return reading
 
 
-def unread(block: blocks.ResultBlock, file: str) -> list[LeftOut]:
+def unread(block: vllm_result.ResultBlock, file: str) -> list[LeftOut]:
     """What stood in a whole block and is no figure that is known."""
     problems = [LeftOut(line, f"not read: {text[:100]}", file) for line, text in block.unreadable]
     if block.unknown:
@@ -86,7 +86,7 @@ def unread(block: blocks.ResultBlock, file: str) -> list[LeftOut]:
     return problems
 
 
-def row_of(block: blocks.ResultBlock, lines: Sequence[str], before: int, file: str) -> ServingRow:
+def row_of(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, file: str) -> ServingRow:
     """The row of a block, with what was asked for from the lines between ``before`` and the block."""
     asked = RequestedLoad.before(lines, before, block.line - 1)
     row = ServingRow(

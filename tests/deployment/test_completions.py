@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbench.core.records import TokenChoice
-from kvbench.deployment.completions import completion_of, greedy_body
+from kvbench.deployment.single_requests import completion_of, greedy_body
 
 
 def answer(text: str, **choice: Any) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from kvbench import connectors, transfer
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.deployment.diagnose import LogSource, LogWatch, diagnose, worst
+from kvbench.deployment.diagnose import LogSource, LogWatch, diagnose, patterns, worst
 from kvbench.deployment.liveness import ProcessWatch, beside
-from kvbench.deployment.log_patterns import patterns
 from kvbench.errors import LaunchError, ProcessDiedError
 from kvbench.hosts.log_tail import MAX_BEHIND_BYTES, MAX_LINE_BYTES, LogReader
 from kvbench.launchers.local import LocalLauncher

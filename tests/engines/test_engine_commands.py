@@ -23,8 +23,7 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.parts.commands import argv_of, asked_version
-from kvbench.engines.parts.vllm_variables import given_up
-from kvbench.engines.vllm import VllmOptions
+from kvbench.engines.vllm import VllmOptions, given_up
 from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.plan import plan_of

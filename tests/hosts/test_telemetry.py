@@ -16,13 +16,13 @@ import pytest
 from kvbench.core.gates.evidence import EngineFigures
 from kvbench.errors import ServerError
 from kvbench.hosts.devices import NicReading, cgroup_throttled_s, link_rate, nic_counters, thermal_events
-from kvbench.hosts.host_figures import host_figures
 from kvbench.hosts.nvml import energy_j, names, nvlink_bytes, slowed_s
 from kvbench.hosts.telemetry import (
     HostReading,
     Metrics,
     Sampler,
     difference,
+    host_figures,
     parse_metrics,
     quantile,
     read_host,

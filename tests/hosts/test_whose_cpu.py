@@ -11,15 +11,14 @@ from pathlib import Path
 
 from kvbench.hosts import procfs
 from kvbench.hosts.devices import cpu_pressure_s
-from kvbench.hosts.host_figures import host_figures
-from kvbench.hosts.telemetry import HostReading
+from kvbench.hosts.telemetry import HostReading, host_figures
 from kvbench.sweep.trial.host_samples import unknown_owner
 
 BURN = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 MEASURE = """
 import json, subprocess, sys, time
 from kvbench.hosts import procfs
-from kvbench.hosts.host_figures import host_figures
+from kvbench.hosts.telemetry import host_figures
 from kvbench.hosts.telemetry import read_host
 
 foreign, burn = int(sys.argv[1]), sys.argv[2]

@@ -20,7 +20,7 @@ from kvbench.core.metrics.metrics import Summary
 from kvbench.errors import InputError
 from kvbench.importers import base
 from kvbench.importers.base import Imported, ImportedRow, ServingRow, TransferRow
-from kvbench.importers.parts import blocks, importing
+from kvbench.importers.parts import importing, vllm_result
 from kvbench.importers.parts.trials import summary_of
 from kvbench.results.run import RunFolder, load_run
 
@@ -259,11 +259,11 @@ def test_lines_count_as_in_an_editor_and_progress_bars_are_written_over(tmp_path
     )
 )
 def test_no_order_of_lines_invents_a_figure(lines: list[str]) -> None:
-    for block in blocks.blocks(lines):
+    for block in vllm_result.blocks(lines):
         told = lines[block.line - 1 : block.last_line]
         for name, value in block.figures.items():
             assert any(
-                blocks.figure_name(line.partition(":")[0].strip()) == name
+                vllm_result.figure_name(line.partition(":")[0].strip()) == name
                 and base.number(line.partition(":")[2]) == value
                 for line in told
             )

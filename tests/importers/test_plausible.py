@@ -16,8 +16,8 @@ from kvbench.core.transfers.records import Case
 from kvbench.errors import InputError
 from kvbench.importers.base import Imported, Origin, ServingRow
 from kvbench.importers.parts import importing
-from kvbench.importers.parts.plausible import keep_plausible
 from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
+from kvbench.importers.parts.trials import keep_plausible
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 WRITTEN = RECORDED / "written"

@@ -24,7 +24,7 @@ import yaml
 from pumping import pumped
 
 import kvbench
-from kvbench.deployment.log_patterns import patterns
+from kvbench.deployment.diagnose import patterns
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("search", "match", "fullmatch", "sub", "finditer", "findall", "split")

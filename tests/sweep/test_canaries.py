@@ -20,7 +20,7 @@ from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord
-from kvbench.deployment.completions import Completion
+from kvbench.deployment.single_requests import Completion
 from kvbench.errors import ServerError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.loadgen.plan import planned_requests, plant_canaries

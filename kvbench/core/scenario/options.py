@@ -62,7 +62,7 @@ class EngineOptions(BaseModel):
     cancels_cleanly: ClassVar[bool] = False
     """A request that is cancelled between P and D gives P's KV free at once, and spoils no later trial."""
     logs_like: ClassVar[str] = "other"
-    """Whose log patterns its logs fit (``engine`` in deployment/log_patterns.py), such as ``vllm``."""
+    """Whose log patterns its logs fit (``engine`` in deployment/diagnose.py), such as ``vllm``."""
     usual_ready_timeout_s: ClassVar[float] = 30.0
     """``ready_timeout_s`` where the scenario says none."""
     profiler_env: ClassVar[Mapping[str, str]] = {}

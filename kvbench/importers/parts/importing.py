@@ -4,6 +4,8 @@ Serving results become trials of method "imported" in a run of kind "imported"; 
 rows of a run of kind "microbench". Both carry the label "imported", and ``manifest.json`` has under
 ``imported`` the files (name, SHA-256, lines), the tool, what is missing, what was left out and why, and
 claims that the files make.
+
+The rows of an import as people read them in the terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench import importers
+from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.transfers.records import TransferWarning
+from kvbench.core.units import size_text
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.importers.base import (
     Imported,
@@ -33,11 +37,92 @@ from kvbench.importers.base import (
     read_lines,
     read_text,
 )
-from kvbench.importers.parts.plausible import keep_plausible
-from kvbench.importers.parts.table import serving_table, transfer_table
-from kvbench.importers.parts.trials import IMPORTED, trial_of
+from kvbench.importers.parts.trials import IMPORTED, keep_plausible, trial_of
+from kvbench.report.tables.numbers import MISSING, number
 from kvbench.results.run import load_run
 from kvbench.results.store import RunInfo, RunStore
+
+
+def serving_table(rows: Sequence[ServingRow]) -> Grid:
+    """A line a row; ≈ stands before a length that is a mean."""
+    headings = (
+        "req/s\noffered",
+        "done",
+        "s",
+        "req/s",
+        "out\ntok/s",
+        "TTFT ms\nmean / P50 / P99",
+        "TPOT ms\nmean / P99",
+        "line",
+    )
+    cells = [
+        [
+            row.connector or MISSING,
+            _length(row, "input_len"),
+            _length(row, "output_len"),
+            _how(row),
+            number(row.request_rate),
+            _count(row.figures.get("completed")),
+            number(row.figures.get("duration_s")),
+            number(row.figures.get("request_throughput")),
+            number(row.figures.get("output_throughput")),
+            _several(row, "ttft", ("mean", "median", "p99")),
+            _several(row, "tpot", ("mean", "p99")),
+            f"{row.origin.line}",
+        ]
+        for row in rows
+    ]
+    ranks = {"line": 6, "s": 5, "done": 4, "out\ntok/s": 3, "out": 2}
+    return Grid(columns_of("connector|in|out|how", "|".join(headings), ranks), cells)
+
+
+def _length(row: ServingRow, name: str) -> str:
+    """A length in tokens, with ≈ where it is a mean that was worked out."""
+    text = _count(getattr(row, name))
+    return f"≈{text}" if name in row.derived else text
+
+
+def _how(row: ServingRow) -> str:
+    settings = row.settings
+    words = [f"tp {settings['tp']}"] if "tp" in settings else []
+    if isinstance(settings.get("nics"), int):
+        words.append(f"{settings['nics']} NIC" + ("s" if settings["nics"] != 1 else ""))
+    elif settings.get("protocol"):
+        words.append(str(settings["protocol"]))
+    return ", ".join(words) or MISSING
+
+
+def _several(row: ServingRow, latency: str, statistics: Sequence[str]) -> str:
+    return " / ".join(number(row.figures.get(f"{statistic}_{latency}_ms")) for statistic in statistics)
+
+
+def _count(value: float | None) -> str:
+    return MISSING if value is None else f"{value:g}" if value < 1e6 else f"{value:.0f}"
+
+
+def transfer_table(rows: Sequence[TransferRow]) -> Grid:
+    """A line a measurement."""
+    cells = [
+        [
+            row.record.case.backend,
+            row.record.case.protocol,
+            _op(row),
+            MISSING if "block_bytes" in row.missing else size_text(row.record.case.block_bytes),
+            MISSING if "batch_size" in row.missing else f"{row.record.case.batch_size}",
+            MISSING if "threads" in row.missing else f"{row.record.case.threads}",
+            number(row.record.gb_per_s),
+            f"{row.origin.line}",
+        ]
+        for row in rows
+    ]
+    return Grid(columns_of("backend|protocol|op", "block|batch|at a time|GB/s|line", {"line": 1}), cells)
+
+
+def _op(row: TransferRow) -> str:
+    """The operation, and what sets its row apart from the others: ``write, both directions together``."""
+    words = [] if "op" in row.missing else [row.record.case.op]
+    return ", ".join([*words, *([row.record.case.shape] if row.record.case.shape else [])]) or MISSING
+
 
 _TRACES: Final = re.compile(
     r"vllm bench serve|benchmark_serving\.py|Serving Benchmark|nixlbench|transfer_engine_bench|_perf\b|"

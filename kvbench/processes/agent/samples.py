@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvbench.hosts.host_figures import host_figures
-from kvbench.hosts.telemetry import Sampler, read_host
+from kvbench.hosts.telemetry import Sampler, host_figures, read_host
 
 
 class Samples:

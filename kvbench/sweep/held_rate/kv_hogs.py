@@ -24,8 +24,8 @@ from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.dispatch import COMPLETIONS, BackendSpec
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.completions import greedy_body
 from kvbench.deployment.deployment import RunningDeployment
+from kvbench.deployment.single_requests import greedy_body
 from kvbench.errors import InputError
 from kvbench.hosts import web
 from kvbench.hosts.server_access import access_headers

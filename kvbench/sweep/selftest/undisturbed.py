@@ -8,8 +8,7 @@ from typing import Final, Generic, TypeVar
 
 from kvbench.core.gates.client import cpu_taken
 from kvbench.core.gates.evidence import GateLimits, HostFigures
-from kvbench.hosts.host_figures import host_figures
-from kvbench.hosts.telemetry import read_host
+from kvbench.hosts.telemetry import host_figures, read_host
 
 Found = TypeVar("Found")
 

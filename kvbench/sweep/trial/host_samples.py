@@ -11,9 +11,8 @@ from typing import Any
 from kvbench.core.gates.evidence import HostFigures, NicFigures
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
-from kvbench.hosts.host_figures import host_figures
 from kvbench.hosts.procfs import Listeners, listening
-from kvbench.hosts.telemetry import Sampler, read_host
+from kvbench.hosts.telemetry import Sampler, host_figures, read_host
 from kvbench.launchers.base import Launcher
 
 
