@@ -27,7 +27,7 @@ from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.slo import Slo, latencies_ms
-from kvbench.planning.corpus.session_files import session_source
+from kvbench.planning.load_files import session_source
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run

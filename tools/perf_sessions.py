@@ -24,7 +24,7 @@ from rich.table import Table
 
 from kvbench.core.sessions.corpus import Corpus, CorpusFigures
 from kvbench.core.sessions.generator import SessionPlan, fitted_model
-from kvbench.planning.corpus.corpus_files import load_corpus
+from kvbench.planning.corpus_files import load_corpus
 
 EXCERPT = Path(__file__).parents[1] / "tests/recorded/agentic/excerpt.jsonl.gz"
 DEADLINE_S = 300.0

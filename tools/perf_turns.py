@@ -22,7 +22,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.core.scenario.sections import Sessions, SessionShape
 from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.core.sessions.session_source import source_of
-from kvbench.planning.corpus.session_files import write_session_load
+from kvbench.planning.load_files import write_session_load
 from kvbench.processes.common.record_file import read_records
 from tools.perf_loadgen import Ran, ran
 

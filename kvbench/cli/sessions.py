@@ -15,7 +15,7 @@ from kvbench.errors import InputError
 
 def complete_format(incomplete: str) -> Iterator[str]:
     """Formats of corpora."""
-    from kvbench.planning.corpus.corpus_files import AUTO, FORMATS
+    from kvbench.planning.corpus_files import AUTO, FORMATS
 
     yield from (name for name in (AUTO, *FORMATS) if name.startswith(incomplete))
 
@@ -65,9 +65,8 @@ def corpus(
     """Tell what recorded sessions ask for: turns, lengths, think times, and what caches could reuse."""
     from kvbench.core.sessions.corpus import CorpusFigures
     from kvbench.core.units import parse_counts
-    from kvbench.planning.corpus.corpus_files import load_corpus
-    from kvbench.planning.corpus.corpus_table import corpus_report, print_report
-    from kvbench.planning.corpus.generated import made_after
+    from kvbench.planning.corpus_files import load_corpus
+    from kvbench.planning.corpus_table import corpus_report, made_after, print_report
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise InputError(f"{plot} is the name of no picture", hint="end it in .png or .svg")

@@ -40,8 +40,8 @@ def doctor(
     json_: JsonOption = False,
 ) -> int:
     """Say what is installed here, what each connector lacks, and how to fix it."""
-    from kvbench.planning.doctor import everywhere
     from kvbench.planning.doctor import gates as gatetable
+    from kvbench.planning.doctor.scenario import command
 
     if gates:
         return gatetable.command(console(), as_json=json_)
@@ -51,7 +51,7 @@ def doctor(
         if scenario is None:
             raise InputError("--hosts checks the hosts of a scenario: name one")
         return doctor_hosts.command(scenario, tuple(set_ or ()), console(), as_json=json_)
-    return everywhere.command(console(), scenario, tuple(set_ or ()), as_json=json_)
+    return command(console(), scenario, tuple(set_ or ()), as_json=json_)
 
 
 def init(
@@ -74,8 +74,8 @@ def init(
     ] = "",
 ) -> int:
     """Write a commented scenario for this machine, for hosts, Slurm or Ray, or for a server that is up."""
-    from kvbench.planning.wizard import init as new_scenario
-    from kvbench.planning.wizard.init_elsewhere import Elsewhere
+    from kvbench.planning import init as new_scenario
+    from kvbench.planning.init_elsewhere import Elsewhere
 
     elsewhere = Elsewhere.asked(hosts, slurm, ray, base_url, model)
     return new_scenario.command(file, console(), yes=yes, force=force, elsewhere=elsewhere)

@@ -31,13 +31,14 @@ from kvbench.launchers.base import GRACE_S, Launcher, Process
 from kvbench.launchers.parts.ports import require_free_ports
 from kvbench.planning.gpu_dealing import VISIBLE
 from kvbench.planning.process_specs import (
+    PROFILER_GRACE_S,
     dispatch_spec,
+    has_prefix,
     instances,
     process_specs,
     profile_of,
     several_hosts_problem,
 )
-from kvbench.planning.profiling import PROFILER_GRACE_S, has_prefix
 
 POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0

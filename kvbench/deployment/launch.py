@@ -33,12 +33,11 @@ from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.ports import with_ports, with_ports_at
 from kvbench.launchers.parts.sockets import is_here
-from kvbench.launchers.placement.placement import Places, fleet_of
+from kvbench.launchers.placement import Places, fleet_of
 from kvbench.planning.gpu_dealing import far_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
-from kvbench.planning.profiling import nsys_override
+from kvbench.planning.process_specs import engine_warnings, nsys_override, process_specs, unusable
 
 WATCH_S = 0.2
 

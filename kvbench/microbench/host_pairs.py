@@ -18,7 +18,7 @@ from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.nics import choice as nics
 from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.agents.remote import RemoteLauncher
-from kvbench.launchers.placement.placement import fleet_with
+from kvbench.launchers.placement import fleet_with
 from kvbench.microbench.hosts import MicrobenchPlace, kind_of
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.microbench.sides import Side

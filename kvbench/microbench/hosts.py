@@ -19,8 +19,7 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.lab.layout import LabPlan
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
-from kvbench.microbench.options import MicrobenchOptions
-from kvbench.microbench.settings import Settings
+from kvbench.microbench.options import MicrobenchOptions, Settings
 from kvbench.microbench.sides import Side
 from kvbench.transfer.parts.usable import movers
 

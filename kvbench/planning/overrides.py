@@ -1,7 +1,12 @@
-"""What a user asked for on the command line, turned into a checked scenario."""
+"""What a user asked for on the command line, turned into a checked scenario.
+
+What options changed of a scenario file: where the checked scenario differs from the file's text.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,15 +14,14 @@ import yaml
 
 from kvbench.core.access import ServerAccess
 from kvbench.core.scenario.overrides import Overrides, Unread, merged, typed_overrides
-from kvbench.core.scenario.scenario import Scenario, read_scenario
+from kvbench.core.scenario.scenario import Scenario, parse_scenario, read_scenario
 from kvbench.core.scenario.sections import Sessions
 from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
-from kvbench.errors import InputError
-from kvbench.planning.corpus.session_files import session_source
+from kvbench.errors import InputError, KvbenchError
+from kvbench.planning.load_files import load_trace, require_fitting, session_source, trace_lengths
 from kvbench.planning.scenario_files import load_draft, plain_name, registry
 from kvbench.planning.served_model import served_model
-from kvbench.planning.trace_files import load_trace, require_fitting, trace_lengths
 
 SMALL_VOCABULARY = 4000
 """Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
@@ -326,3 +330,26 @@ def _lengths(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--input-len takes whole numbers with commas between, not {text!r}") from None
+
+
+def overridden(text: str, scenario: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the values of a resolved scenario that its file's text does not give, by path.
+
+    A value that only the text gives is None. Returns None if the text alone is no valid scenario.
+    """
+    try:
+        written = parse_scenario(text, "scenario.yaml", registry()).resolved()
+    except KvbenchError:
+        return None
+    pair = (json.loads(json.dumps(each, default=str)) for each in (written, scenario))
+    # A file without a name is named after the file.
+    return {path: value for path, value in _changed(*pair) if path != "name"}
+
+
+def _changed(written: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not (isinstance(written, dict) and isinstance(now, dict)):
+        if written != now:
+            yield path, now
+        return
+    for key in dict.fromkeys((*written, *now)):
+        yield from _changed(written.get(key), now.get(key), f"{path}.{key}" if path else str(key))

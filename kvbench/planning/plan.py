@@ -122,8 +122,7 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
 
 def render(cli: CliOptions, words: Sequence[str]) -> None:
     """Print the manifests of the scenario's deployment. ``words``: NAME=VALUE of ``K8sOptions``."""
-    from kvbench.planning.kubernetes import rendered
-    from kvbench.planning.kubernetes_pods import options_from
+    from kvbench.planning.kubernetes import options_from, rendered
 
     scenario, _ = resolve(cli)
     print(rendered(plan_of(scenario), options_from(words)), end="")

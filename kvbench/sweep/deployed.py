@@ -20,9 +20,9 @@ from kvbench.hosts import environment
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts.ports import with_ports_at
-from kvbench.launchers.placement.placement import Places
-from kvbench.planning.corpus.session_files import session_source
+from kvbench.launchers.placement import Places
 from kvbench.planning.gpu_dealing import far_device_env
+from kvbench.planning.load_files import session_source
 from kvbench.planning.process_specs import process_specs, unusable
 from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore

@@ -12,7 +12,7 @@ from kvbench import engines
 from kvbench.core.plan.plan import Plan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.hosts import environment
-from kvbench.planning.overridden import overridden
+from kvbench.planning.overrides import overridden
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.store import RunInfo, RunStore
 

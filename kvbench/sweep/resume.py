@@ -27,9 +27,9 @@ from kvbench.core.records import HELD_METHODS, Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, StoreError
 from kvbench.hosts import environment
+from kvbench.planning.load_files import load_trace, trace_digest
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.trace_files import load_trace, trace_digest
 from kvbench.results.finished_cells import earlier_sessions
 from kvbench.results.run import RunFolder, load_run, writer_is_alive
 from kvbench.results.same_conditions import ELSEWHERE, differences

@@ -19,10 +19,9 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.corpus.session_files import session_source
+from kvbench.planning.load_files import load_trace, session_source
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.trace_files import load_trace
 from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, Site

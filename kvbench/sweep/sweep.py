@@ -22,11 +22,11 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.launchers.agents.wire import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.open_files import require_open_files
+from kvbench.planning.load_files import load_trace, trace_summary
+from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
-from kvbench.planning.trace_files import load_trace, trace_summary
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Site

@@ -12,12 +12,12 @@ from kvbench.core.scenario.options import EngineOptions
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import InputError
-from kvbench.launchers.placement.placement import Places
+from kvbench.launchers.placement import Places
 from kvbench.planning.doctor.scenario import memory_checks, model_check
+from kvbench.planning.init_elsewhere import FoundMachine, Installed, able_connectors
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, engine_warnings, process_specs, unusable
 from kvbench.planning.scenario_files import registry
-from kvbench.planning.wizard.init_machine import FoundMachine, Installed, able_connectors
 from kvbench.sweep.simulated_trial import engine_config
 from kvbench.sweep.trial.surroundings import slots_of, surroundings
 

@@ -28,8 +28,8 @@ from kvbench.core.scenario.scenario import Trace
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.importers.parts import importing
 from kvbench.importers.parts.importing import ImportOptions
+from kvbench.planning.load_files import load_trace
 from kvbench.planning.scenario_files import bundled_folder, load_scenario, registry
-from kvbench.planning.trace_files import load_trace
 from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.report import render_terminal, write_report
 from kvbench.results.run import load_run

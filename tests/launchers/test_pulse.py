@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbench.hosts.procfs import cpu_s, family, is_stopped
-from kvbench.launchers.parts.heartbeat import Heartbeat
+from kvbench.launchers.parts.liveness import Heartbeat
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from kvbench.core.scenario.hosts import RayOptions
 from kvbench.errors import MissingLibraryError
-from kvbench.launchers.parts.ray_bundles import Bundle, bundles_of, listed, missing, placed, unique_names
-from kvbench.launchers.ray import RayNodesOf, problem
+from kvbench.launchers.ray import (
+    Bundle,
+    RayNodesOf,
+    bundles_of,
+    listed,
+    missing,
+    placed,
+    problem,
+    unique_names,
+)
 
 
 def options(**given: Any) -> RayOptions:

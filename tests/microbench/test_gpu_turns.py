@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from kvbench.core.transfers.records import Case
-from kvbench.microbench.settings import Settings
-from kvbench.microbench.sides import Side
-from kvbench.microbench.teams import Key, Teams
+from kvbench.microbench.options import Settings
+from kvbench.microbench.sides import Key, Side, Teams
 
 DRIVER = r"""
 #include <stdlib.h>

@@ -26,7 +26,7 @@ from kvbench.hosts.lab.faults import heal, place
 from kvbench.hosts.lab.lab import Lab
 from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.cases import run_cases
-from kvbench.microbench.settings import Settings
+from kvbench.microbench.options import Settings
 from kvbench.microbench.sides import Side, WorkerError, WorkerHandle
 
 QUICK = Settings(seconds=0.05, min_calls=5, max_seconds=0.5, call_s=0.5, connect_s=2.0, open_s=20.0)
@@ -296,7 +296,7 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
 
 ENDLESSLY = """
 from kvbench.core.transfers.records import Case
-from kvbench.microbench.settings import Settings
+from kvbench.microbench.options import Settings
 from kvbench.microbench.cases import run_cases
 case = Case("shm", "shm", "write", 4096, 4)
 try:

@@ -11,10 +11,10 @@ from commands import invoke
 from emulated import running, spec
 
 from kvbench.errors import InputError
+from kvbench.planning.init_elsewhere import Elsewhere, address_of
 from kvbench.planning.obstacles import left_out, obstacles
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import bundled_names, load_scenario
-from kvbench.planning.wizard.init_elsewhere import Elsewhere, address_of
 
 H200 = [name for name in bundled_names() if name.startswith("qwen3-30b-a3b-h200")]
 

@@ -18,8 +18,7 @@ from referencing import Registry, Resource
 
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.kubernetes import rendered
-from kvbench.planning.kubernetes_pods import K8sOptions, options_from, run_tag
+from kvbench.planning.kubernetes import K8sOptions, options_from, rendered, run_tag
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 

@@ -15,7 +15,7 @@ from commands import DEADLINE_S, argv, invoke
 
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.planning.profiling import has_prefix, nsys_override, observed
+from kvbench.planning.process_specs import has_prefix, nsys_override, observed
 from kvbench.planning.scenario_files import load_scenario
 
 # Does what nsys does with its arguments and its program: runs it, lets it end, then writes its report.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvbench.errors import EXIT_FAILED
-from kvbench.planning.open_files import open_files_needed
+from kvbench.planning.obstacles import open_files_needed
 from kvbench.planning.scenario_files import load_scenario
 
 

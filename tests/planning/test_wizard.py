@@ -18,10 +18,9 @@ from commands import DEADLINE_S, argv, invoke
 from kvbench.core.physics import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import Installed
+from kvbench.planning.init import Answers, described, shape_of, written
+from kvbench.planning.init_elsewhere import Able, FoundMachine, able_connectors, look_around
 from kvbench.planning.scenario_files import load_scenario, registry
-from kvbench.planning.wizard.init import shape_of
-from kvbench.planning.wizard.init_machine import Able, FoundMachine, able_connectors, look_around
-from kvbench.planning.wizard.init_text import Answers, described, written
 
 CARD = {"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}
 ANSWERS = Answers("vllm", "Qwen/Qwen3-8B", MODELS["qwen3-8b"], ("aggregated",), (1024,), 128, 1000.0, 50.0)

@@ -25,7 +25,7 @@ STARTERS = {
     "kvbench.launchers.agents.channel": ("PipeChannel",),
     "kvbench.launchers.agents.fleet": ("Fleet",),
     "kvbench.launchers.local": ("LocalLauncher",),
-    "kvbench.launchers.parts.heartbeat": ("Heartbeat",),
+    "kvbench.launchers.parts.liveness": ("Heartbeat",),
     "kvbench.microbench.cases": ("run_cases",),
     "kvbench.processes.transfer_worker.remote": ("TransferProcess",),
     "kvbench.sweep.sweep": ("deployed_sweep",),

@@ -13,7 +13,7 @@ from hostile import StopAt, spec_for
 from kvbench.core.records import RequestRecord
 from kvbench.core.sessions.corpus import Session, Turn
 from kvbench.core.sessions.session_load import SessionLoad
-from kvbench.planning.corpus.session_files import write_session_load
+from kvbench.planning.load_files import write_session_load
 from kvbench.processes.loadgen.__main__ import dispatched
 from kvbench.processes.loadgen.plan import TokenEncoder
 from kvbench.processes.loadgen.run import LoadRun

@@ -30,7 +30,7 @@ from kvbench import transfer
 from kvbench.core.transfers.records import Case
 from kvbench.errors import TransferError
 from kvbench.microbench.cases import run_cases
-from kvbench.microbench.settings import Settings
+from kvbench.microbench.options import Settings
 from kvbench.transfer import mooncake_store, nccl, omni, yuanrong
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.control import ControlChannel, Door, dial

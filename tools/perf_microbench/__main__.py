@@ -33,7 +33,7 @@ from kvbench.core.transfers.records import Case, TransferOp, TransferRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, LaunchError
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.microbench.cases import run_cases
-from kvbench.microbench.settings import Settings
+from kvbench.microbench.options import Settings
 from kvbench.processes.transfer_worker.memory import HostMemory
 from kvbench.transfer.parts.native import unpacked_folder
 

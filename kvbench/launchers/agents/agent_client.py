@@ -1,10 +1,14 @@
-"""kvbench's end of one agent: questions, what it reports of its processes, and whether it is still there."""
+"""kvbench's end of one agent: questions, what it reports of its processes, and whether it is still there.
+
+Why a host's agent is of no use, and what to do about it.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import itertools
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -13,9 +17,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from kvbench.core.plan.processes import AGENT_MODULE
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
-from kvbench.launchers.agents.refusals import another_version, no_agent
 from kvbench.launchers.agents.wire import (
     BEAT_S,
     CHUNK_BYTES,
@@ -29,6 +33,36 @@ from kvbench.launchers.agents.wire import (
     error_of,
 )
 from kvbench.version import __version__
+
+
+def another_version(host: str, hello: Mapping[str, Any]) -> LaunchError:
+    """The error for an agent of another kvbench, or of another protocol."""
+    return LaunchError(
+        f"{host} has kvbench {hello.get('version')} (protocol {hello.get('protocol')}), and here it is "
+        f"{__version__} (protocol {PROTOCOL})",
+        hint="all hosts need the same: kvbench hosts install SCENARIO",
+    )
+
+
+def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
+    """The error for an agent that did not come up, with what to do about the usual reasons."""
+    said = " | ".join([why, *words[-3:]])
+    hint = f"try it by hand: ssh {host} PYTHON -m {AGENT_MODULE}"
+    if re.search(r"No module named '?kvbench\.", said):  # a kvbench that has no such module
+        said = f"another kvbench is installed there, and here it is {__version__} ({why})"
+        hint = f"install kvbench {__version__} there: kvbench hosts install SCENARIO"
+    elif "No module named" in said and "kvbench" in said:
+        said = f"kvbench is not installed there ({why})"
+        hint = (
+            "kvbench hosts install SCENARIO does it; by hand: copy the wheel there, then "
+            "python3 -m venv WORKDIR/venv && WORKDIR/venv/bin/pip install kvbench-*.whl"
+        )
+    elif "not found" in said or "No such file" in said:
+        hint = (
+            "set deployment.hosts.NAME.python to a Python there that has kvbench; or: kvbench hosts install"
+        )
+    return LaunchError(f"no agent came up on {host}: {said}", hint=hint)
+
 
 HELLO_DEADLINE_S: Final = 60.0
 """Python, kvbench and its libraries come from a cold disk, or from a file server."""

@@ -1,4 +1,7 @@
-"""What `kvbench doctor SCENARIO` looks at: can this scenario run here, before anything is started?"""
+"""What `kvbench doctor SCENARIO` looks at: can this scenario run here, before anything is started?
+
+``kvbench doctor`` as a whole: this machine, or a scenario and the machines that it will run on.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import psutil
+from rich.console import Console
 
 from kvbench import connectors, engines
 from kvbench.core.plan.plan import Plan
@@ -20,6 +25,8 @@ from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.parts.sockets import is_free, is_here
+from kvbench.planning.doctor import hosts as doctor_hosts
+from kvbench.planning.doctor.doctor import cpu_checks, examine, open_files_check, print_checks, python_check
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import places
 from kvbench.planning.overrides import CliOptions, resolve
@@ -289,3 +296,28 @@ def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server",
         job = (deployment.slurm or SlurmOptions()).job or os.environ.get("SLURM_JOB_ID")
         return "hosts" if job else "later"
     return "here" if deployment.launcher == "local" else "hosts"
+
+
+def command(
+    console: Console,
+    scenario: str | None = None,
+    overrides: tuple[str, ...] = (),
+    *,
+    as_json: bool = False,
+) -> int:
+    """Print every finding with its fix; 1 if something does not work without one.
+
+    With a scenario its own findings come first, and then those of the machines where it will run: this one,
+    or its hosts. Raises InputError or ScenarioError if it cannot be read.
+    """
+    say = partial(print_checks, console=console, as_json=as_json)
+    if scenario is None:
+        return say(examine())
+    checks, where = examine_scenario(scenario, overrides), runs_where(scenario, overrides)
+    if where == "here":
+        return say(checks + examine(command_of(scenario, overrides)))
+    if where == "server":  # only the client is this machine's
+        return say([*checks, python_check(), open_files_check(), *cpu_checks()])
+    if where == "later" or any(check.status == "missing" for check in checks):
+        return say(checks)
+    return doctor_hosts.command(scenario, overrides, console, as_json=as_json, before=checks)

@@ -22,7 +22,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, KvbenchError
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.open_files import require_open_files
+from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.report import report

@@ -30,7 +30,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.open_files import require_open_files
+from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.table import json_text

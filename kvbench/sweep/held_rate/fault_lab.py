@@ -31,8 +31,7 @@ from kvbench.errors import EXIT_INTERRUPTED, InputError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.local import LocalLauncher, LocalProcess
-from kvbench.launchers.parts.here import Here
+from kvbench.launchers.local import Here, LocalLauncher, LocalProcess
 from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.parts.sockets import free_ports
 from kvbench.results.store import RunStore

@@ -23,7 +23,7 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.launchers.base import Launcher
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.open_files import require_open_files
+from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.held.soak_rows import soak_problems

@@ -30,7 +30,7 @@ from kvbench.core.search.sequential_trial import FILLS, LiveTrial
 from kvbench.core.sessions.session_load import SessionLoad
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.slo import Criterion, Slo, latencies_ms
-from kvbench.planning.trace_files import burst_plan
+from kvbench.planning.load_files import burst_plan
 from kvbench.sweep.trial.load_progress import Progress, Settled
 
 LoadMode = Literal["router", "direct"]

@@ -17,8 +17,7 @@ from kvbench.core.sessions.session_source import SessionSource
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
-from kvbench.planning.corpus.session_files import write_session_load
-from kvbench.planning.trace_files import write_requests
+from kvbench.planning.load_files import write_requests, write_session_load
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.host_samples import Observer

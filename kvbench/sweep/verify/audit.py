@@ -28,8 +28,8 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_NOT_VERIFIED, EXIT_OK, KvbenchError, StoreError
+from kvbench.planning.load_files import load_trace
 from kvbench.planning.plan import plan_of
-from kvbench.planning.trace_files import load_trace
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages
 from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.rules import RULES_VERSION, UNVERSIONED, rules_version_of

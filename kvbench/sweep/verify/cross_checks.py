@@ -15,7 +15,7 @@ from kvbench.core.gates.transfer import is_another_transport
 from kvbench.core.plan.engine_count import engine_name
 from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.planning.overridden import overridden
+from kvbench.planning.overrides import overridden
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import Damage
 from kvbench.results.provenance import EMULATED, SIMULATED

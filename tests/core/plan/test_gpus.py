@@ -18,8 +18,7 @@ from kvbench.errors import InputError
 from kvbench.hosts.devices import rdma
 from kvbench.planning.doctor.scenario import transport_checks
 from kvbench.planning.gpu_dealing import VISIBLE, far_device_env, require_gpus
-from kvbench.planning.kubernetes import manifests_of
-from kvbench.planning.kubernetes_pods import K8sOptions
+from kvbench.planning.kubernetes import K8sOptions, manifests_of
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
 from kvbench.planning.scenario_files import load_scenario, registry

@@ -14,7 +14,7 @@ from kvbench.core.sessions.corpus import Corpus, CorpusFigures, Session, Turn
 from kvbench.core.sessions.corpus_formats import grown_blocks
 from kvbench.core.sessions.generator import SessionPlan, fitted_model
 from kvbench.errors import InputError
-from kvbench.planning.corpus.corpus_files import load_corpus
+from kvbench.planning.corpus_files import load_corpus
 from tools.perf_sessions import session_reuse
 
 RECORDED = Path(__file__).parents[2] / "recorded/agentic/excerpt.jsonl.gz"

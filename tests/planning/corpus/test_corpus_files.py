@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbench.core.sessions.corpus import CorpusFigures
 from kvbench.core.sessions.corpus_formats import grown_blocks
 from kvbench.errors import InputError, KvbenchError
-from kvbench.planning.corpus.corpus_files import FORMATS, load_corpus
+from kvbench.planning.corpus_files import FORMATS, load_corpus
 
 EXCERPT = Path(__file__).parents[2] / "recorded/agentic/excerpt.jsonl.gz"
 WHOLE = Path(__file__).parents[4] / "shared/data/agentic-traces/traces.jsonl.gz"

@@ -24,8 +24,7 @@ from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import ChannelClosedError, Lines, PipeChannel
-from kvbench.launchers.agents.far_host import FarWeb
-from kvbench.launchers.agents.remote import RemoteLauncher
+from kvbench.launchers.agents.remote import FarWeb, RemoteLauncher
 from kvbench.launchers.agents.wire import LOST, PROTOCOL, HostLostError, decode, encode
 from kvbench.launchers.parts.liveness import Liveness
 from kvbench.processes.agent.jobs import LOG_BEHIND_BYTES, LogFeed

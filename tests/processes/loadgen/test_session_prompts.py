@@ -16,7 +16,7 @@ from kvbench.core.sessions.corpus import Session
 from kvbench.core.sessions.prompt_tokens import BlockTokens
 from kvbench.core.sessions.session_load import SessionLoad, load_arrays, load_of_arrays, session_load
 from kvbench.errors import InputError
-from kvbench.planning.corpus.session_files import write_session_load
+from kvbench.planning.load_files import write_session_load
 from kvbench.processes.loadgen.schedules.session_file import read_session_load
 from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
 

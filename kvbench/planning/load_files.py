@@ -1,4 +1,7 @@
-"""Planned requests that come from a file: traces as they are read, and what a load generator is handed."""
+"""Planned requests that come from a file: traces as they are read, and what a load generator is handed.
+
+The sessions that a scenario asks for, with their corpus where they have one.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvbench.core.load.traces import TracedRequest, TraceFigures, figures, parse_trace, scaled
 from kvbench.core.scenario.scenario import Scenario, Trace
+from kvbench.core.scenario.sections import Sessions
 from kvbench.core.search.burst import burst_offsets
+from kvbench.core.sessions.session_load import SessionLoad, load_arrays
+from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.errors import InputError
+from kvbench.planning.corpus_files import load_corpus
 
 MOST_BYTES = 2 * 2**30
 """A larger trace is refused before it is read."""
@@ -88,3 +97,16 @@ def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:
     """The file that a load generator reads (``LoadSpec.requests_path``): a JSON object a line."""
     with path.open("w", encoding="ascii") as file:
         file.writelines(json.dumps(each.to_json(), separators=(",", ":")) + "\n" for each in requests)
+
+
+def session_source(wanted: Sessions) -> SessionSource:
+    """Reads the corpus, if one is named. Raises InputError."""
+    corpus = None if wanted.source == "shape" else load_corpus(Path(wanted.path), wanted.format)
+    return source_of(wanted, corpus)
+
+
+def write_session_load(path: Path, load: SessionLoad) -> None:
+    """The file that a load generator reads (``LoadSpec.sessions_path``)."""
+    with path.open("wb") as file:
+        # A numpy before 2.1 stores the flag as one more array, which nobody reads.
+        np.savez(file, allow_pickle=False, **load_arrays(load))

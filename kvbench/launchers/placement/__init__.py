@@ -1,1 +1,0 @@
-"""Where the processes of a run are, whichever launcher reaches the hosts."""

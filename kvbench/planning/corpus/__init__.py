@@ -1,1 +1,0 @@
-"""Recorded corpora of sessions: read from files, and told on a terminal."""
