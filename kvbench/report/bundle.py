@@ -30,10 +30,9 @@ from kvbench.files import bytes_of, read_object, said_clearly, write_bytes, writ
 from kvbench.hosts.scratch import scratch
 from kvbench.report.report import write_report
 from kvbench.report.scrub import KINDS, Scrubber
-from kvbench.results.checksums import CHECKSUMS, begin_checksums
+from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests
 from kvbench.results.run import MANIFEST, CellResult, load_run
 from kvbench.results.store import RunInfo
-from kvbench.results.untouched import digests
 
 DERIVED: Final = ("report.md", "report.html", "tables", "figures", CHECKSUMS)
 MOST_TEXT: Final = 256 * 2**20

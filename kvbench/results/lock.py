@@ -1,4 +1,7 @@
-"""Who writes a run folder: the lock, and the sessions that its manifest lists."""
+"""Who writes a run folder: the lock, and the sessions that its manifest lists.
+
+The version of the rules that judge a run: verdicts, findings, limits, and answers from trials.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,29 @@ from typing import Any, Final
 
 from kvbench.errors import StoreError
 from kvbench.files import open_append, read_object
-from kvbench.results.rules import RULES_VERSION
 from kvbench.results.run import MANIFEST, TRIALS
 from kvbench.version import __version__
+
+RULES_VERSION: Final = 1
+"""Version of the rules in ``core`` and ``sweep``.
+
+Raise it by one when the same stored requests can get another verdict, reason, finding or limit, or the same
+trials another answer. Renaming, comments and faster code leave it. ``tests/sweep/test_verify.py`` judges the
+reference runs: one that has this version must be sound.
+"""
+UNVERSIONED: Final = 0
+"""Version of the rules of runs that were measured before rules had one."""
+
+
+def rules_version_of(manifest: Mapping[str, Any]) -> int:
+    """Return the version of the rules that judged a run; of several the first that is not today's."""
+    versions = [_version(each.get("rules_version")) for each in manifest.get("sessions") or [{}]]
+    return next((version for version in versions if version != RULES_VERSION), RULES_VERSION)
+
+
+def _version(stored: Any) -> int:
+    return stored if isinstance(stored, int) and not isinstance(stored, bool) else UNVERSIONED
+
 
 LOCK_DEADLINE_S: Final = 2.0
 """A reader that asks whether the writer lives holds the lock for an instant."""

@@ -1,12 +1,27 @@
-"""A run's rows as Parquet."""
+"""A run's rows as Parquet.
+
+``transfers.parquet``: the rows of a microbenchmark, with each call's time in them.
+
+Case and measured fields lie side by side as columns, so that any reader of Parquet can group by them; what
+is nested (warnings, bytes by NIC) is JSON text.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import ROUTER_TIMES, SCHEMA_VERSION, RequestRecord
+from kvbench.core.transfers.records import TRANSFER_SCHEMA, Case, TransferRecord
+from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.files import Announcer, replaced
+from kvbench.version import __version__
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
@@ -53,3 +68,103 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     pq.write_table(
         table.replace_schema_metadata({"kvbench_schema": str(SCHEMA_VERSION)}), path, compression="zstd"
     )
+
+
+TRANSFERS: Final = "transfers.parquet"
+_CASE_FIELDS: Final = tuple(item.name for item in fields(Case))
+_JSON: Final = ("nic_bytes", "warnings")
+_FLOATS: Final = frozenset(
+    {"window_s", "gb_per_s", "open_s", "register_s", "connect_s", "prepare_s"}
+    | {"initiator_cpu_s", "target_cpu_s", "line_rate_gb_per_s", "load_average"}
+)
+_INTEGERS: Final = frozenset(
+    {"block_bytes", "batch_size", "threads", "nics", "initiators", "targets", "regions"}
+    | {"nbytes", "logical_bytes", "descriptors", "calls", "warmup_calls"}
+)
+_SCHEMA_KEY: Final = b"kvbench_transfer_schema"
+
+
+class TransferTable:
+    """The rows so far; the file is written anew, and put into place whole, after each of them."""
+
+    def __init__(self, folder: Path, announced: Announcer) -> None:
+        self._path = folder / TRANSFERS
+        self._announced = announced
+        self._parts: list[pa.Table] = []
+
+    def add(self, record: TransferRecord) -> None:
+        """Keeps a row and writes all. Raises OSError where the folder cannot be written."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._parts.append(_table([record]))
+        whole = pa.concat_tables(self._parts)
+        with replaced(self._path, self._announced) as temporary:
+            pq.write_table(whole, temporary, compression="zstd", row_group_size=64)
+
+
+def read_transfers(folder: Path) -> list[TransferRecord]:
+    """The rows of a run folder, none if it has none. Raises StoreError for a file that cannot be read."""
+    path = folder / TRANSFERS
+    if not path.is_file():
+        return []
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    schema = int((table.schema.metadata or {}).get(_SCHEMA_KEY, b"0"))
+    if schema > TRANSFER_SCHEMA:
+        raise NewerSchemaError(
+            f"{path} has rows of schema {schema}; this is kvbench {__version__}, which reads up to "
+            f"{TRANSFER_SCHEMA}",
+            hint="upgrade kvbench",
+        )
+    try:
+        return [_record(row) for row in table.to_pylist()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path} does not have the expected columns ({error})") from error
+
+
+def _record(row: Mapping[str, Any]) -> TransferRecord:
+    data = dict(row)
+    case = {name: data.pop(name) for name in _CASE_FIELDS}
+    for name in _JSON:
+        data[name] = json.loads(data[name])
+    return TransferRecord.from_json({**data, "case": case})
+
+
+def _table(records: Sequence[TransferRecord]) -> pa.Table:
+    import pyarrow as pa
+
+    rows = []
+    for record in records:
+        own = {item.name: getattr(record, item.name) for item in fields(TransferRecord)}
+        row = asdict(own.pop("case")) | own
+        row["warnings"] = json.dumps([asdict(warning) for warning in record.warnings])
+        row["nic_bytes"] = json.dumps(record.nic_bytes)
+        row["error"] = _clean(record.error)
+        row["log"] = [_clean(line) for line in record.log]
+        rows.append(row)
+    columns = {name: pa.array([row[name] for row in rows], _type_of(name)) for name in rows[0]}
+    return pa.table(columns).replace_schema_metadata({_SCHEMA_KEY: str(TRANSFER_SCHEMA).encode()})
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _type_of(name: str) -> pa.DataType:
+    import pyarrow as pa
+
+    if name in _FLOATS:
+        return pa.float64()
+    if name in _INTEGERS:
+        return pa.int64()
+    if name in ("verified", "scattered", "merged"):
+        return pa.bool_()
+    # 32 bits hold a call's time to one part in ten million, and halve the file.
+    lists = {"call_s": pa.float32(), "log": pa.string(), "nics_asked": pa.string()}
+    return pa.list_(lists[name]) if name in lists else pa.string()

@@ -1,6 +1,8 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
 A folder with a newer schema is refused.
+
+The schema of run folders, a whole number in ``manifest.json``: a newer one is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +28,33 @@ from kvbench.core.records import (
 )
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
-from kvbench.errors import StoreError
+from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import open_read, read_lines, read_object
-from kvbench.results.schema import schema_of
-from kvbench.results.transfer_rows import read_transfers
+from kvbench.results.parquet import read_transfers
+from kvbench.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
+
+
+FIRST_SCHEMA: Final = 1
+"""The oldest schema that a release wrote."""
+
+
+def schema_of(manifest: Mapping[str, Any], path: Path) -> int:
+    """Return the schema of a folder, by its manifest at ``path``. Raises StoreError, NewerSchemaError."""
+    schema = manifest.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
+        raise StoreError(f"{path} names no schema that was ever written: {schema!r}")
+    if schema > SCHEMA_VERSION:
+        raise NewerSchemaError(
+            f"{path.parent} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
+            f"with schema {schema}; this is kvbench {__version__}, which reads up to {SCHEMA_VERSION}",
+            hint="upgrade kvbench",
+        )
+    return schema
+
 
 RunStatus = Literal["running", "complete", "failed", "interrupted"]
 CellStatus = Literal["done", "refused", "failed", "skipped"]

@@ -62,13 +62,14 @@ from kvbench.results.checksums import (
     CHECKSUMS,
     Checksums,
     begin_checksums,
+    digests,
     go_on_with_checksums,
     sha256_of,
     sha256_of_file,
 )
 from kvbench.results.finished_cells import EarlierSessions, asked_row, output_row, pool_row
 from kvbench.results.lock import ended_session, iso, locked, new_session
-from kvbench.results.parquet import write_parquet, write_rows
+from kvbench.results.parquet import TRANSFERS, TransferTable, write_parquet, write_rows
 from kvbench.results.run import (
     CANARIES,
     CELLS,
@@ -80,8 +81,6 @@ from kvbench.results.run import (
     load_run,
     parquet_path,
 )
-from kvbench.results.transfer_rows import TRANSFERS, TransferTable
-from kvbench.results.untouched import digests
 from kvbench.version import __version__
 
 if TYPE_CHECKING:

@@ -18,13 +18,20 @@ How it is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two
   per NIC here, each reaching the peer's agent of the same index, and the bytes are split evenly.
   Over RDMA the rails of one agent serve both.
 - Shared memory (``shm``) needs UCX's error handling off: a peer that is killed is not noticed.
+
+NIXL's POSIX plugin: blocks to and from a file of the target's.
+
+UCX below NIXL: which transports and devices it may use, and which it says it took.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import select
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,10 +39,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import Problem, TransferError
-from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
+from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, TransferNic, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, in_order, paired_spans, split_spans
+from kvbench.transfer.parts.copying import Neighbour, file_of
 from kvbench.transfer.parts.native import inherited, version_of
-from kvbench.transfer.parts.nixl.nixlagent import (
+from kvbench.transfer.parts.nixlagent import (
     DISTRIBUTIONS,
     INSTALL,
     AgentsEndpoint,
@@ -44,9 +52,174 @@ from kvbench.transfer.parts.nixl.nixlagent import (
     import_api,
     installed,
 )
-from kvbench.transfer.parts.nixl.nixlfile import FileEndpoint
-from kvbench.transfer.parts.nixl.ucx import TLS, devices, epoll_descriptors, transport_in_log
-from kvbench.transfer.parts.nixl.ucx import env as ucx_env
+
+
+@dataclass
+class _FilePeer:
+    process: Neighbour
+    fd: int
+    layout: Layout
+    table: Any
+
+
+class FileEndpoint(AgentsEndpoint):
+    """A file of the target's, which the initiator writes and reads by the POSIX plugin.
+
+    The file has no name, and lies in the folder of the option ``nixl_folder``, the system's for temporary
+    files without it. The page cache is not passed by: what is measured is the plugin and the file system,
+    not a disk.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self._agents = [NixlAgent("POSIX", {})]
+        self._peers: dict[str, _FilePeer] = {}
+        folder = options.get("nixl_folder") or None
+        try:
+            self._file = tempfile.TemporaryFile(prefix="kvbench-nixl-", dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise TransferError(
+                f"cannot make a file in {folder or tempfile.gettempdir()}: {error}"
+            ) from error
+
+    def register(self, address: int, layout: Layout) -> None:
+        self._memory = memoryview((ctypes.c_char * layout.nbytes).from_address(address)).cast("B")
+        self._agents[0].register(address, layout.nbytes, "DRAM")
+        os.ftruncate(self._file.fileno(), layout.nbytes)
+        self._address, self._layout = address, layout
+        self._table = self._agents[0].table("", address, layout, "DRAM")
+
+    def reshape(self, layout: Layout) -> bool:
+        self._agents[0].drop_table(self._table)
+        self._table = self._agents[0].table("", self._address, layout, "DRAM")
+        self._layout = layout
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        return {"memory": file_of(self._file.fileno())}
+
+    def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
+        self.forget(peer["id"])
+        agent, layout = self._agents[0], Layout(**peer["layout"])
+        process = Neighbour(int(peer["memory"]["pid"]))
+        fd = process.open(peer["memory"])
+        agent.register(0, layout.nbytes, "FILE", fd)
+        self._peers[peer["id"]] = _FilePeer(
+            process, fd, layout, agent.table(agent.name, 0, layout, "FILE", fd)
+        )
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            self._agents[0].drop_table(known.table)
+            known.process.close()
+
+    def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:
+        if peer not in self._peers:
+            raise TransferError(f"no peer is called {peer!r}")
+        began = time.perf_counter()
+        agent, known = self._agents[0], self._peers[peer]
+        parts, descriptors = [], 0
+        if local:
+            ours, theirs = in_order(local, remote) if self._merge else (local, remote)
+            here, there = (self._table, self._layout, ours), (known.table, known.layout, theirs)
+            handle, descriptors = agent.by_block(op, here, there)
+            parts.append((agent, handle))
+        ticket = self.ticket(peer, op, len(local), began, parts)
+        ticket.descriptors = descriptors
+        return ticket
+
+    def start(self, ticket: Ticket) -> None:
+        if ticket.peer in self._peers:
+            self._peers[ticket.peer].process.check()
+        super().start(ticket)
+
+    def collect(self, blocks: Sequence[int]) -> None:
+        for view, at in self._views(blocks):
+            os.preadv(self._file.fileno(), [view], at)
+
+    def offer(self, blocks: Sequence[int]) -> None:
+        for view, at in self._views(blocks):
+            os.pwritev(self._file.fileno(), [view], at)
+
+    def _views(self, blocks: Sequence[int]) -> list[tuple[memoryview, int]]:
+        offsets = [self._layout.offset(r, b) for r in range(self._layout.regions) for b in blocks]
+        return [(self._memory[at : at + self._layout.block_bytes], at) for at in offsets]
+
+    def transport(self) -> str:
+        return "posix (file)"
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+        self._agents[0].unregister()
+        self._file.close()
+
+
+TLS = {"tcp": "tcp", "rdma": "ib", "cma": "cma,tcp", "shm": "posix,self"}
+"""UCX_TLS by protocol: nothing that could take over. A memory copy (cma) needs tcp for its messages."""
+LOOPBACK = ("127.", "localhost")
+
+
+def ucx_env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
+    """Transports are always explicit: UCX's own choice on one host is a memory copy (cma).
+
+    What the user's environment names holds, unless an option names it too.
+    """
+    if protocol not in TLS:
+        return {}
+    nics = nics_of(options)
+    # In GPU memory, UCX's messages are copied by these.
+    tls = TLS[protocol] + (",cuda_copy,cuda_ipc" if options.get("memory") == "cuda" else "")
+    wanted = tls if options.get("protocol") else None
+    variables = {
+        "UCX_TLS": inherited("UCX_TLS", wanted, tls),
+        # At this level, and not below, UCX says once which transport each connection got.
+        "UCX_LOG_LEVEL": inherited("UCX_LOG_LEVEL", None, "info"),
+    }
+    host = str(options.get("host", "127.0.0.1"))
+    if nics:
+        variables["UCX_NET_DEVICES"] = devices(nics, protocol)
+        # NIXL's own preset is 2, whatever the number of devices.
+        variables["UCX_MAX_RMA_RAILS"] = str(len(nics))
+    elif host.startswith(LOOPBACK) and protocol != "rdma":
+        # Otherwise UCX also takes, and listens on, the machine's other interfaces.
+        variables["UCX_NET_DEVICES"] = inherited("UCX_NET_DEVICES", None, "lo")
+    return variables
+
+
+def devices(nics: Sequence[TransferNic], protocol: str) -> str:
+    """UCX_NET_DEVICES: interfaces, or RDMA devices with their port."""
+    port = ":1" if protocol == "rdma" else ""
+    return ",".join(nic.name if ":" in nic.name else nic.name + port for nic in nics)
+
+
+def transport_in_log(lines: Sequence[str]) -> str:
+    """The lane for remote memory access to a peer that UCX last reported, such as ``tcp/lo``; or empty.
+
+    UCX also reports an agent's connection to itself, which says nothing about peers. Where it names lanes
+    for access by messages (``rma_am``), the bytes of large blocks go over the lanes of ``am``: over a memory
+    lane if there is one (1 MiB took 0.1 ms so, which TCP alone does not), else over all of them.
+    """
+    for line in reversed(lines):
+        if "-node cfg#" not in line:
+            continue
+        lanes = {kind: said.split() for kind, said in re.findall(r"\b(rma|rma_am|am)\(([^)]+)\)", line)}
+        memory = [lane for lane in lanes.get("am", ()) if lane.endswith("/memory")]
+        if found := lanes.get("rma") or memory or lanes.get("am") or lanes.get("rma_am"):
+            return " ".join(found)
+    return ""
+
+
+def epoll_descriptors() -> set[int]:
+    """This process's epoll sets; UCX keeps the sockets of its TCP transport in one per worker."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+    return found
+
 
 PROTOCOLS = ("tcp", "rdma", "cma", "shm", "posix")
 KEY_BYTES = 16

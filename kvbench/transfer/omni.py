@@ -27,10 +27,9 @@ from typing import Any
 from kvbench.errors import KvbenchError, MissingLibraryError, Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import VERBS_LIBRARIES, preload, version_of
-from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint, Notes, Store
 from kvbench.transfer.parts.stores.omniexample import ExampleConnector
 from kvbench.transfer.parts.stores.servers import Master, free_port
-from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 DISTRIBUTION = "vllm-omni"
 INSTALL = "pip install vllm-omni, beside the vllm of the same version"

@@ -3,26 +3,298 @@
 Each stream is a connection with a thread of its own (``parts.tcpwire``). With NICs, each stream
 is bound to the address of one, and goes to the peer's address of the same index; the bytes of a transfer
 are split evenly over all streams, so that large blocks are cut.
+
+The wire of the plain TCP backend: requests, a stream that asks, a server that answers.
+
+Wire format, little-endian. A connection opens with the server's 16-byte key, which the caller knows from
+``describe``; the server repeats it. To whoever does not know it the server says 16 zeros and nothing of its
+key or its memory, and hangs up. Then one request after another: ``op`` (u8: 0 read,
+1 write), count of spans (u32), the spans (u64 offset, u64 bytes each, in the server's buffer). A
+write carries its payload next. The server answers a status byte (0 good, 1 refused) and, for a
+read, the payload.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hmac
 import os
+import queue
 import select
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.tcpwire import KEY_BYTES, OPS, Exchange, TcpServer, TcpStream, receive_exactly
+from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, paired_spans, split_spans
 from kvbench.transfer.parts.threads import SWITCH_INTERVAL_S
+
+KEY_BYTES = 16
+HELLO_S = 5.0
+HEADER = struct.Struct("<BI")
+MAX_SPANS = 1 << 20
+# Linux refuses more buffers in one sendmsg or recvmsg call (IOV_MAX, limits.h).
+MAX_BUFFERS = 1024
+# A send buffer has at least this much room (net.ipv4.tcp_wmem's default), so that it is sent at once. Bytes.
+SMALL_BYTES = 16 * 1024
+OPS: tuple[Op, ...] = ("read", "write")
+REFUSED = "the peer refused the request: a span lies outside its memory"
+
+
+def send_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Send all buffers, in order, without copying them together."""
+    pending = [view for view in views if len(view)]
+    at = 0
+    while at < len(pending):
+        sent = sock.sendmsg(pending[at : at + MAX_BUFFERS])
+        at = advance(pending, at, sent)
+
+
+def receive_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill all buffers, in order. Raises ConnectionError when the peer ends before."""
+    pending = [view for view in views if len(view)]
+    at = 0
+    while at < len(pending):
+        got = sock.recvmsg_into(pending[at : at + MAX_BUFFERS])[0]
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        at = advance(pending, at, got)
+
+
+def advance(pending: list[memoryview], at: int, done: int) -> int:
+    """Step over ``done`` bytes; a buffer moved in part is replaced by its rest."""
+    while at < len(pending) and done >= len(pending[at]):
+        done -= len(pending[at])
+        at += 1
+    if done:
+        pending[at] = pending[at][done:]
+    return at
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes."""
+    data = bytearray(count)
+    receive_views(sock, [memoryview(data)])
+    return bytes(data)
+
+
+class Exchange:
+    """One request and its answer, ready to go as often as it is asked for."""
+
+    def __init__(
+        self, op: Op, part: Sequence[BlockSpan], memory: memoryview, done: Callable[[str], None]
+    ) -> None:
+        head = bytearray(HEADER.pack(OPS.index(op), len(part)))
+        head += struct.pack(f"<{2 * len(part)}Q", *(n for span in part for n in (span.remote, span.nbytes)))
+        views = [memory[span.local : span.local + span.nbytes] for span in part]
+        self.status = bytearray(1)
+        self.send = [memoryview(head), *(views if op == "write" else [])]
+        self.receive = [memoryview(self.status), *(views if op == "read" else [])]
+        self.send_bytes = sum(map(len, self.send))
+        self.small = self.send_bytes <= SMALL_BYTES and max(len(self.send), len(self.receive)) <= MAX_BUFFERS
+        self.small = self.small and sum(map(len, self.receive)) <= SMALL_BYTES
+        self.done = done
+        """Gets the outcome, an error or nothing; from whichever thread saw it."""
+
+    def begin(self) -> None:
+        self.status[0] = 1
+
+    def checked(self) -> None:
+        """Raises TransferError if the answer was no."""
+        if self.status[0]:
+            raise TransferError(REFUSED)
+
+
+class TcpStream:
+    """One connection to a peer, and the thread that works off its exchanges, in order.
+
+    A small exchange on an idle connection is made without the thread, which would cost it several times its
+    own duration: ``start`` sends, ``poll`` receives, and ``watch`` sees to it that ``fd`` of the endpoint
+    wakes the loop.
+    """
+
+    def __init__(self, sock: socket.socket, wake: int, watch: select.epoll) -> None:
+        self._sock = sock
+        self._wake = wake
+        self._watch = watch
+        self._watch.register(sock, select.EPOLLONESHOT)
+        self._jobs: queue.SimpleQueue[tuple[Exchange, list[memoryview], list[memoryview]] | None] = (
+            queue.SimpleQueue()
+        )
+        # Counted by one thread each, so that no lock is needed to see whether the thread is idle.
+        self._given = self._taken = 0
+        self._error = ""
+        self._inline: Exchange | None = None
+        self._rest: list[memoryview] = []
+        threading.Thread(target=self._run, name="tcp-stream", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread and fail what it has not done; nothing arrives in memory after that."""
+        self._hand_over()
+        with contextlib.suppress(OSError, ValueError):
+            self._watch.unregister(self._sock)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._jobs.put(None)
+
+    def start(self, exchange: Exchange) -> None:
+        exchange.begin()
+        self._hand_over()
+        if exchange.small and self._given == self._taken and not self._error:
+            try:
+                sent = self._sock.sendmsg(exchange.send, (), socket.MSG_DONTWAIT)
+            except OSError:
+                sent = 0  # the thread meets it again, and waits for room or says what is wrong
+            if sent == exchange.send_bytes:
+                self._inline, self._rest = exchange, exchange.receive
+                self._watch.modify(self._sock, select.EPOLLIN | select.EPOLLONESHOT)
+                return
+            unsent = list(exchange.send)
+            self._put(exchange, unsent[advance(unsent, 0, sent) :], exchange.receive)
+            return
+        self._put(exchange, exchange.send, exchange.receive)
+
+    def poll(self) -> None:
+        """Receive what there is for an exchange without the thread."""
+        exchange = self._inline
+        if exchange is None:
+            return
+        error = ""
+        try:
+            got = self._sock.recvmsg_into(self._rest, 0, socket.MSG_DONTWAIT)[0]
+            rest = list(self._rest)
+            if got == 0:
+                raise ConnectionResetError(
+                    REFUSED if self._answered_no() else "the peer closed the connection"
+                )
+            self._rest = rest[advance(rest, 0, got) :]
+            if self._rest and not self._answered_no():
+                self._watch.modify(self._sock, select.EPOLLIN | select.EPOLLONESHOT)
+                return
+            exchange.checked()
+        except BlockingIOError:
+            return
+        except (OSError, TransferError) as problem:
+            self._error = error = f"{problem}"
+        self._inline = None
+        exchange.done(error)
+
+    def _answered_no(self) -> bool:
+        exchange = self._inline
+        return exchange is not None and self._rest is not exchange.receive and bool(exchange.status[0])
+
+    def _hand_over(self) -> None:
+        """Leave an exchange under way to the thread, since another one follows it."""
+        exchange, self._inline = self._inline, None
+        if exchange is not None:
+            self._put(exchange, [], self._rest)
+
+    def _put(self, exchange: Exchange, send: list[memoryview], receive: list[memoryview]) -> None:
+        self._given += 1
+        self._jobs.put((exchange, send, receive))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            exchange, send, receive = job
+            if not self._error:
+                try:
+                    send_views(self._sock, send)
+                    if len(receive) and receive[0].obj is exchange.status:
+                        receive_views(self._sock, receive[:1])
+                        exchange.checked()
+                        receive_views(self._sock, receive[1:])
+                    else:
+                        receive_views(self._sock, receive)
+                except (OSError, TransferError) as problem:
+                    self._error = f"{problem}"
+                    with contextlib.suppress(OSError):
+                        self._sock.shutdown(socket.SHUT_RDWR)
+            self._taken += 1
+            exchange.done(self._error)
+            os.eventfd_write(self._wake, 1)
+        self._sock.close()
+
+
+class TcpServer:
+    """The target's side: a thread accepts at each address, one serves each connection."""
+
+    def __init__(self, addresses: Sequence[str], key: bytes, memory: memoryview) -> None:
+        self._key = key
+        self._memory = memory
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        try:
+            for address in addresses:
+                self._listeners.append(socket.create_server((address, 0), backlog=128))
+        except OSError as error:
+            self.close()
+            raise TransferError(f"cannot listen on {address}: {error}") from error
+        self.ports: list[int] = [listener.getsockname()[1] for listener in self._listeners]
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="tcp-accept", daemon=True).start()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                self._open.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="tcp-serve", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(HELLO_S)
+            if not hmac.compare_digest(receive_exactly(sock, KEY_BYTES), self._key):
+                sock.sendall(bytes(KEY_BYTES))
+                return
+            sock.sendall(self._key)
+            sock.settimeout(None)
+            while True:
+                self._answer(sock)
+        except OSError:
+            pass  # the caller went away, which ends this connection and nothing else
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    def _answer(self, sock: socket.socket) -> None:
+        """One request. A span outside the memory ends the connection, since its payload follows."""
+        op, count = HEADER.unpack(receive_exactly(sock, HEADER.size))
+        if count > MAX_SPANS or op >= len(OPS):
+            raise ConnectionError("too many spans, or no such operation")
+        numbers = struct.unpack(f"<{2 * count}Q", receive_exactly(sock, 16 * count))
+        wanted = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if any(offset + size > len(self._memory) for offset, size in wanted):
+            sock.sendall(b"\1")
+            raise ConnectionError("a span lies outside the memory")
+        views = [self._memory[offset : offset + size] for offset, size in wanted]
+        if OPS[op] == "read":
+            send_views(sock, [memoryview(b"\0"), *views])
+        else:
+            receive_views(sock, views)
+            sock.sendall(b"\0")
+
 
 PROTOCOLS = ("tcp",)
 

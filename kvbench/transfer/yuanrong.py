@@ -27,9 +27,8 @@ from typing import Any
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, version_of
-from kvbench.transfer.parts.stores.keyed import KeyedEndpoint
+from kvbench.transfer.parts.stores.keyed import KeyedEndpoint, Notes, Store
 from kvbench.transfer.parts.stores.servers import available_bytes, free_port, start_server
-from kvbench.transfer.parts.stores.storepeer import Notes, Store
 
 DISTRIBUTION = "openyuanrong-datasystem"
 INSTALL = f"pip install {DISTRIBUTION}"

@@ -189,14 +189,14 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
 
 # Where the wall clock may be read in what measures: for dates that are told, and to put stamps of the kernel,
 # which are of that clock, on the monotonic one (processes/loadgen/sockets/clock.py and
-# processes/exact_server/sockets.py see when it is set).
+# processes/exact_server/server.py see when it is set).
 _DATES = {
     "processes/emulator/answers.py": 1,
-    "processes/emulator/lies/counters.py": 1,
+    "processes/emulator/lies/answers.py": 1,
     "processes/emulator/metrics.py": 1,
     "processes/emulator/handoffs/pull.py": 1,
     "processes/emulator/server.py": 1,
-    "processes/exact_server/sockets.py": 1,
+    "processes/exact_server/server.py": 1,
     "processes/loadgen/sockets/clock.py": 1,
     "processes/loadgen/run.py": 1,
     "microbench/cases.py": 1,

@@ -19,8 +19,7 @@ from kvbench.core.records import SCHEMA_VERSION
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.planning.scenario_files import registry
 from kvbench.report.tables.result import summary_table
-from kvbench.results.run import load_run
-from kvbench.results.schema import FIRST_SCHEMA
+from kvbench.results.run import FIRST_SCHEMA, load_run
 from tests.repository.test_security_source import SOURCES, tree_of
 from tools.audit import EXIT_CLEAN, EXIT_FOUND, EXIT_NOT_RUN, audit, say
 

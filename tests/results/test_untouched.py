@@ -20,8 +20,8 @@ from kvbench.planning.overrides import CliOptions
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.trial_values import measuring_share
 from kvbench.report.timeline import counters
+from kvbench.results.checksums import lost_requests
 from kvbench.results.run import CellResult, load_run
-from kvbench.results.untouched import lost_requests
 from kvbench.sweep import resume
 from kvbench.sweep.sweep import carry_out
 

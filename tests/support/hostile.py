@@ -19,7 +19,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.processes.loadgen.__main__ import dispatched
 from kvbench.processes.loadgen.plan import planned_requests
 from kvbench.processes.loadgen.run import LoadRun
-from kvbench.processes.loadgen.schedules.planned_schedule import PlannedSchedule
+from kvbench.processes.loadgen.schedules import PlannedSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.spec import LoadSpec
 

@@ -12,9 +12,8 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, Outputs
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.results.checksums import CHECKSUMS, begin_checksums
+from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests
 from kvbench.results.store import RunStore
-from kvbench.results.untouched import digests
 from kvbench.sweep.bench import Alone, Bench, Site
 from kvbench.sweep.display import Silent
 from kvbench.sweep.new_run import create_store

@@ -23,7 +23,7 @@ import psutil
 
 from kvbench import transfer
 from kvbench.transfer.base import Endpoint, Layout
-from kvbench.transfer.parts.nativelog import NativeLog
+from kvbench.transfer.parts.native import NativeLog
 
 LAYOUT = Layout(regions=2, blocks=32, block_bytes=4096)
 ROUNDS = 3

@@ -17,9 +17,7 @@ from kvbench.planning.load_files import write_session_load
 from kvbench.processes.loadgen.__main__ import dispatched
 from kvbench.processes.loadgen.plan import TokenEncoder
 from kvbench.processes.loadgen.run import LoadRun
-from kvbench.processes.loadgen.schedules.session_file import read_session_load
-from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
-from kvbench.processes.loadgen.schedules.session_schedule import SessionSchedule
+from kvbench.processes.loadgen.session_schedule import SessionPrompts, SessionSchedule, read_session_load
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 
 SIZE = 16

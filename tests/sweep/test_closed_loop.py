@@ -10,7 +10,7 @@ from commands import invoke, kvbench, the_run
 from emulated import running, spec
 
 from kvbench.processes.loadgen.plan import PlannedRequest
-from kvbench.processes.loadgen.schedules.closed_loop import AFTER_FAILURE_S, ClosedLoop
+from kvbench.processes.loadgen.schedules import AFTER_FAILURE_S, ClosedLoop
 from kvbench.processes.loadgen.spec import LoadSpec
 
 WORKLOAD = ("--input-len", "64", "--output-len", "8", "--ttft-ms", "20000")

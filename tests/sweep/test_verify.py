@@ -21,7 +21,7 @@ from rich.console import Console
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.results.checksums import damages
-from kvbench.results.rules import RULES_VERSION, UNVERSIONED, rules_version_of
+from kvbench.results.lock import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume, simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.transfer import mooncake
+from kvbench.transfer import mooncake, nixl
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.blocks import (
     BlockSpan,
@@ -16,7 +16,6 @@ from kvbench.transfer.parts.blocks import (
     split_spans,
     unpack_ids,
 )
-from kvbench.transfer.parts.nixl import ucx
 
 IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
 
@@ -96,15 +95,15 @@ def test_mooncake_names_its_transport_in_its_log() -> None:
 def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
     own = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
     peer = "UCX  INFO    agent intra-node cfg#1 rma(cma/memory)  amo_am(tcp/lo)  am(tcp/lo)"
-    assert ucx.transport_in_log([own]) == ""
-    assert ucx.transport_in_log([own, peer]) == "cma/memory"
-    assert ucx.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
+    assert nixl.transport_in_log([own]) == ""
+    assert nixl.transport_in_log([own, peer]) == "cma/memory"
+    assert nixl.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
     beside = "UCX  INFO    agent intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)"
-    assert ucx.transport_in_log([own, beside]) == "cma/memory"
+    assert nixl.transport_in_log([own, beside]) == "cma/memory"
     several = "UCX  INFO    agent inter-node cfg#1 rma_am(tcp/a)  am(tcp/a tcp/b)  ka(tcp/a)"
-    assert ucx.transport_in_log([several]) == "tcp/a tcp/b"
+    assert nixl.transport_in_log([several]) == "tcp/a tcp/b"
     rails = "UCX  INFO    agent inter-node cfg#1 rma(tcp/a tcp/b)  am(tcp/a)"
-    assert ucx.transport_in_log([rails]) == "tcp/a tcp/b"
+    assert nixl.transport_in_log([rails]) == "tcp/a tcp/b"
 
 
 @given(pairs(), st.integers(1, 5))

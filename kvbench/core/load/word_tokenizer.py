@@ -1,7 +1,7 @@
 """A tokenizer whose tokens are the emulated engine's words, in the format of Hugging Face's ``tokenizers``.
 
-The engine counts a token for each word, and writes token 1234 as `` t1234`` (processes/emulator/text.py). A
-client with any other tokenizer believes in other lengths. Here ``t1234`` is token 1234; of any other text
+The engine counts a token for each word, and writes token 1234 as `` t1234`` (processes/emulator/protocol.py).
+A client with any other tokenizer believes in other lengths. Here ``t1234`` is token 1234; of any other text
 each letter is a token, so that different texts stay different. Decoded tokens have a space between them, and
 are as many words.
 """

@@ -152,7 +152,7 @@ class Liveness:
     """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
 
     What it costs them is one small request in two seconds (``heartbeat.py``). Processes on other hosts are
-    looked at by the agents there, which report what they see (``processes/agent/liveness.py``).
+    looked at by the agents there, which report what they see (``processes/agent/agent.py``).
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:

@@ -2,6 +2,8 @@
 
 Processes are started by this one thread, which lives as long as the agent: the kernel kills them with it
 (``launchers/parts/guard.py``). What may take long is answered by threads of a pool.
+
+Do processes of this host go on? Looked at here, where their state is seen, and reported as an event.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -25,9 +27,43 @@ from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import Lines
 from kvbench.launchers.agents.wire import BEAT_S, LOST_S, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
+from kvbench.launchers.parts.liveness import STATE_S, Liveness
 from kvbench.processes.agent.answers import ANSWERS, hello
-from kvbench.processes.agent.jobs import AgentJob
-from kvbench.processes.agent.outbox import Outbox
+from kvbench.processes.agent.jobs import AgentJob, Outbox
+
+
+class LivenessThread:
+    """Looks after some processes from now on, in a thread of its own, until ``close``.
+
+    The first that does nothing any more is reported: ``{"event": "hung", "key", "what", "fix"}``.
+    """
+
+    def __init__(self, jobs: Sequence[AgentJob], outbox: Outbox) -> None:
+        self._jobs = list(jobs)
+        self._outbox = outbox
+        self._stop = threading.Event()
+        self._liveness = Liveness([job.process for job in self._jobs])
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it soon. Safe to call twice."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        self._liveness.start()
+        try:
+            while not self._stop.wait(STATE_S):
+                live = {job.process.name: job for job in self._jobs if not job.end_reported}
+                found = self._liveness.problem([job.process for job in live.values()])
+                if found is not None:
+                    process, what, fix = found
+                    key = live[process.name].key
+                    self._outbox.put({"event": "hung", "key": key, "what": what, "fix": fix})
+                    return
+        finally:
+            self._liveness.close()
+
 
 TURN_S: Final = 0.1
 """Between two looks at processes and logs. What comes from kvbench or a piped process is taken at once."""
@@ -238,7 +274,6 @@ class Agent:
 
     def _watch(self, asked: Frame) -> None:
         """From now on it is reported if one of these processes does nothing any more."""
-        from kvbench.processes.agent.liveness import LivenessThread
 
         jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
         self._watches[str(asked["watch"])] = LivenessThread(jobs, self._outbox)

@@ -11,8 +11,7 @@ import uvloop
 
 from kvbench.core.plan.processes import EMULATOR_MODULE
 from kvbench.errors import InputError, KvbenchError, PortInUseError
-from kvbench.processes.common.entry import raise_open_files
-from kvbench.processes.common.timeslice import shorten_slice
+from kvbench.processes.common.entry import raise_open_files, shorten_slice
 from kvbench.processes.emulator.lies import plant
 from kvbench.processes.emulator.server import EngineServer, serve
 from kvbench.processes.emulator.spec import EngineSpec, parse_spec

@@ -19,8 +19,7 @@ from kvbench.core.simulation.kv_cache import block_hashes
 from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler, Status, StepPlan
 from kvbench.core.simulation.step_time import TimingProfile
 from kvbench.processes.emulator.clock import Alarm
-from kvbench.processes.emulator.compute import KvCompute, Work
-from kvbench.processes.emulator.kvbytes import EOS_TOKEN
+from kvbench.processes.emulator.kvbytes import EOS_TOKEN, KvCompute, Work
 from kvbench.processes.emulator.metrics import EngineMetrics
 from kvbench.processes.emulator.running_request import LiveRequest, RequestTrace, note_step
 

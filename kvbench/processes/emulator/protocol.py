@@ -1,8 +1,16 @@
-"""Requests of the OpenAI API, read and checked: a body in, a ``Generate`` or an ``ApiError`` out."""
+"""Requests of the OpenAI API, read and checked: a body in, a ``Generate`` or an ``ApiError`` out.
+
+Text and tokens: reversible for what the engine writes, deterministic for everything else.
+
+Token 1234 reads `` t1234``. Such words become that token again; any other word becomes one token by
+its CRC-32, with the space before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +18,27 @@ import numpy as np
 from pydantic_core import from_json
 
 from kvbench.core.simulation.kv_cache import U64
-from kvbench.processes.emulator import text
+
+_WORDS: Final = re.compile(r"\s*\S+|\s+$")
+_TOKEN: Final = re.compile(r" ?t(\d{1,9})")
+
+
+def encode(text: str, vocab_size: int) -> list[int]:
+    """Token ids of a text, in 1 … vocab_size − 1; an empty text has none."""
+    return [_word_token(word, vocab_size) for word in _WORDS.findall(text)]
+
+
+def _word_token(word: str, vocab_size: int) -> int:
+    own = _TOKEN.fullmatch(word)
+    if own is not None and 0 < int(own[1]) < vocab_size:
+        return int(own[1])
+    return 1 + zlib.crc32(word.encode("utf-8", "surrogatepass")) % (vocab_size - 1)
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """The text of tokens; the end-of-sequence token (0) has none."""
+    return "".join(f" t{token}" for token in tokens if token)
+
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 UNSERVED: Final = (
@@ -154,7 +182,7 @@ def _completion_prompt(data: Mapping[str, Any], vocab_size: int) -> U64:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return np.array(text.encode(prompt, vocab_size), dtype=np.uint64)
+        return np.array(encode(prompt, vocab_size), dtype=np.uint64)
     if not isinstance(prompt, list):
         raise ApiError(400, "prompt must be a string, a list of token ids, or a list with one of these")
     if prompt and isinstance(prompt[0], (str, list)):
@@ -176,7 +204,7 @@ def _chat_prompt(data: Mapping[str, Any], vocab_size: int) -> U64:
             raise ApiError(400, "each message needs a role")
         parts.append(f"<|{message['role']}|> {_content(message.get('content'))}")
     parts.append("<|assistant|>")
-    return np.array(text.encode("\n".join(parts), vocab_size), dtype=np.uint64)
+    return np.array(encode("\n".join(parts), vocab_size), dtype=np.uint64)
 
 
 def _content(content: Any) -> str:

@@ -15,8 +15,7 @@ from typing import Final
 
 from kvbench.core.plan.processes import EXACT_SERVER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import print_error, read_spec
-from kvbench.processes.common.timeslice import shorten_slice
+from kvbench.processes.common.entry import print_error, read_spec, shorten_slice
 from kvbench.processes.exact_server.server import ExactServer
 from kvbench.processes.exact_server.spec import ExactSpec
 

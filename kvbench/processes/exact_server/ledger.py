@@ -1,17 +1,184 @@
-"""All that the exact server has done, and the pages that show it."""
+"""All that the exact server has done, and the pages that show it.
+
+What the exact server did, and how late it was with it. Times are seconds of CLOCK_MONOTONIC.
+
+A client's connection, and the request that is served over it. Times are seconds of CLOCK_MONOTONIC.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import socket
 import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvbench.processes.exact_server import wire
-from kvbench.processes.exact_server.log import lateness, metrics_text
-from kvbench.processes.exact_server.served import ServedStream
 from kvbench.processes.exact_server.spec import ExactSpec
+
+MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
+"""A client that leaves more than this unread is dropped. A log may be that long."""
+
+
+class ExactClient:
+    """One client. One request at a time is served; what it sends beyond that waits in ``buffer``."""
+
+    __slots__ = ("buffer", "fd", "head", "kernel", "sock", "stamp", "stream", "then", "unsent")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.buffer = bytearray()
+        self.unsent = bytearray()
+        self.head: wire.Head | None = None
+        self.stream: ServedStream | None = None
+        self.stamp = 0.0
+        self.kernel = False
+        self.then = "keep"
+
+    def keep(self, data: bytes) -> int:
+        """In place of ``send`` while the client does not read."""
+        self.unsent += data
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise ConnectionError("the client does not read")
+        return len(data)
+
+
+class ServedStream:
+    """One request from its arrival on; afterwards, what is known of it.
+
+    ``due`` is the deadline of the next write, ``writes`` has the time just before each write, in order.
+    """
+
+    __slots__ = (
+        "arrival",
+        "connection",
+        "due",
+        "ended",
+        "first_due",
+        "head",
+        "index",
+        "kernel",
+        "last",
+        "last_tokens",
+        "outcome",
+        "output_len",
+        "plain",
+        "prompt_tokens",
+        "request_id",
+        "scripted",
+        "send",
+        "then",
+        "writes",
+    )
+
+    def __init__(self, index: int, request_id: str, arrival: float, kernel: bool) -> None:
+        self.index = index
+        self.request_id = request_id
+        self.arrival = arrival
+        self.kernel = kernel
+        self.connection: ExactClient | None = None
+        self.prompt_tokens = self.output_len = self.plain = self.last_tokens = 0
+        self.first_due = self.due = self.ended = 0.0
+        self.head = self.last = b""
+        self.then = "keep"
+        self.outcome = "open"
+        self.scripted = "complete"
+        self.send: Callable[[bytes], int] = len
+        self.writes = array("d")
+
+    def row(self, gap_s: float, *, tokens: bool) -> dict[str, Any]:
+        """For the log. ``token_write_s`` has the first token's time, too."""
+        return {
+            "index": self.index,
+            "request_id": self.request_id,
+            "kernel_stamp": self.kernel,
+            "arrival_s": self.arrival,
+            "first_due_s": self.first_due,
+            "gap_s": gap_s,
+            "first_write_s": self.writes[0] if self.writes else None,
+            "prompt_tokens": self.prompt_tokens,
+            "output_len": self.output_len,
+            "outcome": self.outcome,
+            "ended_s": self.ended or None,
+            **({"token_write_s": self.writes.tolist()} if tokens else {}),
+        }
+
+    def lateness(self, gap_s: float) -> Iterator[float]:
+        """Write − due of each write, in seconds."""
+        due = self.first_due
+        for index, written in enumerate(self.writes):
+            yield written - due - index * gap_s
+
+
+HISTOGRAM_MS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, math.inf)
+
+
+def lateness(streams: Sequence[ServedStream], gap_s: float) -> dict[str, Any]:
+    """How late first and further writes were: percentiles in ms, and a histogram with the upper bounds."""
+    first, further = [], []
+    for stream in streams:
+        late = [value * 1e3 for value in stream.lateness(gap_s)]
+        first += late[:1]
+        further += late[1:]
+    return {"first": _figures(first), "further": _figures(further)}
+
+
+def _figures(late_ms: list[float]) -> dict[str, Any]:
+    late_ms.sort()
+    counts, before = [], 0
+    for bound in HISTOGRAM_MS:
+        count = _up_to(late_ms, bound)
+        counts.append([bound if math.isfinite(bound) else None, count - before])
+        before = count
+    return {
+        "n": len(late_ms),
+        "p50_ms": _at(late_ms, 50),
+        "p99_ms": _at(late_ms, 99),
+        "max_ms": _at(late_ms, 100),
+        "histogram_ms": counts,
+    }
+
+
+def _up_to(ordered: Sequence[float], bound: float) -> int:
+    from bisect import bisect_right
+
+    return bisect_right(ordered, bound)
+
+
+def _at(ordered: Sequence[float], percent: float) -> float | None:
+    """The smallest value that so many per cent do not exceed."""
+    if not ordered:
+        return None
+    return round(ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)], 4)
+
+
+def metrics_text(model: str, counts: dict[str, float]) -> bytes:
+    """Counters and gauges as Prometheus reads them, under vLLM's names where vLLM has one."""
+    kinds = {
+        "vllm:num_requests_running": "gauge",
+        "vllm:num_requests_waiting": "gauge",
+        "vllm:prompt_tokens_total": "counter",
+        "vllm:generation_tokens_total": "counter",
+        "vllm:request_success_total": "counter",
+        "vllm:prefix_cache_queries_total": "counter",
+        "vllm:prefix_cache_hits_total": "counter",
+        "vllm:num_preemptions_total": "counter",
+        "exact_requests_total": "counter",
+        "exact_connections_total": "counter",
+    }
+    lines = []
+    for name, kind in kinds.items():
+        label = ',finished_reason="length"' if name == "vllm:request_success_total" else ""
+        lines += [
+            f"# TYPE {name} {kind}",
+            f'{name}{{model_name="{model}"{label}}} {float(counts.get(name, 0))}',
+        ]
+    return ("\n".join(lines) + "\n").encode()
 
 
 class Ledger:

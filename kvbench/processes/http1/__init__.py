@@ -7,8 +7,7 @@ bytes; JSON is the caller's affair.
 from __future__ import annotations
 
 from kvbench.processes.http1.client import ClientConnection, ReplySink
-from kvbench.processes.http1.connection import Handler
-from kvbench.processes.http1.encoding import request_bytes
+from kvbench.processes.http1.connection import Handler, Server, serve
 from kvbench.processes.http1.framing import ChunkWatch
 from kvbench.processes.http1.pool import (
     Gathering,
@@ -19,9 +18,9 @@ from kvbench.processes.http1.pool import (
     answer_of,
     broken,
     fetch,
+    request_bytes,
 )
 from kvbench.processes.http1.response import ReceivedRequest, Response, error_body
-from kvbench.processes.http1.server import Server, serve
 from kvbench.processes.http1.splicing import Splicing
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""A keep-alive pool of connections to one server, and ``fetch`` for plain requests."""
+"""A keep-alive pool of connections to one server, and ``fetch`` for plain requests.
+
+A client's request as bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,25 @@ from urllib.parse import urlsplit
 
 from kvbench.errors import InputError
 from kvbench.processes.http1.client import ClientConnection
-from kvbench.processes.http1.encoding import request_bytes
 from kvbench.processes.http1.splicing import Splicing
+
+
+def request_bytes(
+    method: str, path: str, host: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+) -> bytes:
+    """A whole request. ``host`` is the Host header's value."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
+    for name, value in (headers or {}).items():
+        lines.append(f"{name}: {value}")
+    if body or method not in ("GET", "HEAD"):
+        lines.append(f"content-length: {len(body)}")
+    head = "\r\n".join(lines)
+    breaks = len(lines) - 1
+    if head.count("\r") != breaks or head.count("\n") != breaks:
+        culprit = next((line for line in lines if "\r" in line or "\n" in line), "")
+        raise InputError(f"header {culprit.partition(':')[0]!r} holds a line break")
+    return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
+
 
 MAX_IDLE_S: Final = 2.0
 """A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from kvbench.core.plan.processes import LOADGEN_MODULE
 from kvbench.errors import InputError, KvbenchError, StoreError
-from kvbench.processes.common.entry import parse_spec, print_error, read_spec
+from kvbench.processes.common.entry import parse_spec, print_error, read_spec, shorten_slice, sleep_exactly
 from kvbench.processes.common.record_file import write_records
-from kvbench.processes.common.timeslice import shorten_slice, sleep_exactly
 from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import (
@@ -27,8 +26,7 @@ from kvbench.processes.loadgen.plan import (
     prepare,
 )
 from kvbench.processes.loadgen.run import LoadRun
-from kvbench.processes.loadgen.schedules.base import Begin
-from kvbench.processes.loadgen.schedules.planned_schedule import PlannedSchedule
+from kvbench.processes.loadgen.schedules import Begin, PlannedSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
@@ -76,9 +74,7 @@ def planned_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
 def session_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
     """The run of sessions, whose turns depend on answers."""
     # Not for everybody: their arrays take some time to import.
-    from kvbench.processes.loadgen.schedules.session_file import read_session_load
-    from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
-    from kvbench.processes.loadgen.schedules.session_schedule import SessionSchedule
+    from kvbench.processes.loadgen.session_schedule import SessionPrompts, SessionSchedule, read_session_load
 
     load = read_session_load(spec.sessions_path)
     prompts = SessionPrompts(load, spec.vocab_size, spec.seed, TokenEncoder(spec.vocab_size).items)

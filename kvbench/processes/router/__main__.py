@@ -13,9 +13,15 @@ from typing import Final
 
 from kvbench.core.plan.processes import ROUTER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import STOPPING, print_error, raise_open_files, read_spec, run
+from kvbench.processes.common.entry import (
+    STOPPING,
+    print_error,
+    raise_open_files,
+    read_spec,
+    run,
+    shorten_slice,
+)
 from kvbench.processes.common.spans import SpanLog
-from kvbench.processes.common.timeslice import shorten_slice
 from kvbench.processes.http1 import serve
 from kvbench.processes.router.app import Router
 from kvbench.processes.router.metrics import RouterMetrics

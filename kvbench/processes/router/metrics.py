@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvbench.processes.common.timeslice import run_queue_wait_s
+from kvbench.processes.common.entry import run_queue_wait_s
 from kvbench.processes.http1 import ChunkWatch
 from kvbench.processes.router.backend_request import Timing
 

@@ -33,7 +33,7 @@ from kvbench import transfer
 from kvbench.errors import KvbenchError, MissingLibraryError
 from kvbench.processes.transfer_worker.loop import LOG_LINES_IN_ERRORS, WorkerLoop
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket
-from kvbench.transfer.parts.nativelog import NativeLog
+from kvbench.transfer.parts.native import NativeLog
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from kvbench.errors import StoreError
 from kvbench.results.checksums import Damage
+from kvbench.results.parquet import TRANSFERS
 from kvbench.results.run import RunFolder
-from kvbench.results.transfer_rows import TRANSFERS
 
 
 def transfer_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:

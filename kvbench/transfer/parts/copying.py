@@ -7,6 +7,8 @@ behind. The same user (or root) and one process namespace are needed, not the sa
 A copy of one part is made at once, in ``start``, as ``process_vm_writev`` and ``cp`` would; with
 ``streams`` above 1, parts are copied by that many threads, since ``ctypes`` gives up the interpreter
 meanwhile.
+
+Another process of this host: its files, and whether it is still there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +27,47 @@ from typing import Any
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Endpoint, Layout, Op, Ticket, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.neighbour import Neighbour, file_of
 from kvbench.transfer.parts.threads import Job, Threads
+
+HERE_FIX = "both sides must run on one host, as the same user and in one process namespace"
+
+
+class Neighbour:
+    """Another process of this host. Raises TransferError when it is not to be reached, or has ended."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError as error:
+            raise TransferError(f"there is no process {pid} here: {error}", hint=HERE_FIX) from error
+        self._pid = pid
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def check(self) -> None:
+        """It is still there."""
+        if self._poll.poll(0):
+            raise TransferError("the peer's process has ended")
+
+    def open(self, file: Mapping[str, Any]) -> int:
+        """A descriptor of the file that it named by ``file_of``."""
+        try:
+            fd = os.open(f"/proc/{self._pid}/fd/{file['fd']}", os.O_RDWR)
+        except OSError as error:
+            raise TransferError(f"cannot open the peer's memory: {error}", hint=HERE_FIX) from error
+        if os.fstat(fd).st_ino != file["inode"]:
+            os.close(fd)
+            raise TransferError("another process answers in the peer's place", hint=HERE_FIX)
+        return fd
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def file_of(fd: int) -> dict[str, int]:
+    """How a neighbour finds a file of this process."""
+    return {"pid": os.getpid(), "fd": fd, "inode": os.fstat(fd).st_ino}
 
 
 def memory_file(nbytes: int) -> int:

@@ -1,4 +1,7 @@
-"""Blocking library calls in threads of their own, so that asking whether one is done never waits."""
+"""Blocking library calls in threads of their own, so that asking whether one is done never waits.
+
+What endpoints share whose library blocks: calls in threads, a door for peers, and peers by their id.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from kvbench.errors import KvbenchError, TransferError
+from kvbench.transfer.base import Endpoint, Layout
+from kvbench.transfer.parts.control import Door
 
 # A thread that comes back from a library waits this long at most for the interpreter while another one polls;
 # Python's own 5 ms would be many times a small transfer. Seconds.
@@ -107,3 +113,37 @@ class Threads:
             for inbox in self._idle:
                 inbox.put(None)
             self._idle.clear()
+
+
+PeerT = TypeVar("PeerT")
+
+
+class ThreadedEndpoint(Endpoint, Generic[PeerT]):
+    """One side, with up to ``threads`` calls under way. A backend says what its peers are."""
+
+    def __init__(self, options: Mapping[str, Any], threads: int) -> None:
+        self._host = str(options.get("host", "127.0.0.1"))
+        self._id = os.urandom(6).hex()
+        self._address = 0
+        self._layout = Layout(0, 0, 0)
+        self._threads = Threads(threads)
+        self._peers: dict[str, PeerT] = {}
+        self._door: Door | None = None
+
+    def wait_fds(self) -> Sequence[int]:
+        return (self._threads.fd,)
+
+    def progress(self) -> None:
+        self._threads.clear()
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+        if self._door is not None:
+            self._door.close()
+        self._threads.close()
+
+    def _known(self, peer: str) -> PeerT:
+        if peer not in self._peers:
+            raise TransferError(f"no peer is called {peer!r}")
+        return self._peers[peer]

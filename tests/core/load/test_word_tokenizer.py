@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.load.word_tokenizer import tokenizer_files
-from kvbench.processes.emulator import text
+from kvbench.processes.emulator import protocol
 
 VOCAB = 512
 FILES = tokenizer_files(VOCAB, 2048)
@@ -38,8 +38,8 @@ def decoded(ids: list[int]) -> str:
 
 @given(st.lists(st.integers(1, VOCAB - 1), max_size=20))
 def test_the_engines_tokens_are_its_tokens(tokens: list[int]) -> None:
-    assert encoded(text.decode(tokens)) == tokens
-    assert text.encode(decoded(tokens), VOCAB) == tokens
+    assert encoded(protocol.decode(tokens)) == tokens
+    assert protocol.encode(decoded(tokens), VOCAB) == tokens
 
 
 @given(TEXTS)
@@ -48,7 +48,7 @@ def test_of_any_other_text_the_engine_reads_as_many_tokens(words: str) -> None:
     ids = encoded(words)
     sent = decoded(ids)
     assert encoded(sent) == ids
-    assert len(text.encode(sent, VOCAB)) == len(ids)
+    assert len(protocol.encode(sent, VOCAB)) == len(ids)
 
 
 def test_hugging_faces_library_reads_it_the_same_way(tmp_path: Path) -> None:

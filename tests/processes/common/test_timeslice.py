@@ -11,7 +11,7 @@ import pytest
 
 ASK = """
 import sys, time
-from kvbench.processes.common.timeslice import shorten_slice
+from kvbench.processes.common.entry import shorten_slice
 print(shorten_slice())
 print(open("/proc/self/sched").read())
 """
@@ -31,7 +31,7 @@ def test_the_kernel_takes_the_call_and_grants_the_slice_where_it_knows_it() -> N
 
 
 def test_sleeps_end_without_slack() -> None:
-    ask = "from kvbench.processes.common.timeslice import sleep_exactly; print(sleep_exactly())"
+    ask = "from kvbench.processes.common.entry import sleep_exactly; print(sleep_exactly())"
     tell = "import ctypes; print(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))"  # PR_GET_TIMERSLACK
     done = subprocess.run(
         [sys.executable, "-c", f"{ask}\n{tell}"], capture_output=True, text=True, timeout=30

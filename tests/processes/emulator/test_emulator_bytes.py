@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvbench.core.simulation.kv_cache import powers, prefix_hashes, salt_seed
 from kvbench.errors import InputError
-from kvbench.processes.emulator import text
+from kvbench.processes.emulator import protocol
 from kvbench.processes.emulator.kvbytes import KvPool, fold, next_tokens, wants_eos
 from kvbench.processes.emulator.protocol import ApiError, parse
 from kvbench.processes.emulator.spec import parse_spec
@@ -132,13 +132,13 @@ def test_eos_is_rare_but_comes() -> None:
 
 @given(st.lists(st.integers(1, 8191), max_size=30))
 def test_what_the_engine_writes_can_be_read_back(tokens: list[int]) -> None:
-    assert text.encode(text.decode(tokens), 8192) == tokens
+    assert protocol.encode(protocol.decode(tokens), 8192) == tokens
 
 
 @given(st.text(max_size=200))
 def test_any_text_has_tokens_in_the_vocabulary(prompt: str) -> None:
-    tokens = text.encode(prompt, 100)
-    assert tokens == text.encode(prompt, 100)
+    tokens = protocol.encode(prompt, 100)
+    assert tokens == protocol.encode(prompt, 100)
     assert all(1 <= token < 100 for token in tokens)
     assert bool(tokens) == bool(prompt)
 

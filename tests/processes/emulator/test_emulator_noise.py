@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvbench.core.simulation.scheduler import EngineRequest
-from kvbench.processes.emulator.compute import KvCompute
-from kvbench.processes.emulator.kvbytes import KvPool
+from kvbench.processes.emulator.kvbytes import KvCompute, KvPool
 from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.transfer.base import Layout
 

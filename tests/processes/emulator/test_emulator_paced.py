@@ -16,7 +16,7 @@ from kvbench.core.transfers.model import TransferModel, model_for, models_json, 
 from kvbench.engines.emulated import PACED, EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.processes.emulator.handoffs.pacing import Pacer
+from kvbench.processes.emulator.handoffs.handoff import Pacer
 from kvbench.processes.emulator.metrics import EngineMetrics
 from kvbench.processes.emulator.spec import KvPace
 from kvbench.sweep.calibration import surroundings

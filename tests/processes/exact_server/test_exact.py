@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from kvbench.launchers.local import LocalLauncher
 from kvbench.processes.exact_server import wire
-from kvbench.processes.exact_server.log import HISTOGRAM_MS
+from kvbench.processes.exact_server.ledger import HISTOGRAM_MS
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 HOST = "127.0.0.1"

@@ -17,8 +17,7 @@ from hostile import DONE, HEAD, LAST, TOKEN, USAGE, chunk, sse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbench.processes.loadgen.answer import ServerAnswer
-from kvbench.processes.loadgen.known import Known, usual_in_python
+from kvbench.processes.loadgen.answer import Known, ServerAnswer, usual_in_python
 from kvbench.processes.loadgen.sockets.clock import TIMES, arrivals
 from kvbench.processes.loadgen.sockets.compiled import READS
 from kvbench.processes.loadgen.sockets.loop import NEVER_NS

@@ -17,8 +17,7 @@ from kvbench.core.sessions.prompt_tokens import BlockTokens
 from kvbench.core.sessions.session_load import SessionLoad, load_arrays, load_of_arrays, session_load
 from kvbench.errors import InputError
 from kvbench.planning.load_files import write_session_load
-from kvbench.processes.loadgen.schedules.session_file import read_session_load
-from kvbench.processes.loadgen.schedules.session_prompts import SessionPrompts
+from kvbench.processes.loadgen.session_schedule import SessionPrompts, read_session_load
 
 _FRESH = count(100, 100)
 """Blocks that no other session has: what two have in common is not answered differently."""

@@ -17,7 +17,7 @@ from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.launchers.local import LocalLauncher
 from kvbench.processes.loadgen.direct import DirectDispatch
 from kvbench.processes.loadgen.plan import PlannedRequest, request_headers
-from kvbench.processes.loadgen.schedules.session_schedule import SessionSchedule
+from kvbench.processes.loadgen.session_schedule import SessionSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.sweep.selftest.exact_server import exact_server
 

@@ -24,9 +24,9 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.transfers import HEADER, flat_row, tabled
+from kvbench.results.parquet import TRANSFERS, read_transfers
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
-from kvbench.results.transfer_rows import TRANSFERS, read_transfers
 from kvbench.sweep.calibration import surroundings
 
 NICS = Axes(backends=("tcp", "nixl", "memcpy"), nics=(1, 2, 4, 8), sizes=((1 << 20, 8), (16 << 20, 1)))
@@ -72,7 +72,7 @@ def test_a_run_is_whole_after_each_row_and_says_when_it_was_cut_off(tmp_path: Pa
 
 def test_a_spoilt_or_newer_file_is_said_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_run(tmp_path, Axes(backends=("tcp",), ops=("read",)))
-    monkeypatch.setattr("kvbench.results.transfer_rows.TRANSFER_SCHEMA", 0)
+    monkeypatch.setattr("kvbench.results.parquet.TRANSFER_SCHEMA", 0)
     with pytest.raises(NewerSchemaError, match="schema 1"):
         read_transfers(path)
     (path / TRANSFERS).write_bytes(b"PAR1 and nothing more")

@@ -3,22 +3,136 @@
 A request on P (``do_remote_decode``) keeps its blocks after its one token until they have been taken or a
 lease ends; D renews the lease while it has not got to fetching. A request on D (``do_remote_prefill``) is
 answered with an error when its KV cannot be had: it is never prefilled again in silence.
+
+Hand-overs of KV in modelled time: the bytes really move, and then wait until the model's time is over.
+
+    end = max(begin, link free) + bytes / bandwidth + start-up + per descriptor · descriptors
+
+An engine has one link, as in ``core.simulation``: who comes later waits for those before. Only the side that
+moves the bytes is paced, so of several P that one D reads from, none waits for another's link. A transfer
+that really took longer is late, never shortened; by how much is counted, as for steps that end late
+(``kvbench:emulator_transfer_lag_seconds``).
+
+An engine's transfer process, which moves its KV, and what it counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from kvbench.errors import TransferError
+from kvbench.processes.emulator.clock import Alarm
 from kvbench.processes.emulator.engine import RunningEngine
-from kvbench.processes.emulator.handoffs.transfers import EngineTransfers
+from kvbench.processes.emulator.kvbytes import KvPool
+from kvbench.processes.emulator.metrics import EngineMetrics
 from kvbench.processes.emulator.protocol import ApiError, Generate
-from kvbench.processes.emulator.running_request import LiveRequest
-from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
+from kvbench.processes.emulator.running_request import LiveRequest, RequestTrace
+from kvbench.processes.emulator.spec import EngineSpec, KvPace, KvTransferConfig
+from kvbench.processes.transfer_worker.remote import TransferProcess
+from kvbench.transfer.base import Op
+
+
+class Pacer:
+    """Of one engine's link. ``time_scale`` is a factor on every time."""
+
+    def __init__(self, pace: KvPace, time_scale: float, metrics: EngineMetrics) -> None:
+        self._fixed_s = pace.start_s * time_scale
+        self._descriptor_s = pace.per_descriptor_s * time_scale
+        self._byte_s = time_scale / (pace.gb_per_s * 1e9) if pace.gb_per_s else 0.0
+        self._metrics = metrics
+        self._free_s = 0.0
+        metrics.paced = True
+
+    def begin(self, now_s: float, nbytes: int) -> float:
+        """Takes the link for so many bytes; returns the moment at which they are through."""
+        self._free_s = max(self._free_s, now_s) + nbytes * self._byte_s
+        return self._free_s
+
+    async def end(self, began_s: float, through_s: float, descriptors: int) -> float:
+        """Waits for the modelled end; returns the seconds since ``began_s``."""
+        due = through_s + self._fixed_s + self._descriptor_s * descriptors
+        if due > time.monotonic():
+            alarm = Alarm()
+            try:
+                await alarm.until(due)
+            finally:
+                alarm.close()
+        now = time.monotonic()
+        self._metrics.transfer_lag.observe(max(0.0, now - due))
+        self._metrics.paced_s += due - began_s
+        return now - began_s
+
+
+_OWN_KEYS: Final = frozenset({"kv_lease_duration"})
+_TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
+"""vLLM's name of a key → the transfer backends' option."""
+
+
+class EngineTransfers:
+    """The transfer process of one engine, and what its transfers count."""
+
+    def __init__(self, config: KvTransferConfig, spec: EngineSpec, metrics: EngineMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self.timeout_s = spec.transfer_timeout_s
+        self.memory = spec.memory
+        layout = spec.layout()
+        self._bytes_of_block = layout.regions * layout.block_bytes
+        self._pacer = Pacer(spec.kv_pace, spec.time_scale, metrics) if spec.kv_pace else None
+        self.process: TransferProcess | None = None
+
+    async def start(self, pool: KvPool, host: str) -> None:
+        """Starts the child. Raises TransferError."""
+        extra = self._config.kv_connector_extra_config
+        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
+        if self.memory != "host":
+            options["memory"] = self.memory
+        self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)
+
+    @property
+    def started(self) -> TransferProcess:
+        if self.process is None:
+            raise TransferError("the transfer process is not ready yet")
+        return self.process
+
+    async def connect(self, agent: Mapping[str, Any]) -> str:
+        return await self.started.connect(dict(agent), self.timeout_s)
+
+    async def move(
+        self,
+        peer_id: str,
+        op: Op,
+        local: Sequence[int],
+        remote: Sequence[int],
+        trace: RequestTrace | None = None,
+    ) -> dict[str, Any]:
+        """One transfer, counted. Raises TransferError."""
+        began = time.monotonic()
+        pacer = self._pacer if local else None
+        through = pacer.begin(began, len(local) * self._bytes_of_block) if pacer else 0.0
+        result = await self.started.transfer(peer_id, op, local, remote, self.timeout_s)
+        seconds = await pacer.end(began, through, result.descriptors) if pacer else result.transfer_s
+        self._metrics.transfer.observe(seconds, result.nbytes, result.descriptors)
+        self._metrics.blocks_moved += len(local)
+        figures = {"bytes": result.nbytes, "descriptors": result.descriptors, "seconds": seconds}
+        if trace is not None:
+            trace.moved(began, op, figures)
+        return figures
+
+    async def offer(self, blocks: Sequence[int]) -> None:
+        """Make blocks readable that lie in a mirror of the memory that peers read. Raises TransferError."""
+        if self.memory != "host":
+            await self.started.offer(blocks, self.timeout_s)
+
+    async def close(self) -> None:
+        if self.process is not None:
+            await self.process.close()
+
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from kvbench.errors import TransferError
 from kvbench.processes.emulator.engine import RunningEngine
 from kvbench.processes.emulator.handoffs.handoff import (
     RENEWALS_PER_LEASE,
+    EngineTransfers,
     Handoff,
     HeldKv,
     consumer_params,
@@ -24,7 +25,6 @@ from kvbench.processes.emulator.handoffs.handoff import (
     producer_params,
 )
 from kvbench.processes.emulator.handoffs.rpc import RpcClient, RpcServer
-from kvbench.processes.emulator.handoffs.transfers import EngineTransfers
 from kvbench.processes.emulator.protocol import ApiError, Generate
 from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig

@@ -6,15 +6,22 @@ Each takes a server that has been put together and not started, and wraps one th
 
 from __future__ import annotations
 
-from kvbench.processes.emulator.lies import answers_under_load, counters, kv, speed, streams
+from kvbench.processes.emulator.lies import answers, kv, streams
 from kvbench.processes.emulator.server import EngineServer
 
 
 def plant(server: EngineServer) -> None:
     """Makes an engine tell its spec's lie; called before it starts. An honest one is left alone."""
     lie = server.spec.lie
-    for family in (speed, counters, streams, kv, answers_under_load):
-        if lie in family.PLANTS:
-            family.PLANTS[lie](server)
+    families = (
+        streams.SPEED_PLANTS,
+        answers.COUNTER_PLANTS,
+        streams.STREAM_PLANTS,
+        kv.PLANTS,
+        answers.ANSWER_PLANTS,
+    )
+    for plants in families:
+        if lie in plants:
+            plants[lie](server)
     if lie in kv.HANDOFF_PLANTS:
         server.on_handoff = lambda handoff: kv.HANDOFF_PLANTS[lie](server, handoff)

@@ -1,1 +1,0 @@
-"""What is sent next: requests at planned times, as slots become free, or turns after answers."""

@@ -1,1 +1,0 @@
-"""Parts of the NIXL backend: its agent, its plugins."""
