@@ -29,8 +29,7 @@ from rich.table import Table
 
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.selftest.levels import Level
-from kvbench.sweep.selftest.selftest import measure
+from kvbench.sweep.selftest.selftest import Level, measure
 
 LEVELS = (10, 100, 300, 1000)
 TTFT_P50_MS = {10: 0.1, 100: 0.1, 300: 0.1}

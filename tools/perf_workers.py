@@ -26,8 +26,7 @@ from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.trial.load_progress import LoadResult
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
 
 WORKERS: Final = (1, 2, 3, 4)
 LEAST_SHARE: Final = 0.95

@@ -105,9 +105,9 @@ def bench(
             param_hint="--concurrency",
         )
     if against is not None:
-        from kvbench.sweep.against import measured
+        from kvbench.sweep.against import bench_against
 
-        return measured.command(cli, against, output, console(as_json=json_))
+        return bench_against(cli, against, output, console(as_json=json_))
     if resume is not None:
         return _resumed(resume, "bench", cli, output, force, as_json=json_)
     if cli.fixed_rate is None and not cli.replay and cli.concurrency is None:
@@ -185,7 +185,7 @@ def simulate(
 
     cli = replace(options.cli_options(), fixed_rate=rate, system=system)
     if against is not None:
-        from kvbench.sweep.against.simulated import command as against_command
+        from kvbench.sweep.against import simulate_against as against_command
 
         return against_command(cli, against, output, console(as_json=json_))
     if splits is not None or gpus is not None:
@@ -235,8 +235,8 @@ def calibrate(
     json_: JsonOption = False,
 ) -> int:
     """Fit a timing profile to what was measured, and check it on requests held out."""
-    from kvbench.sweep.calibrate import command as calibrating
-    from kvbench.sweep.calibrate.served_inputs import EngineLimits
+    from kvbench.sweep import calibrate as calibrating
+    from kvbench.sweep.calibrate import EngineLimits
 
     limits = EngineLimits(max_num_seqs, max_num_batched_tokens, instances, num_kv_tokens)
     options = calibrating.CalibrateOptions(from_, output, name, engine, machine, held_out, limits)
@@ -366,7 +366,7 @@ def chaos(
     """Hold a rate, kill, freeze, restart and cut off processes, and tell what each fault costs."""
     from kvbench.core.held_rate.fault_plan import FaultTimes
     from kvbench.sweep.held_rate import chaos as running
-    from kvbench.sweep.held_rate.fault_lab import fault_lab
+    from kvbench.sweep.held_rate.chaos import fault_lab
 
     shown = console(as_json=json_)
     with fault_lab(lab, shown) as place:

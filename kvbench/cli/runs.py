@@ -107,7 +107,7 @@ def compare(
 ) -> int:
     """What became of each highest rate from one run to the next; or who is ahead in a run, and its rows."""
     from kvbench.report import compare as comparing
-    from kvbench.report.before_after.ci_verdict import share_of
+    from kvbench.report.ci_verdict import share_of
 
     axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
     asked = comparing.CompareOptions(
@@ -179,7 +179,7 @@ def watch(
     ] = 0,
 ) -> int:
     """Follow a run while it goes on: progress, current curve, queues, NICs, verdicts; ends when it ends."""
-    from kvbench.report.watch import run as watchrun
+    from kvbench.report import watch as watchrun
 
     return watchrun.command(run, console(), serve=serve, port=port)
 

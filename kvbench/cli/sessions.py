@@ -80,7 +80,7 @@ def corpus(
     report = corpus_report(source, figures, asked, gb or (), model)
     print_report(report, console(), as_json=json_)
     if plot is not None:
-        from kvbench.report.plots.sessions.offered_plot import offered_reuse_figure
+        from kvbench.report.plots.sessions import offered_reuse_figure
         from kvbench.report.plots.style import save
 
         save(offered_reuse_figure(figures, source, report.model), plot)

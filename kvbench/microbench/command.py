@@ -33,9 +33,9 @@ from kvbench.microbench.hosts import MicrobenchPlace, MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report
-from kvbench.report.live_bar import LiveBar
-from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import number
 from kvbench.report.tables.transfers import case_text, time_text
+from kvbench.report.terminal import LiveBar
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 

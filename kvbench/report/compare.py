@@ -16,22 +16,28 @@ from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.foreign_text import markdown_words, visible
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
-from kvbench.report.before_after.answer_counts import answer_counts
-from kvbench.report.before_after.cell_changes import (
+from kvbench.report.before_after import (
     WHAT,
     CellChange,
+    SettingChange,
     cell_changes,
     change_rows,
     counts_text,
+    setting_changes,
 )
-from kvbench.report.before_after.ci_verdict import CiVerdict
-from kvbench.report.before_after.setting_changes import SettingChange, setting_changes
 from kvbench.report.changed_files import print_changed_files
-from kvbench.report.compared import load_tables
+from kvbench.report.ci_verdict import CiVerdict
+from kvbench.report.findings.checked_answers import answer_counts
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.held.held_compare import held_comparison
 from kvbench.report.report import print_transfers
-from kvbench.report.side_by_side import Compared, are_microbenchmarks, changes_as_text, compared_runs
+from kvbench.report.side_by_side import (
+    Compared,
+    are_microbenchmarks,
+    changes_as_text,
+    compared_runs,
+    load_tables,
+)
 from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
 from kvbench.report.terminal import print_sections
 from kvbench.report.value import Block, Note, ReportSection

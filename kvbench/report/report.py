@@ -2,31 +2,91 @@
 
 Everything here is derived from the raw files of a run folder: delete it, report again, and it is back,
 byte for byte.
+
+report.md: a report as Markdown with GitHub's tables.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.foreign_text import visible
+from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
 from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.report.changed_files import print_changed_files
-from kvbench.report.html.page import report_html
-from kvbench.report.markdown import report_markdown
+from kvbench.report.html import report_html
 from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
-from kvbench.report.tables.table import json_text, write_csv
+from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import print_sections
+from kvbench.report.value import Block, Note, Report
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
+
+
+def report_markdown(report: Report, figures: Mapping[str, str] | None = None) -> str:
+    """The whole story of one run on one page. ``figures``: the files under figures/ by picture's name."""
+    figures = figures or {}
+    parts = [f"# {_escaped(report.titles['markdown'])}"]
+    parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
+    if report.mark is not None:
+        parts.append(f"> **{report.mark.word.title()}**: {_escaped(report.not_of_a_gpu)}")
+    for section in report.shown("markdown", figures):
+        parts += [f"## {_escaped(section.title)}"] if section.title else []
+        parts += [part for block in section.blocks for part in _parts(block, figures)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _parts(block: Block, figures: Mapping[str, str]) -> Iterator[str]:
+    if block.title:
+        yield f"### {_escaped(block.title)}"
+    yield markdown_words(block.about)
+    yield bullets(block.notes)
+    if block.table is not None:
+        yield from _tables(block.table)
+    if block.code:
+        yield fenced(block.code)
+    if block.picture is not None:
+        yield f"![{_escaped(block.picture.title)}](figures/{figures[block.picture.name]})"
+
+
+def _tables(table: Table) -> Iterator[str]:
+    """A table for each group; footnotes have a column of their own."""
+    header = [*table.header, *(["notes"] if table.marks else [])]
+    rule = ["--:" if column.align == "right" else "---" for column in table.columns]
+    rule += ["---"] if table.marks else []
+    if not table.groups and not table.ruled:
+        yield f"**{_escaped(table.title)}**"
+    for title, rows, marks in table.parts():
+        if title:
+            yield f"**{_escaped(title)}**"
+        noted = [[", ".join(map(str, each))] for each in marks] if marks else [[] for _ in rows]
+        cells = [[*row, *more] for row, more in zip(rows, noted, strict=True)]
+        yield markdown_table(header, cells, rule)
+
+
+def _escaped(text: str) -> str:
+    return markdown_words(text).replace("|", "\\|").replace("\n", " ")
+
+
+def bullets(notes: Iterable[Note]) -> str:
+    """A list; further lines of a note are quoted below it."""
+    lines = []
+    for note in notes:
+        first, *more = note.text.strip().splitlines() or [""]
+        advice = f" → {markdown_words(' '.join(note.advice.split()))}" if note.advice else ""
+        lines.append(f"- {markdown_words(' '.join(first.split()))}{advice}")
+        quoted = (" ".join(visible(line).split()).replace("`", "'") for line in more)
+        lines += [f"  - `{line}`" for line in quoted if line]  # lines of a log
+    return "\n".join(lines)
+
 
 FORMATS: Final = ("md", "html", "csv", "json", "svg")
 """What a report is by itself. "png": its pictures, too, where somebody asks; each costs as much again."""

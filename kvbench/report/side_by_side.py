@@ -1,26 +1,200 @@
-"""Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks."""
+"""Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks.
+
+The tables of a comparison: loads of one or several runs, or cases of two microbenchmarks.
+
+Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. A
+read-in result has figures of the whole run alone: then the rows are compared by these. Files have both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Final
 
 from kvbench.core.findings.ahead import Pair, pairs
 from kvbench.core.findings.findings import Statement
 from kvbench.core.findings.load_row import LoadRow
+from kvbench.core.plan.engine_count import Unit, unit_of
 from kvbench.core.transfers.stats import Change
 from kvbench.errors import InputError, KvbenchError
-from kvbench.report.compared import change_table
 from kvbench.report.findings.ahead import RatePair, rate_pairs
-from kvbench.report.findings.load_rows import conclusions, default_axis, load_rows, searched_rows
+from kvbench.report.findings.load_rows import AXES, conclusions, default_axis, load_rows, searched_rows
 from kvbench.report.findings.transfers import changes_text
 from kvbench.report.tables.result import summary_table
-from kvbench.report.tables.table import WRITERS, Column, as_json, of_values
-from kvbench.report.tables.transfers import flat_row
+from kvbench.report.tables.table import (
+    OF_WHOLE_RUN,
+    STEADY,
+    WHOLE_RUN,
+    WRITERS,
+    Column,
+    Table,
+    as_json,
+    of_values,
+)
+from kvbench.report.tables.transfers import CASE_KEYS, flat_row
 from kvbench.results.provenance import check_comparable, differences
 from kvbench.results.run import RunFolder, load_run
+
+_AXIS_TITLES: Final = {
+    "run": "run",
+    "connector": "connector",
+    "mode": "way",
+    "protocol": "protocol",
+    "nics": "num_rdma_nic",
+    "tp": "tp",
+    "input_len": "input length",
+    "output_len": "output length",
+    "rate": "qps",
+}
+# (key, title, whether a terminal shows it). Keys as in tables/summary.csv.
+_OF_STEADY: Final = (
+    ("achieved_request_rate", "achieved (req/s)", True),
+    ("output_tok_per_s", "output tok/s", True),
+    ("total_tok_per_s", "total tok/s", False),
+    *(
+        (
+            f"{latency.lower()}_ms_{statistic.lower()}",
+            f"{latency} {statistic} (ms)",
+            statistic in ("mean", "P99") and latency != "ITL",
+        )
+        for latency in ("TTFT", "TPOT", "ITL")
+        for statistic in ("mean", "P50", "P90", "P99")
+    ),
+)
+# Keys as in the JSON of ``vllm bench serve``, titles as in PR 10884's tables.
+_SERVE: Final = (
+    ("completed", "Successful Requests", False),
+    ("failed", "Failed Requests", False),
+    ("duration_s", "Duration (s)", False),
+    ("total_input_tokens", "Total Input Tokens", False),
+    ("total_output_tokens", "Total Generated Tokens", False),
+    ("request_throughput", f"Req Throughput (req/s){OF_WHOLE_RUN}", True),
+    ("output_throughput", f"Output Token Throughput (tok/s){OF_WHOLE_RUN}", True),
+    ("total_token_throughput", f"Total Token Throughput (tok/s){OF_WHOLE_RUN}", False),
+    *(
+        (
+            f"{word.lower()}_{latency.lower()}_ms",
+            f"{word} {latency} (ms){OF_WHOLE_RUN}",
+            word in ("Mean", "P99") and latency != "ITL",
+        )
+        for latency in ("TTFT", "TPOT", "ITL")
+        for word in ("Mean", "Median", "P90", "P99")
+        if word != "P90" or latency != "ITL"
+    ),
+)
+_CHANGE: Final = {
+    "before_gb_per_s": "GB/s before",
+    "after_gb_per_s": "GB/s after",
+    "ratio": "ratio",
+    "low": "from",
+    "high": "to",
+    "before_p50_s": "p50 (s) before",
+    "after_p50_s": "p50 (s) after",
+    "told": "told",
+}
+
+
+def load_tables(
+    found: Sequence[LoadRow], by: str, sort: Sequence[str], group: str, several: bool
+) -> list[Table]:
+    """The rows as one table, or one for each level of ``group``.
+
+    ``by``: the axis that is compared; ``several``: whether they are of several runs.
+    """
+    order = [group, *sort] if group else list(sort)
+    order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
+    rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
+    unit = unit_of(row.size for row in rows)
+    window = STEADY if all(row.steady for row in rows) else WHOLE_RUN
+    columns = _columns(rows, by, unit, several, window)
+    if not group:
+        return [of_values("", columns, [_flat(row, unit) for row in rows], window)] if rows else []
+    return [
+        of_values(
+            f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
+            columns,
+            [_flat(row, unit) for row in mine],
+            window,
+        )
+        for level, mine in groupby(rows, key=lambda row: row.axes.get(group))
+    ]
+
+
+def _sortable(value: Any) -> tuple[int, float, str]:
+    if isinstance(value, (int, float)):
+        return 0, float(value), ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+
+def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window: str) -> list[Column]:
+    """The axis compared first, then what varies, then what is the same everywhere; then the figures."""
+    known = [axis for axis in AXES if any(row.axes.get(axis) is not None for row in rows)]
+    if not several:
+        known = [axis for axis in known if axis != "run"]
+    varying = [axis for axis in known if len({row.axes.get(axis) for row in rows}) > 1]
+    first = [by] if by in known else []
+    order = list(dict.fromkeys([*first, *varying, *known]))
+    # What comes with the axis compared, level by level, needs no column of its own in a terminal.
+    with_it = {axis for axis in varying if _comes_with(rows, axis, by)}
+    brief = {*first, *varying, "connector", "input_len"} - (with_it - {"connector"})
+    answered = any(row.answer for row in rows)
+    # The rate of an answer's row is that of the trial that supports it, as in the run's own tables.
+    titles = {**_AXIS_TITLES, "rate": "measured at (req/s)"} if answered else _AXIS_TITLES
+    brief |= {"rate"} if answered else set()
+    columns = [Column(axis, titles[axis], axis in brief) for axis in order]
+    if answered:
+        bounds = {row.answer_bounds for row in rows if row.answer_bounds}
+        word = bounds.pop() if len(bounds) == 1 else "[interval]"
+        columns.append(Column("max_request_rate", f"max rate (req/s) {word}"))
+        columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
+        columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
+    if any(row.steady for row in rows):
+        columns += [Column(key, title, brief and window == STEADY) for key, title, brief in _OF_STEADY]
+    columns += [Column(key, title, brief and window == WHOLE_RUN) for key, title, brief in _SERVE]
+    return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
+
+
+def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
+    levels = {(row.axes.get(by), row.axes.get(axis)) for row in rows}
+    return axis != by and len(levels) == len({level for level, _ in levels})
+
+
+def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
+    rate, count = row.answer_rate, row.size.count(unit)
+    figures: dict[str, float | None] = {key: row.get(key) for key, _, _ in _SERVE}
+    for key, value in figures.items():
+        if value is not None and value == int(value) and not key.endswith(("_ms", "_s", "_throughput")):
+            figures[key] = int(value)
+    return {
+        **row.axes,
+        "max_request_rate": row.answer,
+        "engines": row.size.engines,
+        "gpus": row.size.gpus,
+        f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
+        **{key: row.steady.get(key) for key, _, _ in _OF_STEADY},
+        **figures,
+        "trial_id": row.key,
+        "source": row.origin,
+    }
+
+
+def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
+    """A row for each case of either run. ``ratio`` with its 99 % interval counts calls a second; empty where
+    it cannot be told from 1, and ``told`` says so."""
+    columns = [Column(key, key) for key in CASE_KEYS] + [Column(key, words) for key, words in _CHANGE.items()]
+    rows = [
+        {
+            **{key: getattr(change.case, key) for key in CASE_KEYS},
+            **{key: getattr(change, key) for key in _CHANGE if key != "told"},
+            "told": text,
+        }
+        for change, text in cases
+    ]
+    return of_values(title, columns, rows)
 
 
 def short_name(place: int) -> str:

@@ -17,9 +17,8 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
 from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
 from kvbench.results.run import CellResult
-from kvbench.sweep.bench import CellWorkOf, Site
+from kvbench.sweep.bench import CellWorkOf, Knowledge, Site
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered
 from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed_requests
 from kvbench.sweep.trial.output_check import Equality, compare

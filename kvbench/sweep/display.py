@@ -12,10 +12,10 @@ from rich.text import Text
 from kvbench.core.metrics.criteria import missed_text
 from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import MAIN_METHODS, Cell, TrialRecord
-from kvbench.report.live_bar import LiveBar
+from kvbench.report.terminal import LiveBar
 from kvbench.results.run import CellResult
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.load_progress import Progress as LoadProgress
+from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 
 _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "cyan", "measured": "green"}
 FAR: Final = 3.0

@@ -42,7 +42,7 @@ from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
 from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
-from kvbench.sweep.verify.stored_scenario import fixed_of, scenario_of
+from kvbench.sweep.verify.cross_checks import fixed_of, scenario_of
 
 GONE_DEADLINE_S: Final = 10.0
 """What a killed run started dies with it; the kernel may need a moment."""

@@ -43,7 +43,7 @@ from kvbench.sweep.trial.judging import (
     stored,
 )
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
-from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
+from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 
 MODEL_PROFILES: Final = {
     ("qwen3-30b-a3b", 8): "h200-tp8-qwen3-30b-a3b",

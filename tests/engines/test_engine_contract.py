@@ -19,7 +19,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, engine_warnings, process_specs, unusable
 from kvbench.planning.scenario_files import registry
 from kvbench.sweep.simulated_trial import engine_config
-from kvbench.sweep.trial.surroundings import slots_of, surroundings
+from kvbench.sweep.trial.readings import slots_of, surroundings
 
 LEAST: dict[str, dict[str, Any]] = {
     "external": {"base_url": "http://10.0.0.1:8000"},

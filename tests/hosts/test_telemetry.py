@@ -29,8 +29,7 @@ from kvbench.hosts.telemetry import (
     scrape,
 )
 from kvbench.sweep.trial.evidence import engine_figures, router_figures, transport_of, with_slots
-from kvbench.sweep.trial.host_samples import joined
-from kvbench.sweep.trial.readings import Readings
+from kvbench.sweep.trial.readings import Readings, joined
 
 BEFORE = """
 # TYPE vllm:prompt_tokens counter

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbench.hosts import procfs
 from kvbench.hosts.devices import cpu_pressure_s
 from kvbench.hosts.telemetry import HostReading, host_figures
-from kvbench.sweep.trial.host_samples import unknown_owner
+from kvbench.sweep.trial.readings import unknown_owner
 
 BURN = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 MEASURE = """

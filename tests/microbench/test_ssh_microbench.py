@@ -19,7 +19,7 @@ from kvbench.microbench.host_pairs import BetweenHosts, chosen_pairs
 from kvbench.microbench.hosts import MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.report.tables.host_pairs import pair_matrices
+from kvbench.report.tables.transfers import pair_matrices
 from kvbench.transfer.parts.usable import movers_on
 
 REASON = no_hosts_reason()

@@ -31,16 +31,15 @@ from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import rate_pairs
-from kvbench.report.findings.answer_words import answer_text
-from kvbench.report.findings.folded import folded
+from kvbench.report.findings.ahead import answer_text, rate_pairs
+from kvbench.report.findings.findings import folded
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
 from kvbench.report.sections.build import build
-from kvbench.report.tables.numbers import number, percent
 from kvbench.report.tables.result import Answer, Row, interval_word, read_answer, summary_table
 from kvbench.report.tables.router_cost import router_costs
+from kvbench.report.tables.table import number, percent
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore

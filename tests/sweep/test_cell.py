@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.records import Cell
-from kvbench.sweep.knowledge import Knowledge, extrapolated
+from kvbench.sweep.bench import Knowledge, extrapolated
 
 PAIRS = frozenset({"mooncake", "nixl"})
 

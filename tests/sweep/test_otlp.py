@@ -15,9 +15,9 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the 
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.results.run import CellResult
 from kvbench.sweep.display import Silent
+from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.load_progress import Progress
-from kvbench.sweep.watchers.otlp import OtlpWatcher, meter
+from kvbench.sweep.trial.loadgen_driver import Progress
 
 CELL = Cell("nixl", 1024, 16)
 

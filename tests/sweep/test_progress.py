@@ -10,7 +10,7 @@ from rich.console import Console
 from kvbench.core.records import Cell, TrialRecord, VerdictKind
 from kvbench.results.run import CellResult
 from kvbench.sweep.display import Display, Silent, why
-from kvbench.sweep.trial.load_progress import Progress
+from kvbench.sweep.trial.loadgen_driver import Progress
 
 CELL = Cell("mooncake", 1024, 16)
 

@@ -17,12 +17,12 @@ from rich.console import Console
 import kvbench as api
 from kvbench.errors import InputError, StoreError
 from kvbench.planning.overrides import CliOptions
+from kvbench.report import watch as watching
 from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.export import prometheus
 from kvbench.report.findings.notes import notes
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import summary_table
-from kvbench.report.watch import run as watching
 from kvbench.results.finished_cells import earlier_sessions
 from kvbench.results.run import load_run
 from kvbench.results.same_conditions import ELSEWHERE, host_differences

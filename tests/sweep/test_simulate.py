@@ -26,7 +26,7 @@ from kvbench.planning.process_specs import profile_of
 from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep.calibration import LOOPBACK, NETWORK, fitted, surroundings
 from kvbench.sweep.simulate import simulable
-from kvbench.sweep.simulate_splits import Choice, split_plan, wanted_splits
+from kvbench.sweep.simulate_splits import Choice, Split, split_plan, wanted_splits
 from kvbench.sweep.simulated_trial import (
     SimulatedDeployment,
     engine_config,
@@ -34,7 +34,6 @@ from kvbench.sweep.simulated_trial import (
     system_of,
     timing_of,
 )
-from kvbench.sweep.split_answers import Split
 
 pytestmark = pytest.mark.timeout(180)
 

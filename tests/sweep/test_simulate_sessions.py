@@ -9,7 +9,7 @@ from commands import invoke, the_run
 
 from kvbench.errors import EXIT_NOT_VERIFIED
 from kvbench.report.plots import sessions_figure
-from kvbench.report.plots.sessions.turns_plot import LEAST
+from kvbench.report.plots.sessions import LEAST
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder
 

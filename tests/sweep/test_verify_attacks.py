@@ -18,8 +18,7 @@ from kvbench.report.report import write_report
 from kvbench.results.checksums import CHECKSUMS
 from kvbench.results.provenance import mark_of
 from kvbench.results.run import load_run
-from kvbench.sweep.verify.audit import audit
-from kvbench.sweep.verify.file_classes import CLASSES, class_of
+from kvbench.sweep.verify.audit import CLASSES, audit, class_of
 
 pytestmark = pytest.mark.timeout(600)
 Edit = Callable[[Path], object]

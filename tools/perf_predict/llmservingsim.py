@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvbench.core.calibration.fit import Times, fit
 from kvbench.core.calibration.held_out import later_part
-from kvbench.sweep.calibrate.served_inputs import EngineLimits, read_inputs
+from kvbench.sweep.calibrate import EngineLimits, read_inputs
 
 F64 = NDArray[np.float64]
 STATISTICS: Final = ("TTFT Mean", "TTFT P99", "TPOT Mean", "TPOT P99")

@@ -24,10 +24,10 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.system.answer_check import read_answer
-from kvbench.sweep.system.replay import Replay
+from kvbench.sweep.system.site import Replay
 from kvbench.sweep.trial.judging import evidence_of, judged
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
 
 from .family import draw

@@ -38,7 +38,7 @@ from kvbench.importers.base import (
     read_text,
 )
 from kvbench.importers.parts.trials import IMPORTED, keep_plausible, trial_of
-from kvbench.report.tables.numbers import MISSING, number
+from kvbench.report.tables.table import MISSING, number
 from kvbench.results.run import load_run
 from kvbench.results.store import RunInfo, RunStore
 

@@ -3,25 +3,180 @@
 From offered loads (read-in results, listed rates), from searched rates, from a microbenchmark's rows, and
 from what the gates found: each a ``Statement`` of who is ahead, of what cannot be told and why, of what is
 suspicious, or of what the rows show besides.
+
+Systems that got slower or faster while they were searched, where the search's trials show it.
+
+A search weighs that the system stayed as it was against that it wandered from trial to trial, or jumped, and
+keeps two posteriors: of the rate at its end, which is its answer, and of the rate at its beginning (the same
+trials from the last to the first). It is said that a system drifted where one is above the other almost
+surely, as if they were independent; of a system that stayed as it was, they are nearly the same.
+
+The findings of a chaos run: which pair loses less by a fault, where its repeats can tell.
+
+The findings on a page: a part for each kind, statements that are alike in one table.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import combinations
+from math import comb
+from statistics import median
+from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
+from kvbench.core.findings.rate_change import AHEAD, known
 from kvbench.core.records import Finding, TrialRecord
-from kvbench.report.findings.drift import drifts
-from kvbench.report.findings.fault_costs import fault_statements
+from kvbench.report.findings.ahead import RatePair, no_winner_text, unconverged_text, unequal_text
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
 from kvbench.report.findings.transfers import transfer_statements
+from kvbench.report.held.fault_rows import FaultGroup, fault_groups
 from kvbench.report.tables.methods import method_tables
-from kvbench.report.tables.numbers import number
-from kvbench.report.tables.result import Row, summary_table
-from kvbench.report.value import Note
-from kvbench.results.run import RunFolder
+from kvbench.report.tables.result import Row, rates_of, summary_table
+from kvbench.report.tables.table import Table, number, of_texts
+from kvbench.report.tables.trial_values import finite
+from kvbench.report.value import Block, Note
+from kvbench.results.run import CellResult, RunFolder
+
+SURE: Final = 0.95
+LEAST_S: Final = 60.0
+"""From what happened within a shorter time nothing is reckoned for an hour."""
+MOST_AN_HOUR: Final = 10.0
+"""A factor of more than that in an hour is a jump, and no trend."""
+_ADVICE: Final = (
+    "the answer is that of the end: let the system warm up, look at clocks, heat and neighbours, and search "
+    "again"
+)
+
+
+def drifts(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
+    """One statement for each search whose system was surely not at its end what it had been."""
+    names = {row.cell: row.name for row in rows}
+    for result in run.cells:
+        if result.cell in names:
+            yield from _of_cell(names[result.cell], result, run.trials_of(result.cell))
+
+
+def _of_cell(name: str, result: CellResult, trials: Sequence[TrialRecord]) -> Iterable[Statement]:
+    answer = result.answer or {}
+    first, last = (rates_of(answer.get(key)) for key in ("posterior_at_first", "posterior"))
+    if not first or not last:
+        return
+    sure = known(last).above(known(first))
+    if SURE > sure > 1 - SURE:
+        return
+    ratio, took_s = median(last) / median(first), _took_s(trials)
+    word, sure = ("faster", sure) if sure > 0.5 else ("slower", 1 - sure)
+    text = (
+        f"{name} at {result.cell.input_len:,} got {word} during the search: the rate that it holds "
+        f"{'rose' if word == 'faster' else 'fell'} by about {abs(ratio - 1):.0%}{_in_time(ratio, took_s)}"
+    )
+    places = tuple(trial.trial_id for trial in trials)
+    evidence = {"sure": sure, "ratio": ratio, "took_s": took_s}
+    yield Statement("suspicious", "drift", text, _ADVICE, "warning", places, evidence)
+
+
+def _took_s(trials: Sequence[TrialRecord]) -> float | None:
+    """From the first trial's start to the last one's, on the virtual clock where there is one."""
+    if len(trials) < 2:
+        return None
+    virtual = [finite(each.engine.get("starts_at_s")) for each in (trials[0], trials[-1])]
+    if virtual[0] is not None and virtual[1] is not None:
+        return virtual[1] - virtual[0]
+    try:
+        begun, ended = (
+            datetime.fromisoformat(each.started_at.replace("Z", "+00:00")) for each in (trials[0], trials[-1])
+        )
+    except ValueError:
+        return None
+    return (ended - begun).total_seconds()
+
+
+def _in_time(ratio: float, took_s: float | None) -> str:
+    if took_s is None or took_s <= 0:
+        return ""
+    time = f"{took_s:.0f} s" if took_s < 2 * 60 else f"{took_s / 60:.0f} minutes"
+    hourly = math.log(ratio) * 3600 / took_s
+    if took_s < LEAST_S or abs(hourly) > math.log(MOST_AN_HOUR):
+        return f" in {time}"
+    return f" in {time} (about {abs(math.expm1(hourly)):.0%} an hour)"
+
+
+MOST_CHANCE: Final = 0.05
+"""At most this likely by chance: that all repeats of one lie below all of the other, either of the two."""
+
+
+def fault_statements(run: RunFolder) -> list[Statement]:
+    """Who loses less goodput, fault by fault; what its repeats cannot tell is one statement."""
+    groups = fault_groups(run)
+    pairs = list(dict.fromkeys(each.cell.connector for each in groups))
+    if len(pairs) < 2:
+        alone = f"{pairs[0]} is alone in this run" if pairs else "no fault has been done"
+        return [Statement("untold", "alone", f"who loses less by a fault: {alone}")]
+    found = list(_ahead(groups))
+    untold = [name for name in dict.fromkeys(each.name for each in groups) if name not in dict(found)]
+    said = [
+        Statement("ahead", "fault_cost", text, places=tuple(trial_ids(groups, name))) for name, text in found
+    ]
+    if untold:
+        least = min(len(each.trials) for each in groups)
+        which = ", ".join(untold) if found else f"any of {len(untold)} faults"
+        text = f"who loses less goodput by {which}: {', '.join(pairs)} cannot be told apart"
+        if chance(least, least) > MOST_CHANCE:
+            text += f" by {least} repeat{'s' if least > 1 else ''} of each fault"
+        advice = "with `--repeats 4` or more, a difference that every repeat shows can be told"
+        said.append(Statement("untold", "fault_cost", text, advice if least < ENOUGH else ""))
+    return said
+
+
+def chance(one: int, other: int) -> float:
+    """How likely all values of one sample lie on one side of all of another's if both are of one kind.
+
+    Both sides count, hence 2 / C(n + m, n): the exact level of the rank-sum test at its extreme.
+    """
+    return 2.0 / comb(one + other, one)
+
+
+ENOUGH: Final = next(count for count in range(1, 10) if chance(count, count) <= MOST_CHANCE)
+"""Repeats of each from which on a difference can be told."""
+
+
+def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
+    """The trials of one fault."""
+    for group in groups:
+        if group.name == name:
+            yield from (each.trial.trial_id for each in group.trials)
+
+
+def _ahead(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
+    """A fault, and who lost less by it, of every two pairs that were held at one rate and one length."""
+    for one, other in combinations(groups, 2):
+        if one.name != other.name or one.rate != other.rate or one.cell.input_len != other.cell.input_len:
+            continue
+        losses = [
+            [each.cost.goodput_lost for each in group.trials if each.cost.was_held] for group in (one, other)
+        ]
+        if not all(losses) or chance(*map(len, losses)) > MOST_CHANCE:
+            continue
+        if max(losses[1]) < min(losses[0]):
+            one, other, losses = other, one, losses[::-1]
+        if max(losses[0]) < min(losses[1]):
+            yield (
+                one.name,
+                (
+                    f"{one.cell.connector} loses less goodput by {one.name} than {other.cell.connector}: "
+                    f"{_between(losses[0])} against {_between(losses[1])} requests"
+                ),
+            )
+
+
+def _between(values: Sequence[float]) -> str:
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
 
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
 
@@ -166,3 +321,66 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
             tuple(trial.trial_id for trial, _ in mine),
             {trial.trial_id: each.evidence for trial, each in mine},
         )  # fmt: skip
+
+
+OPEN: Final = (KIND_WORDS["ahead"],)
+"""Kinds that a page shows unfolded; and whatever holds a number that is not what it is called."""
+_UNTOLD: Final = "cannot be told from this data: "
+
+
+def folded(found: Sequence[Statement], rule: str = "") -> Iterator[Block]:
+    """A block for each kind. ``rule``: by which rates are ordered, said where any are."""
+    for words, mine in by_kind(found).items():
+        tabled = [each for each in mine if _rows(each)]
+        rows = [row for each in tabled for row in _rows(each)]
+        table = _table(words, rows) if len(rows) > 1 else None
+        notes = as_notes(mine if table is None else (each for each in mine if each not in tabled))
+        advice = dict.fromkeys(each.advice for each in tabled if each.advice and table is not None)
+        said = [rule if words in OPEN else "", "; or ".join(advice)]
+        count = len(table.cells if table else ()) + len(notes)
+        void = any(each.level == "invalid" for each in mine)
+        yield Block(
+            f"{words} ({count})",
+            " ".join(filter(None, said)),
+            notes,
+            table,
+            folded=words not in OPEN and not void,
+        )
+
+
+def _table(words: str, rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Places of the same two and the same words are joined."""
+    joined: dict[tuple[str, str], dict[str, None]] = {}
+    for which, where, what in rows:
+        joined.setdefault((which, what), {})[where] = None
+    cells = [[which, "; ".join(where), what] for (which, what), where in joined.items()]
+    header = ("of", "where", "by how much" if words in OPEN else "why")
+    return of_texts(words, header, cells, "left")
+
+
+def _rows(of: Statement) -> list[tuple[str, str, str]]:
+    """(of which two, where, what) of a statement that compares; empty for another one."""
+    if "pairs" in of.evidence:
+        return [_of_pair(of, RatePair(**each)) for each in of.evidence["pairs"]]
+    if "places" in of.evidence and of.kind == "untold":
+        evidence: dict[str, Any] = of.evidence
+        why = of.text.partition(_UNTOLD)[2]
+        return (
+            [(f"{evidence['one']} or {evidence['other']}", "; ".join(evidence["places"]), why)] if why else []
+        )
+    return []
+
+
+def _of_pair(of: Statement, pair: RatePair) -> tuple[str, str, str]:
+    where = f"{pair.input_len:,} in, {pair.output_len:,} out"
+    if of.kind == "ahead":
+        return f"{pair.ahead} over {pair.behind}", where, pair.relation().removeprefix(f"{pair.ahead} ")
+    if pair.no_winner:
+        why = no_winner_text([pair])
+    elif pair.unconverged:
+        why = unconverged_text([pair]).removeprefix("cannot be told: ")
+    elif pair.per is not None:
+        why = unequal_text([pair]).removeprefix("cannot be compared directly: ")
+    else:
+        why = f"neither is the higher one with a probability of {AHEAD:.0%}"
+    return " or ".join(sorted((pair.ahead, pair.behind))), where, why

@@ -11,7 +11,7 @@ from kvbench.core.transfers.model import fit_all
 from kvbench.core.transfers.records import Case, TransferRecord, pairs_of
 from kvbench.core.transfers.stats import LEAST_CALLS, Change, apart, call_times, compare
 from kvbench.core.units import KIB, MIB, size_text
-from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import number
 from kvbench.report.tables.transfers import blocks_text, case_text, nics_text, time_text, way_text
 
 LIMITS: Final = frozenset({"null", "memcpy", "shm"})

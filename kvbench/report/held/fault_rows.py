@@ -12,8 +12,7 @@ from kvbench.core.held_rate.fault_cost import FATES, FaultCost, FaultRow, fault_
 from kvbench.core.held_rate.fault_plan import KINDS, TARGETS
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.stats import upper_bound
-from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.table import WHOLE_RUN, Column, Table
+from kvbench.report.tables.table import MISSING, WHOLE_RUN, Column, Table, number
 from kvbench.results.run import RunFolder
 
 CONFIDENCE: Final = 0.95

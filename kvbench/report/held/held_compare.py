@@ -10,8 +10,7 @@ from kvbench.core.records import HELD_METHODS
 from kvbench.errors import InputError
 from kvbench.report.held.fault_rows import FaultGroup, fault_groups
 from kvbench.report.held.soak_rows import drift_rows
-from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.table import Column, Table
+from kvbench.report.tables.table import MISSING, Column, Table, number
 from kvbench.results.run import RunFolder
 
 FAULT_WORDS: Final = (

@@ -10,8 +10,7 @@ from typing import Any, Final
 from kvbench.core.held_rate.window_drift import CONFIDENCE, Drift, SoakWindow, drift
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.stats import upper_bound
-from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.table import Column, Table
+from kvbench.report.tables.table import MISSING, Column, Table, number
 from kvbench.results.run import RunFolder
 
 ANSWERS: Final = 0.95

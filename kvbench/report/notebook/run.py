@@ -2,24 +2,109 @@
 
 A folder may be of any kind and in any state: running, cut off, of an older kvbench, imported, simulated, a
 microbenchmark. What it does not have is missing, never invented.
+
+How a run looks in a notebook: a heading, one small table, and what limits it.
+
+Runs side by side, as ``kvbench.compare`` gives them: who is ahead, and what cannot be told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
+from html import escape
 from pathlib import Path
+from typing import Any, Final
 
 import pandas as pd
 
+from kvbench.core.findings.ahead import Pair
+from kvbench.core.foreign_text import markdown_words
 from kvbench.core.records import Method
-from kvbench.report.notebook import frames, request_frames
-from kvbench.report.notebook.display import html_of, markdown_of
+from kvbench.errors import InputError
+from kvbench.report.findings.ahead import RatePair
+from kvbench.report.notebook import frames
 from kvbench.report.notebook.plots import Plots
 from kvbench.report.sections.build import build
+from kvbench.report.side_by_side import Changes, are_microbenchmarks, compared_runs
 from kvbench.report.tables.methods import method_tables
-from kvbench.results.provenance import mark_of, slo_of
+from kvbench.report.tables.table import number
+from kvbench.report.value import Block, Report
+from kvbench.results.provenance import SIMULATED, caption, mark_of, slo_of
 from kvbench.results.run import RunFolder, load_run
+
+MOST_ROWS: Final = 40
+MOST_NOTES: Final = 8
+
+
+def _head(report: Report) -> tuple[str, str, str]:
+    """Title, caption and mark. Of a simulated run neither the machine nor the day says anything."""
+    mark = report.mark
+    origin = "" if mark is not None and mark.word.startswith(SIMULATED) else report.caption
+    return report.titles["notebook"], origin, "" if mark is None else f"{mark.word}: {mark.why}"
+
+
+def _blocks(report: Report) -> list[Block]:
+    return [block for section in report.of("notebook") for block in section.blocks]
+
+
+def _more(blocks: Sequence[Block]) -> str:
+    rows = sum(len(block.table.cells) for block in blocks if block.table)
+    notes = sum(len(block.notes) for block in blocks)
+    parts = [
+        f"{count - most} more {word}"
+        for count, most, word in ((rows, MOST_ROWS, "rows"), (notes, MOST_NOTES, "notes"))
+        if count > most
+    ]
+    return f"… and {', '.join(parts)}: see run.summary and run.findings" if parts else ""
+
+
+def html_of(report: Report) -> str:
+    """One block of HTML without scripts, styles of its own page, or anything fetched; all text escaped."""
+    (title, origin, mark), blocks = _head(report), _blocks(report)
+    parts = [f"<div><strong>{escape(title)}</strong>"]
+    parts += [f"<br><small>{escape(origin)}</small>"] if origin else []
+    parts += [f"<br><em>{escape(mark)}</em>"] if mark else []
+    for block in blocks:
+        parts += [f"<p>{escape(block.about)}</p>"] if block.about else []
+        if block.table is not None:
+            parts.append(html_table(block.table.header, block.table.cells[:MOST_ROWS]))
+        if block.notes:
+            items = "".join(f"<li>{escape(note.text)}</li>" for note in block.notes[:MOST_NOTES])
+            parts.append(f"<ul>{items}</ul>")
+    more = _more(blocks)
+    parts += [f"<p><small>{escape(more)}</small></p>"] if more else []
+    return "\n".join([*parts, "</div>"])
+
+
+def markdown_of(report: Report) -> str:
+    (title, origin, mark), blocks = _head(report), _blocks(report)
+    parts = [f"**{_plain(title)}**", _plain(origin), f"*{_plain(mark)}*" if mark else ""]
+    for block in blocks:
+        parts.append(markdown_words(block.about))
+        if block.table is not None:
+            parts.append(markdown_table(block.table.header, block.table.cells[:MOST_ROWS]))
+        parts.append("\n".join(f"- {_plain(note.text)}" for note in block.notes[:MOST_NOTES]))
+    parts.append(_more(blocks))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """As in a report, but no HTML of others begins in it."""
+    lines = [list(header), ["---"] * len(header), *(list(row) for row in rows)]
+    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Words of others as text: no table cell ends in them, no HTML begins."""
+    return markdown_words(text).replace("|", "\\|").replace("\n", " ")
 
 
 class Run:
@@ -92,7 +177,7 @@ class Run:
     @cached_property
     def telemetry(self) -> pd.DataFrame:
         """One row a sample of counters and gauges during the trials."""
-        return request_frames.telemetry(self.folder, self.folder.all_trials)
+        return frames.telemetry(self.folder, self.folder.all_trials)
 
     @cached_property
     def transfers(self) -> pd.DataFrame:
@@ -133,8 +218,8 @@ class Run:
         ``columns`` may also name fields that ``requests`` leaves out, such as ``itl_s``. Raises InputError
         for a trial or column that there is not.
         """
-        chosen = request_frames.chosen_trials(self.folder, trials, connector, input_len, method)
-        return request_frames.requests(self.folder, chosen, columns)
+        chosen = frames.chosen_trials(self.folder, trials, connector, input_len, method)
+        return frames.requests(self.folder, chosen, columns)
 
     @property
     def plot(self) -> Plots:
@@ -160,3 +245,122 @@ class Run:
 def load(path: Path | str | Run) -> Run:
     """Reads a run folder of any kind and state. Raises StoreError if it is none, or of a newer kvbench."""
     return path if isinstance(path, Run) else Run(load_run(path))
+
+
+_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ROW_COLUMNS: Final = ("figure", "place", "one", "other", "ratio", "low", "high", "told", "text")
+_CASE: Final = ("backend", "protocol", "op", "block_bytes", "batch_size", "nics")
+
+
+class Comparison:
+    """Runs side by side: who is ahead and by how much, and what cannot be told from this data.
+
+    ``rows``: a pair and figure each; ``ratio`` is one / other with its interval ``low`` to ``high``, ``told``
+    whether it can be told from 1. Of microbenchmarks a case each, ``ratio`` is after / before.
+    ``differing``: in what the runs are not comparable, if they were put together all the same.
+    """
+
+    def __init__(self, members: Mapping[str, Run], rows: pd.DataFrame, differing: Sequence[str]) -> None:
+        self.members = dict(members)
+        self.rows = rows
+        self.differing = list(differing)
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """The runs' own summaries under each other; ``run`` is the letter."""
+        parts = [run.summary.assign(run=letter) for letter, run in self.members.items()]
+        # An all-empty column of one run says nothing about a column's type.
+        return pd.concat([part.dropna(axis="columns", how="all") for part in parts], ignore_index=True)
+
+    def _heading(self) -> list[str]:
+        lines = [f"{letter}: {caption(run.folder)}" for letter, run in self.members.items()]
+        if self.differing:
+            lines.append(
+                "NOT COMPARABLE, put together all the same: they differ in " + "; ".join(self.differing)
+            )
+        return lines
+
+    def __repr__(self) -> str:
+        return "\n".join([*self._heading(), *self.rows["text"].astype(str)])
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        names = [name for name in self.rows.columns if name != "text"]
+        rows = [
+            [number(float(cell)) if isinstance(cell, float) else str(cell) for cell in row]
+            for row in self.rows[[*names, "text"]].itertuples(index=False)
+        ]
+        return [*names, "in words"], rows
+
+    def _repr_html_(self) -> str:
+        lines = "<br>".join(escape(line) for line in self._heading())
+        return f"<div><small>{lines}</small>\n{html_table(*self._shown())}\n</div>"
+
+    def _repr_markdown_(self) -> str:
+        return "\n\n".join([*self._heading(), markdown_table(*self._shown())]) + "\n"
+
+
+def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Comparison:
+    """Compares the connectors of one run, or several runs; of two microbenchmarks each case they share.
+
+    Two searched rates are ordered only where one is the higher with a probability of 95 %, and both searches
+    converged; two loads only where they were alike and an interval of their ratio is known. ``by``: the axis
+    by which loads are compared (connector, nics, protocol, tp, run, …). Raises InputError for runs that are
+    not comparable (another model, SLO or workload) unless ``force``.
+    """
+    loaded = [load(member) for member in members]
+    if not loaded or len(loaded) > len(_LETTERS):
+        raise InputError(f"give 1 to {len(_LETTERS)} runs to compare, not {len(loaded)}")
+    named = dict(zip(_LETTERS, loaded, strict=False))
+    folders = [run.folder for run in loaded]
+    if are_microbenchmarks(folders):
+        if len(loaded) != 2:
+            raise InputError(f"two microbenchmarks are compared, not {len(loaded)}")
+        return Comparison(named, _changed(Changes.between(*folders)), [])
+    compared = compared_runs(folders, by, force=force)
+    found = [*map(_searched, compared.searched), *_offered(compared.offered)]
+    return Comparison(named, frames.frame(found, ROW_COLUMNS), compared.differing)
+
+
+def _searched(pair: RatePair) -> dict[str, Any]:
+    """Two searched rates; of unequal numbers of engines, those per engine. ``one`` is ahead if told."""
+    return {
+        "figure": "max_request_rate" + (f"_per_{pair.per.lower()}" if pair.per else ""),
+        "place": f"{pair.input_len:,} in, {pair.output_len:,} out",
+        "one": pair.ahead,
+        "other": pair.behind,
+        "ratio": pair.ratio,
+        "low": pair.low,
+        "high": pair.high,
+        "told": pair.ratio is not None,
+        "text": pair.text(),
+    }
+
+
+def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
+    """Two loads that were offered as such: a row each figure, whether anything can be told of it or not."""
+    for pair in found:
+        names = {"place": pair.place, "one": pair.one, "other": pair.other}
+        if pair.unequal:
+            yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
+        for each in pair.ratios:
+            told = each.significant and not pair.why_not
+            yield {
+                "figure": each.figure,
+                **names,
+                "ratio": each.ratio,
+                "low": each.low,
+                "high": each.high,
+                "told": told,
+                "text": each.text() if told else f"cannot be told: {pair.reason()}",
+            }
+
+
+def _changed(changes: Changes) -> pd.DataFrame:
+    """A row for each case of the later run and the earlier one."""
+    names = (*_CASE, "before_gb_per_s", "after_gb_per_s")
+    rows = [
+        {**{name: getattr(change.case, name) for name in _CASE}, **asdict(change), "text": change.text()}
+        for change, _ in changes.cases
+    ]
+    found = frames.frame(rows, (*names, "ratio", "low", "high", "text"))
+    return found.drop(columns=["case", "why"], errors="ignore")

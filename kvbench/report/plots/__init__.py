@@ -16,14 +16,12 @@ from kvbench.report.plots.breakdown import breakdown_figure
 from kvbench.report.plots.distribution import distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
 from kvbench.report.plots.goodput import goodput_figure
-from kvbench.report.plots.held.fault_plot import faults_figure
-from kvbench.report.plots.held.soak_plot import soak_figure
-from kvbench.report.plots.latency import latency_figure
-from kvbench.report.plots.loads import loads_figure
+from kvbench.report.plots.held_rate import faults_figure, soak_figure
+from kvbench.report.plots.latency import latency_figure, loads_figure
 from kvbench.report.plots.nicshare import nic_share_figure
 from kvbench.report.plots.pareto import pareto_figure
 from kvbench.report.plots.rates import max_rate_figure
-from kvbench.report.plots.sessions.turns_plot import sessions_figure
+from kvbench.report.plots.sessions import sessions_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
 from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
 from kvbench.results.run import RunFolder

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS, PARTS
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, Theme, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, Theme, says, style
 from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.tables.table import number
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:

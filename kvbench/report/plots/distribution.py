@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvbench.core.records import TrialRecord
-from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
 from kvbench.report.plots.panels import (
     Lengths,
     lengths_of,
+    nice_log_ticks,
     panel_title,
+    plain_ticks,
     rated_trials,
     request_times,
     supporting,
 )
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.tables.table import number
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder
 

@@ -17,10 +17,9 @@ from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.stats import StepSeries
 from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
 from kvbench.report.tables.result import highest_met, read_answer
+from kvbench.report.tables.table import number
 from kvbench.results.run import CellResult, RunFolder
 
 if TYPE_CHECKING:

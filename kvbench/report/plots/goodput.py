@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.panels import found_rates, lengths_of, panel_title, rated_trials
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import summary_table
+from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.run import RunFolder
 

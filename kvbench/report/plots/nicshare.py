@@ -14,9 +14,8 @@ from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.plots.panels import supporting
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, Theme, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, Theme, says, style
+from kvbench.report.tables.table import number
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvbench.report.plots.axes import axis_spans
-from kvbench.report.plots.panels import Lengths, lengths_of, panel_title, rated_trials, supporting
+from kvbench.report.plots.panels import Lengths, axis_spans, lengths_of, panel_title, rated_trials, supporting
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import shared_unit, summary_table
+from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import trial_value
 from kvbench.results.provenance import mark_of
 from kvbench.results.run import RunFolder

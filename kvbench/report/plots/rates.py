@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.plan.engine_count import Unit, first_unequal, unequal
-from kvbench.report.plots.axes import at_bottom, nice_log_ticks, plain_ticks
+from kvbench.report.plots.panels import at_bottom, nice_log_ticks, plain_ticks
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
-from kvbench.report.plots.values import says
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import RunFolder
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.core.transfers.stats import call_times
 from kvbench.core.units import size_text
-from kvbench.report.plots.axes import nice_log_ticks, plain_ticks
+from kvbench.report.plots.panels import nice_log_ticks, plain_ticks
 from kvbench.report.plots.sheet import Sheet, Words, libraries_of, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.tables.table import number
 from kvbench.results.provenance import caption
 from kvbench.results.run import RunFolder
 

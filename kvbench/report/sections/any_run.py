@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from kvbench.report.plots import pictures_of
 from kvbench.report.sections.facts import Facts, Material
-from kvbench.report.tables.numbers import MISSING
-from kvbench.report.tables.table import of_csv, of_texts
+from kvbench.report.tables.table import MISSING, of_csv, of_texts
 from kvbench.report.value import WRITERS, Block, Drawing, Note, ReportSection
 from kvbench.results.provenance import mark_of, slo_of
 from kvbench.results.run import RunFolder

@@ -1,17 +1,135 @@
-"""Builds the report of a run of any kind, or of several runs together: all sections, in their order."""
+"""Builds the report of a run of any kind, or of several runs together: all sections, in their order.
+
+What a run is called, and its gist: one small table and what limits it, for a notebook.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvbench.report.sections import any_run, fault_sections, gist, requests, soak_sections, transfers
+from kvbench.core.transfers.records import TransferRecord
+from kvbench.core.transfers.stats import figures
+from kvbench.report.findings.notes import notes
+from kvbench.report.sections import any_run, held_rate, requests, transfers
 from kvbench.report.sections.facts import Facts, Material
+from kvbench.report.sections.transfers import labs
 from kvbench.report.side_by_side import Changes, short_name
-from kvbench.report.value import WRITERS, Report, ReportSection, Writer
-from kvbench.results.provenance import caption, mark_of
+from kvbench.report.tables import cells
+from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
+from kvbench.report.tables.transfers import blocks_text, time_text, way_text
+from kvbench.report.tables.vllm_bench import about, serve_values
+from kvbench.report.value import WRITERS, Block, Report, ReportSection, Writer
+from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
+
+_SEARCHED: Final = "highest request rate under the SLO"
+_HELD: Final = {
+    "bench": "one request rate",
+    "chaos": "what faults cost at a held rate",
+    "soak": "a held rate for long",
+}
+"""By the kind of a run that searches no rate: what it is about."""
+
+
+def titles(facts: Facts) -> Mapping[Writer, str]:
+    """What each writer calls the run."""
+    run, mark = facts.run, mark_of(facts.run)
+    kind = str(run.manifest.get("kind") or "sweep")
+    marked = f" ({mark.word})" if mark else ""
+    if facts.is_microbench:
+        what = "KV transfer microbenchmark"
+        heading = what + (f" (lab: {labs(facts)})" if labs(facts) else "")
+        goal = ""
+    else:
+        what, goal = _measured(facts, kind), slo_of(run).text()
+        subject = "results that were read in" if facts.is_imported else _HELD.get(kind, _SEARCHED)
+        heading = f"{scenario_of(run)}: {subject}{marked}"
+    parts = dict.fromkeys((scenario_of(run), kind, goal))
+    return {
+        "markdown": heading,
+        "html": f"{scenario_of(run)}: {what}{marked}",
+        "notebook": " · ".join(part for part in parts if part),
+    }
+
+
+def _measured(facts: Facts, kind: str) -> str:
+    methods = {trial.method for trial in facts.run.all_trials}
+    if facts.is_imported or "imported" in methods:
+        return "imported results"
+    if kind in _HELD:
+        return _HELD[kind]
+    if methods and methods <= {"fixed", "equal_rate"}:
+        return "listed request rates"
+    return _SEARCHED
+
+
+def of_requests(of: Material) -> Iterator[ReportSection]:
+    """The rates found; where nothing was searched, the loads that were offered."""
+    searched = of.one.rows or not of.one.run.other_trials
+    yield _gist(of.one, cells.gist(of.one.rows) if searched else _tried(of.one))
+
+
+def of_transfers(of: Material) -> Iterator[ReportSection]:
+    yield _gist(of.one, _moved(of.one.records))
+
+
+def _gist(facts: Facts, table: Table) -> ReportSection:
+    mark = mark_of(facts.run)
+    shown_notes = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
+    shown = Block(table=table) if table.cells else Block(words="no rows yet")
+    return ReportSection("gist", "", [shown, *([Block(notes=shown_notes)] if shown_notes else [])])
+
+
+_TRIED_KEYS: Final = (
+    "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms",
+)  # fmt: skip
+_TRIED: Final = (
+    "connector", "input", "offered req/s",
+    *(f"{title}{OF_WHOLE_RUN}" for title in (
+        "req/s", "output tok/s", "TTFT mean (ms)", "TTFT P99 (ms)", "TPOT mean (ms)", "TPOT P99 (ms)",
+    )),
+)  # fmt: skip
+_MOVED: Final = (
+    "way", "NICs", "op", "cases", "most GB/s", "with", "of memcpy %", "least P50", "with ", "failed",
+)  # fmt: skip
+
+
+def _tried(facts: Facts) -> Table:
+    rows = [
+        [f"{named['connector']}", f"{named['input_len']:,}", number(named["request_rate"])]
+        + [number(served[key]) for key in _TRIED_KEYS]
+        for trial in facts.run.other_trials
+        for named, served in [(about(trial), serve_values(trial))]
+    ]
+    names = [trial.trial_id for trial in facts.run.other_trials]
+    return of_texts("", _TRIED, rows, window=WHOLE_RUN, trials=names)
+
+
+def _moved(records: Sequence[TransferRecord]) -> Table:
+    """One row a way of moving bytes: its widest and its quickest case."""
+    ways: dict[tuple[str, int, str], list[TransferRecord]] = {}
+    for record in records:
+        if record.status != "skipped":
+            case = record.case
+            ways.setdefault((way_text(case), case.nics, case.op), []).append(record)
+    rows = []
+    for (way, nics, op), mine in ways.items():
+        measured = [(record, figures(record, records)) for record in mine if record.status == "ok"]
+        wide = max(measured, key=lambda each: each[1].gb_per_s or 0.0, default=None)
+        quick = min(measured, key=lambda each: each[1].times.p50 or math.inf, default=None)
+        widest = (
+            [number(wide[1].gb_per_s), blocks_text(wide[0].case), percent(wide[1].of_memcpy)]
+            if wide
+            else [MISSING] * 3
+        )
+        quickest = [time_text(quick[1].times.p50), blocks_text(quick[0].case)] if quick else [MISSING] * 2
+        failed = sum(record.status == "error" or record.verified is False for record in mine)
+        rows.append([way, nics or MISSING, op, len(mine), *widest, *quickest, failed])
+    return of_texts("", _MOVED, rows)
+
 
 _Order = Sequence[tuple[Callable[[Material], Iterable[ReportSection]], Sequence[Writer]]]
 _PAGES: Final = ("markdown", "html")
@@ -42,7 +160,7 @@ REQUESTS: Final[_Order] = (
     (any_run.every_column, ("html",)),
     (any_run.environment, _PAGES),
     (any_run.again, _PAGES),
-    (gist.of_requests, ("notebook",)),
+    (of_requests, ("notebook",)),
     (any_run.files, ("terminal",)),
 )
 TRANSFERS: Final[_Order] = (
@@ -60,25 +178,25 @@ TRANSFERS: Final[_Order] = (
     (any_run.every_column, ("html",)),
     (any_run.environment, ("html",)),
     (any_run.again, ("html",)),
-    (gist.of_transfers, ("notebook",)),
+    (of_transfers, ("notebook",)),
     (transfers.files, ("terminal",)),
 )
 
 CHAOS: Final[_Order] = (
-    (fault_sections.head, ("terminal",)),
-    (fault_sections.answer, ("terminal", *_PAGES)),
-    (fault_sections.table, ("terminal", "notebook", *_PAGES)),
+    (held_rate.fault_head, ("terminal",)),
+    (held_rate.fault_answer, ("terminal", *_PAGES)),
+    (held_rate.fault_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
-    (fault_sections.notices, _PAGES),
+    (held_rate.notices, _PAGES),
     (any_run.every_column, ("html",)),
     (any_run.environment, _PAGES),
     (any_run.again, _PAGES),
     (any_run.files, ("terminal",)),
 )
 SOAK: Final[_Order] = (
-    (soak_sections.head, ("terminal",)),
-    (soak_sections.answer, ("terminal", *_PAGES)),
-    (soak_sections.table, ("terminal", "notebook", *_PAGES)),
+    (held_rate.soak_head, ("terminal",)),
+    (held_rate.soak_answer, ("terminal", *_PAGES)),
+    (held_rate.soak_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
     (any_run.gates, _PAGES),
     (any_run.every_column, ("html",)),
@@ -118,7 +236,7 @@ def build(
     return Report(
         one.run.run_id,
         one.run.path,
-        gist.titles(one),
+        titles(one),
         any_run.goal(one),
         caption(one.run),
         any_run.badge(one),

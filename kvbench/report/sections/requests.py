@@ -8,20 +8,18 @@ from typing import Any
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.ahead import answer_text
 from kvbench.report.findings.checked_answers import checked_lines, run_tally
-from kvbench.report.findings.findings import as_notes
-from kvbench.report.findings.folded import folded
+from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
-from kvbench.report.tables import cells, sortable
-from kvbench.report.tables.numbers import number, percent
+from kvbench.report.tables import cells
 from kvbench.report.tables.sessions_table import WHICH as WHICH_SESSIONS
 from kvbench.report.tables.sessions_table import sessions_table
-from kvbench.report.tables.table import STEADY, of_texts
+from kvbench.report.tables.table import STEADY, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
@@ -173,7 +171,7 @@ def result(of: Material) -> Iterator[ReportSection]:
     blocks = []
     if facts.rows:
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
-        sorted_ = sortable.sorted_result(facts.rows, facts.files["summary"])
+        sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
         blocks.append(Block(table=sorted_, writers=("html",)))
     elif not facts.methods:
         blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
@@ -303,6 +301,6 @@ def _trial_cells(trial: TrialRecord) -> list[str]:
 
 
 def trials(of: Material) -> Iterator[ReportSection]:
-    table, measuring = sortable.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
+    table, measuring = cells.sorted_trials(of.one.files["trials"]), time_line(of.one.run)
     blocks = [Block(words=f"{measuring}." if measuring else "", table=table)] if table else []
     yield ReportSection("trials", "Trials", blocks)

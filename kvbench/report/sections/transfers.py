@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvbench.report.findings.answer_words import answer_text
-from kvbench.report.findings.folded import folded
+from kvbench.report.findings.ahead import answer_text
+from kvbench.report.findings.findings import folded
 from kvbench.report.findings.transfers import answers, models_text
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
-from kvbench.report.tables.host_pairs import CAPTION, pair_matrices
-from kvbench.report.tables.numbers import MISSING, number
-from kvbench.report.tables.sortable import sorted_cases
-from kvbench.report.tables.transfers import LEGEND
+from kvbench.report.tables.cells import sorted_cases
+from kvbench.report.tables.table import MISSING, number
+from kvbench.report.tables.transfers import CAPTION, LEGEND, pair_matrices
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption
 

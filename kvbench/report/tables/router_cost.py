@@ -15,7 +15,7 @@ import numpy as np
 from kvbench.core.metrics.paired import Added, Pairs, added
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import number
 from kvbench.results.run import RunFolder
 
 FIGURE_WORDS: Final[Mapping[str, str]] = {

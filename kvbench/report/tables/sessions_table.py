@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
-from kvbench.report.tables.numbers import number
 from kvbench.report.tables.result import Row
-from kvbench.report.tables.table import Table, of_texts
+from kvbench.report.tables.table import Table, number, of_texts
 from kvbench.results.run import RunFolder
 
 WHICH: Final = (

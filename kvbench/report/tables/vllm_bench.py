@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
-from kvbench.report.tables.numbers import number, percent
-from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, of_method
+from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_method, percent
 from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")

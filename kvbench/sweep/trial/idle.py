@@ -2,10 +2,13 @@
 
 Servers may go on with requests that the client has dropped, for minutes. Their own gauges show when all is
 done. Where they have none, a single request does: it is as fast again as before the first trial.
+
+The clock that waits and single requests go by: the wall's, or a virtual one.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +21,25 @@ from kvbench.core.records import Cell, Finding
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.slo import TIMES
 from kvbench.errors import ServerError
-from kvbench.sweep.trial.load_progress import LoadResult
-from kvbench.sweep.trial.trial_clock import TrialClock, WallClock
+from kvbench.sweep.trial.loadgen_driver import LoadResult
+
+
+class TrialClock(Protocol):
+    """Seconds since some moment, and waiting."""
+
+    def now(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 DRAIN_DEADLINE_S: Final = 30.0
 """For how long the engines may end what a trial has left there, before its figures are read."""

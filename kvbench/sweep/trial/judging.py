@@ -21,7 +21,7 @@ from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, j
 from kvbench.core.sessions.session_load import sent_places, session_figures
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, ceiling_figures
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request_goodput", "missed_by")
 

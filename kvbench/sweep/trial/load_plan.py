@@ -31,7 +31,7 @@ from kvbench.core.sessions.session_load import SessionLoad
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.slo import Criterion, Slo, latencies_ms
 from kvbench.planning.load_files import burst_plan
-from kvbench.sweep.trial.load_progress import Progress, Settled
+from kvbench.sweep.trial.loadgen_driver import Progress, Settled
 
 LoadMode = Literal["router", "direct"]
 

@@ -2,6 +2,8 @@
 
 The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
 from one common start. Records come out in scheduled order, progress and client figures joined.
+
+What a load generator reports of a load: its progress while it runs, and the whole at its end.
 """
 
 from __future__ import annotations
@@ -15,16 +17,88 @@ import selectors
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbench.core.load.workers import joined_client, joined_records, require_common_start, turn_records
 from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
+from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Far, Launcher, Process
 from kvbench.processes.common.record_file import read_records
-from kvbench.sweep.trial.load_progress import LoadResult, Progress, joined_progress
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen.
+    ``turn``, ``session_s``: as in a RequestRecord."""
+
+    index: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+    error: str = ""
+    turn: int | None = None
+    session_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the generator counts while it runs. ``settled``: what became final since the last progress."""
+
+    t_s: float = 0.0
+    sent: int = 0
+    done: int = 0
+    met: int = 0
+    missed: int = 0
+    in_flight: int = 0
+    waiting_first: int = 0
+    lag_ms: float = 0.0
+    settled: tuple[Settled, ...] = ()
+    offsets_s: tuple[float, ...] = ()
+    """When the requests sent since the last progress were due, where no plan says so: turns of sessions."""
+
+    @classmethod
+    def from_json(cls, event: Mapping[str, Any]) -> Progress:
+        """Takes what it knows of a worker's event."""
+        known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
+        known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+        known["offsets_s"] = tuple(event.get("offsets_s", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Records of every planned request that was sent or due, and the client's own figures."""
+
+    records: list[RequestRecord]
+    reason: str
+    duration_s: float
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cancelled(self) -> int:
+        """Requests that were dropped when the load was stopped."""
+        return sum(record.error == "cancelled" for record in self.records)
+
+
+def joined_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
+    """The workers' counts together, as each last reported them; ``fresh`` is what one has just reported."""
+    return Progress(
+        t_s=max(each.t_s for each in latest),
+        sent=sum(each.sent for each in latest),
+        done=sum(each.done for each in latest),
+        met=sum(each.met for each in latest),
+        missed=sum(each.missed for each in latest),
+        in_flight=sum(each.in_flight for each in latest),
+        waiting_first=sum(each.waiting_first for each in latest),
+        lag_ms=max(each.lag_ms for each in latest),
+        settled=fresh.settled,
+        offsets_s=fresh.offsets_s,
+    )
+
 
 _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
 CAUSE_CHARS = 300

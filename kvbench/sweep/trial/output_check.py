@@ -25,7 +25,7 @@ from kvbench.core.metrics.output_noise import (
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Outputs
 from kvbench.deployment.single_requests import Completion
-from kvbench.sweep.trial.trial_clock import TrialClock, WallClock
+from kvbench.sweep.trial.idle import TrialClock, WallClock
 
 PROMPTS_PER_LENGTH = 2
 OUTPUT_TOKENS = 16

@@ -1,18 +1,33 @@
-"""What is read of a deployment around a trial, as one value: metrics before and after it, logs, samples."""
+"""What is read of a deployment around a trial, as one value: metrics before and after it, logs, samples.
+
+The hosts of a deployment during one trial: samples of each, and what each did for others meanwhile.
+
+What is known about a deployment before it serves: hardware, NICs, slots. What is not known is None.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from types import TracebackType
 from typing import Any, Final
 
-from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, RouterFigures
+from kvbench.connectors.base import Connector, ConnectorOptions
+from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, NicFigures, RouterFigures
 from kvbench.core.metrics.engine_use import sampled_use
+from kvbench.core.physics import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
+from kvbench.errors import KvbenchError
+from kvbench.hosts import nvml
+from kvbench.hosts.devices import NicReading, nic_counters
+from kvbench.hosts.procfs import Listeners, listening
+from kvbench.hosts.telemetry import Sampler, host_figures, read_host
+from kvbench.launchers.base import Launcher
 from kvbench.sweep.trial.evidence import (
     Reading,
     engine_figures,
@@ -21,9 +36,125 @@ from kvbench.sweep.trial.evidence import (
     transport_of,
     with_slots,
 )
-from kvbench.sweep.trial.host_samples import Observer
 from kvbench.sweep.trial.kv_counters import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
+
+
+class Observer:
+    """Context manager around the load of one trial. ``rows`` and ``host`` are there after it.
+
+    Rows are ``Sampler``'s with ``host``, the name of the host that was sampled, empty for this machine.
+    ``headers``: for the questions at the servers' /metrics.
+    """
+
+    def __init__(
+        self, launcher: Launcher, deployment: RunningDeployment, trial_id: str, headers: Mapping[str, str]
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.host = HostFigures()
+        self._launcher = launcher
+        self._urls = deployment.endpoints.metrics_urls
+        self._trial_id = trial_id
+        self._far = bool(launcher.hosts)
+        if self._far:
+            launcher.ask_hosts("sample", self._wanted(trial_id, headers))
+        else:
+            # A server of somebody else's may well run here: it is what is measured, and no disturbance.
+            self._system = list(deployment.pids().values())
+            self._listeners = Listeners()
+            if deployment.external:
+                self._listeners = listening([deployment.endpoints.base_url, *self._urls.values()])
+                self._system = list(self._listeners.pids)
+            self._before = read_host(also=self._system)
+            self._sampler = Sampler(
+                trial_id, deployment.pids(), self._urls, headers, deployment.endpoints.access
+            )
+
+    def __enter__(self) -> Observer:
+        if not self._far:
+            self._sampler.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._far:
+            self._sampler.__exit__()
+            self.rows = [{**row, "host": ""} for row in self._sampler.rows]
+            host = host_figures(self._before, read_host(also=self._system))
+            self.host = replace(host, unknown_owner=unknown_owner(self._listeners))
+        elif error is None:
+            self._take(self._ended())
+        else:  # which is what has to be reported, not what may come of it here
+            with contextlib.suppress(KvbenchError):
+                self._ended()
+
+    def _ended(self) -> dict[str, dict[str, Any]]:
+        asked = {"trial_id": self._trial_id}
+        return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, asked))
+
+    def _wanted(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """What each host is to sample: itself, and the servers that run there."""
+        urls: dict[str, dict[str, str]] = {}
+        for name, url in self._urls.items():
+            urls.setdefault(self._launcher.host_of(name), {})[name] = url
+        common = {"trial_id": trial_id, "headers": dict(headers)}
+        return {host: {**common, "metrics_urls": urls.get(host, {})} for host in self._launcher.hosts}
+
+    def _take(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        for host, answer in answers.items():
+            for row in answer["rows"]:
+                # Two hosts often call their NICs alike.
+                source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
+                self.rows.append({**row, "source": source, "host": host})
+        self.host = joined({host: figures_of(answer["figures"]) for host, answer in answers.items()})
+
+
+def unknown_owner(listeners: Listeners) -> str:
+    """Why CPU time that the listeners did not take may still be the server's; empty if it cannot be.
+
+    ``listeners``: of a server that kvbench did not start. The processes that listen and their children work
+    for it; others may do so too.
+    """
+    if listeners.unseen:
+        return (
+            f"the process that listens at {listeners.unseen[0]} cannot be seen (a container's or another "
+            "user's), so these may be the server's own"
+        )
+    if listeners.urls:
+        return (
+            "the server runs on this machine, and its workers need not be children of the process that "
+            "listens, so these may be the server's own"
+        )
+    return ""
+
+
+def figures_of(figures: Mapping[str, Any]) -> HostFigures:
+    """A host's figures as its agent reported them."""
+    nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
+    words = {name: tuple(figures.get(name, ())) for name in ("gpu_slowdowns", "takers")}
+    return HostFigures(**{**figures, **words, "nics": nics})
+
+
+def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
+    """The figures of several hosts as one machine's: the worst of each, NICs as ``host/nic``."""
+
+    def worst(name: str) -> Any:
+        values = [value for each in hosts.values() if (value := getattr(each, name)) is not None]
+        return max(values, default=None)
+
+    shares = (
+        *("load_average", "cpu_count", "steal_share", "other_cpu_share", "throttled_share"),
+        *("busy_share", "pressure_share"),
+    )
+    return replace(
+        HostFigures(**{name: worst(name) for name in (*shares, "thermal_events")}),
+        gpu_slowdowns=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.gpu_slowdowns),
+        takers=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.takers),
+        nics={f"{host}/{name}": nic for host, each in hosts.items() for name, nic in each.nics.items()},
+        gpu_watts={f"{host}/{gpu}": w for host, each in hosts.items() for gpu, w in each.gpu_watts.items()},
+    )
+
 
 LOG_WAIT_S: Final = 2.5
 """A KV log line that comes more seldom than this is not waited for after each trial."""
@@ -163,3 +294,64 @@ def kv_bytes_per_request(
     per_block = float(shape.block_bytes(block_tokens, deployed.wire_ranks) * shape.regions())
     partial = not deployed.engine_options.kv_bytes_certain and input_len % block_tokens > 0
     return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
+
+
+INSIDE_ONE_HOST: Final = 2.0
+"""Loopback inside an RDMA device is bounded by PCIe, which may carry that much more than its port."""
+
+
+def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOptions) -> dict[str, Any]:
+    """Fields of an ``Evidence`` that do not change from trial to trial. ``scenario``: the connector's own."""
+    deployed = scenario.deployment
+    hardware = hardware_here(scenario)
+    peak = None if hardware is None else hardware.peak_flops
+    instances = deployed.prefill.instances if connector.disaggregated else deployed.aggregated_engines
+    if peak is not None:
+        peak /= deployed.engine_options.time_factor
+    asked = options.nics_asked
+    here = deployed.engine_options.starts_processes and not deployed.several_hosts
+    return {
+        "nics_asked": asked,
+        "engines_here": here,
+        "hosts_watched": deployed.engine_options.starts_processes,
+        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), asked, here),
+        "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
+        "prefill_flops": None if peak is None else peak * instances,
+        "hardware": "" if hardware is None else f"{instances} × {hardware.text()}" * (peak is not None),
+    }
+
+
+def hardware_here(scenario: Scenario) -> Hardware | None:
+    """The GPUs of one instance: as the scenario says, as the emulated timing stands for, or as found here."""
+    deployed = scenario.deployment
+    if deployed.hardware:
+        return hardware_of(deployed.hardware)
+    if timing := deployed.engine_options.timing_profile:
+        return profile_hardware(timing, deployed.ranks_of("prefill-0").tensor)
+    if not deployed.engine_options.starts_processes or deployed.several_hosts:
+        return None
+    found = set(nvml.names())
+    return Hardware(found.pop(), deployed.ranks_of("prefill-0").gpus) if len(found) == 1 else None
+
+
+def slots_of(scenario: Scenario) -> int | None:
+    """``max_num_seqs`` of one instance, if the scenario's engine options say."""
+    return scenario.deployment.engine_options.slots
+
+
+def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], here: bool) -> float | None:
+    """Bytes per second that the NICs of one instance carry at most, one way."""
+    if scenario.deployment.nic_gbit is not None:
+        return scenario.deployment.nic_gbit * 1e9 / 8
+    words = set(transport_asked.split(","))
+    if not here or words & {"", "all", "tcp"}:
+        # Inside one host TCP goes over loopback, which has no line rate, and who may choose takes NVLink.
+        return None
+    devices: dict[str, NicReading] = {
+        name: nic
+        for name, nic in nic_counters().items()
+        if nic.kind == "rdma" and (not asked or name in asked)
+    }
+    rates = [nic.bytes_per_s for nic in devices.values()]
+    known = [rate for rate in rates if rate is not None]
+    return INSIDE_ONE_HOST * sum(known) if known and len(known) == len(rates) else None

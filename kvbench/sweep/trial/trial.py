@@ -20,7 +20,6 @@ from kvbench.launchers.base import Launcher
 from kvbench.planning.load_files import write_requests, write_session_load
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
-from kvbench.sweep.trial.host_samples import Observer
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
     begun_record,
@@ -34,10 +33,15 @@ from kvbench.sweep.trial.judging import (
     void,
 )
 from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan, rate_of
-from kvbench.sweep.trial.load_progress import LoadResult, Progress
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
-from kvbench.sweep.trial.readings import MetricsReader, Readings, kv_bytes_per_request
-from kvbench.sweep.trial.surroundings import slots_of, surroundings
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Spare
+from kvbench.sweep.trial.readings import (
+    MetricsReader,
+    Observer,
+    Readings,
+    kv_bytes_per_request,
+    slots_of,
+    surroundings,
+)
 
 STOP_GRACE_S = 20.0
 """A trial that is stopped early lets a real engine finish what it has: a request that is cancelled between

@@ -20,12 +20,11 @@ from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder
-from kvbench.sweep.bench import Alone
+from kvbench.sweep.bench import Alone, Knowledge
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
 from kvbench.sweep.display import Silent
-from kvbench.sweep.knowledge import Knowledge
 from kvbench.sweep.simulated_trial import SimulatedDeployment, alone_s, system_of
 from kvbench.sweep.trial.load_plan import TrialPlan, rate_of
 from kvbench.sweep.verify.json_differences import as_read, json_differences

@@ -1,16 +1,30 @@
-"""A stored trial once more, from its requests: counts, latencies, findings, verdict."""
+"""A stored trial once more, from its requests: counts, latencies, findings, verdict.
+
+A chaos run's plan and costs once more: do they follow from its seed and from its requests?
+
+A microbenchmark's rows once more, from the times of their calls.
+
+Derived files of a run folder made anew: is the report that of the stored trials?
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from filecmp import cmp
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers
+from kvbench.core.held_rate.fault_cost import FaultCost, cost_of
+from kvbench.core.held_rate.fault_plan import faults_of
 from kvbench.core.load.traces import TracedRequest, shares_prefixes
 from kvbench.core.metrics.limit import TrialFacts, binding_of
 from kvbench.core.metrics.metrics import Window, summarise
@@ -20,11 +34,16 @@ from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import judged_slo
 from kvbench.core.slo import Slo, latencies_ms
+from kvbench.errors import KvbenchError, StoreError
+from kvbench.hosts.scratch import scratch
+from kvbench.report.report import FORMATS, write_report
 from kvbench.results.checksums import Damage
-from kvbench.results.run import TRIALS
+from kvbench.results.parquet import TRANSFERS
+from kvbench.results.provenance import slo_of
+from kvbench.results.run import MANIFEST, TRIALS, RunFolder
 from kvbench.sweep.trial.judging import Judgement, evidence_of, judged, stored_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.json_differences import ABSENT, SAME, as_read, json_differences
 
 ARRIVAL_S: Final = 1e-6
@@ -260,3 +279,111 @@ def _share_then(
         shares.append(good / max(1, known + may_break))
         shares.append((good + may_keep) / max(1, known + may_keep))
     return min(shares, default=0.0), max(shares, default=1.0)
+
+
+FAULTS_SAID_MOST: Final = 3
+
+
+def held_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
+    """What of a run at a held rate does not follow from what it was asked, and from its requests."""
+    if run.manifest.get("kind") == "chaos":
+        yield from _of_chaos(run, checked)
+
+
+def _of_chaos(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
+    try:
+        asked = run.manifest["asked"]
+        planned = {
+            f"{label} {fault.number}": fault
+            for label, rows in asked["faults"].items()
+            for fault in faults_of(rows)
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        yield Damage(MANIFEST, f"asked.faults is no plan of faults: {error}")
+        return
+    for trial in run.all_trials:
+        if trial.method != "chaos":
+            continue
+        stored: dict[str, Any] = trial.summary.get("chaos") or {}
+        number = int(trial.trial_id.rpartition("-")[2])
+        fault = planned.get(f"{trial.cell.connector} {number}")
+        if fault is None or stored.get("fault") != fault.to_json():
+            yield Damage(TRIALS, f"{trial.trial_id}: its fault is not the one that was planned")
+            continue
+        try:
+            requests = run.request_records(trial.trial_id)
+            struck_s = float(stored["struck_s"])
+            FaultCost.from_json(stored["cost"])
+        except (StoreError, KeyError, TypeError, ValueError):
+            yield Damage(TRIALS, f"{trial.trial_id}: what its fault cost cannot be recomputed")
+            continue
+        checked["faults"] += 1
+        cost = cost_of(
+            requests, slo_of(run).main(), trial.request_rate, struck_s, stored.get("wrong_ids") or ()
+        )
+        now = as_read(json.loads(json.dumps(cost.to_json())))
+        for path, then, value in list(json_differences(stored["cost"], now, "cost"))[:FAULTS_SAID_MOST]:
+            what = f"{trial.trial_id}: {path} does not follow from requests/{trial.trial_id}.parquet"
+            yield Damage(TRIALS, what, then, value)
+
+
+def transfer_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
+    """Rates that are not bytes by time, and rows whose calls are not all there. ``checked`` counts rows."""
+    try:
+        rows = run.transfer_records()
+    except StoreError as error:
+        yield Damage(TRANSFERS, error.message)
+        return
+    for row in rows:
+        if row.status != "ok" or not row.call_s:
+            continue
+        checked["transfers"] += 1
+        if row.calls != len(row.call_s):
+            yield Damage(TRANSFERS, f"{row.case.key}: calls", str(row.calls), str(len(row.call_s)))
+        if row.gb_per_s is not None and row.window_s > 0:
+            rate = row.nbytes * row.calls / row.window_s / 1e9
+            if not math.isclose(row.gb_per_s, rate, rel_tol=1e-6):
+                yield Damage(TRANSFERS, f"{row.case.key}: gb_per_s", f"{row.gb_per_s:.9g}", f"{rate:.9g}")
+
+
+TEXTS: Final = ("report.html", "report.md")
+FOLDERS: Final = ("tables", "figures")
+MOST_NAMED: Final = 3
+
+
+def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
+    """Name derived files that this kvbench would write otherwise from the raw files. ``checked`` counts.
+
+    Such a file was edited, or another version wrote it; bytes cannot show which.
+    """
+    stored = {name: run.path / name for name in _derived(run.path)}
+    if not stored:
+        return
+    png = any(name.endswith(".png") for name in stored)
+    with scratch("kvbench-verify-") as temporary:
+        folder = temporary / run.path.resolve().name
+        try:
+            shutil.copytree(run.path, folder, ignore=_left_out, symlinks=True)
+            write_report(folder, (*FORMATS, "png") if png else FORMATS)
+        except (KvbenchError, OSError, ValueError) as error:
+            yield f"the report cannot be made from the raw files: {error}"
+            return
+        made = {name: folder / name for name in _derived(folder)}
+        common = [name for name in stored if name in made]
+        checked["derived files"] += len(common)
+        other = [name for name in common if not cmp(stored[name], made[name], shallow=False)]
+    if other:
+        named = ", ".join(other[:MOST_NAMED])
+        more = f" and {len(other) - MOST_NAMED} more" if len(other) > MOST_NAMED else ""
+        yield f"{named}{more}: this kvbench writes another from the raw files; `kvbench report` does so"
+
+
+def _derived(folder: Path) -> list[str]:
+    files = [folder / name for name in TEXTS]
+    files += [file for name in FOLDERS for file in sorted((folder / name).glob("*"))]
+    return [file.relative_to(folder).as_posix() for file in files if file.is_file() and not file.is_symlink()]
+
+
+def _left_out(place: str, names: list[str]) -> set[str]:
+    """Names of a folder that are not copied: derived files, logs, and what is hidden."""
+    return {name for name in names if name in (*TEXTS, *FOLDERS, "logs") or name.startswith(".")}

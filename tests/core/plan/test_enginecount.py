@@ -43,7 +43,7 @@ from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import RunFolder, load_run
-from kvbench.sweep.verify import stored_scenario
+from kvbench.sweep.verify import cross_checks
 
 ROOT = Path(__file__).parents[3]
 VLLM = {"engine": "vllm", "tensor_parallel_size": 4}
@@ -399,7 +399,7 @@ def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
     assert "aggregated" not in run.plan["scenario"]["deployment"]
     run.manifest["asked"] = {}
     run.plan["scenario"]["deployment"]["engine_options"]["version"] = "0.32.0"
-    scenario = stored_scenario._as_it_was(run)
+    scenario = cross_checks._as_it_was(run)
     assert scenario["deployment"]["aggregated"] == 1
     assert "aggregated" not in run.plan["scenario"]["deployment"]
 

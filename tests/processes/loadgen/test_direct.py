@@ -24,8 +24,7 @@ from kvbench.planning.process_specs import dispatch_spec, process_specs
 from kvbench.planning.scenario_files import load_scenario
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.trial.load_plan import LoadMode
-from kvbench.sweep.trial.load_progress import LoadResult
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,9 +17,8 @@ from sample_run import make_run
 
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
 from kvbench.report import compare
-from kvbench.report.before_after.cell_changes import cell_changes
-from kvbench.report.before_after.ci_verdict import share_of
-from kvbench.report.before_after.setting_changes import setting_changes
+from kvbench.report.before_after import cell_changes, setting_changes
+from kvbench.report.ci_verdict import share_of
 from kvbench.report.compare import CompareOptions
 from kvbench.results.run import RunFolder, load_run
 

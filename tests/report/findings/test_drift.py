@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from sample_run import make_run
 
-from kvbench.report.findings.drift import drifts
-from kvbench.report.findings.findings import statements
+from kvbench.report.findings.findings import drifts, statements
 from kvbench.report.findings.notes import notes
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.findings.fault_costs import ENOUGH, chance
-from kvbench.report.findings.findings import statements
+from kvbench.report.findings.findings import ENOUGH, chance, statements
 from kvbench.results.run import load_run
 
 CHAOS = Path(__file__).parents[3] / "results/reference/chaos"

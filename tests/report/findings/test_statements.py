@@ -16,7 +16,7 @@ from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import as_notes, by_kind, statements
 from kvbench.report.findings.transfers import transfer_statements
-from kvbench.report.markdown import report_markdown
+from kvbench.report.report import report_markdown
 from kvbench.report.sections.build import build
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import load_run

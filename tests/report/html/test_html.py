@@ -19,12 +19,10 @@ from page import Page
 from sample_run import make_run
 
 from kvbench.core.transfers.cases import Axes
-from kvbench.report.html.page import numeric_columns, rows_of
-from kvbench.report.html.svg import colours, page_svg
+from kvbench.report.html import colours, numeric_columns, page_svg, rows_of
 from kvbench.report.plots.style import PALETTES
 from kvbench.report.report import write_report
-from kvbench.report.tables.numbers import number
-from kvbench.report.tables.table import of_csv
+from kvbench.report.tables.table import number, of_csv
 from kvbench.results.run import load_run
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"

@@ -37,9 +37,8 @@ from kvbench.report.plots import (
     pareto_figure,
     write_plots,
 )
-from kvbench.report.plots.axes import axis_spans, nice_log_ticks
 from kvbench.report.plots.nicshare import nic_bytes
-from kvbench.report.plots.panels import light_records, series_of, supporting
+from kvbench.report.plots.panels import axis_spans, light_records, nice_log_ticks, series_of, supporting
 from kvbench.report.plots.pareto import Point, front, gpus_by_connector, points
 from kvbench.report.plots.style import PALETTES, looks
 from kvbench.results.run import RunFolder, load_run

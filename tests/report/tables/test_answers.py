@@ -12,8 +12,8 @@ import pytest
 from kvbench.core.records import Cell, Finding, TrialRecord, VerdictKind
 from kvbench.report.findings.notes import notes
 from kvbench.report.tables.cells import gist, result
-from kvbench.report.tables.numbers import MISSING
 from kvbench.report.tables.result import Row, read_answer, summary_table
+from kvbench.report.tables.table import MISSING
 from kvbench.report.tables.trial_values import measuring_share
 from kvbench.results.run import CellResult, RunFolder
 from kvbench.sweep.cell import confirmed_by

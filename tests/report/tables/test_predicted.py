@@ -9,8 +9,7 @@ import pytest
 from sample_run import make_run
 
 from kvbench.files import read_object, write_json
-from kvbench.report.findings.ahead import parted, rate_pairs
-from kvbench.report.findings.answer_words import answer_text
+from kvbench.report.findings.ahead import answer_text, parted, rate_pairs
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import MANIFEST, RunFolder, load_run

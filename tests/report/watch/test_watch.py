@@ -24,9 +24,8 @@ from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_run, mak
 
 from kvbench.core.records import Cell
 from kvbench.errors import LaunchError, StoreError
-from kvbench.report.watch.page import serving
-from kvbench.report.watch.run import command
-from kvbench.report.watch.state import RunWatch
+from kvbench.report.watch import command, serving
+from kvbench.report.watch_state import RunWatch
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
 

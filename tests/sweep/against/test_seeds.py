@@ -17,7 +17,8 @@ from kvbench.errors import InputError
 from kvbench.planning.scenario_files import load_scenario
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.results.run import load_run
-from kvbench.sweep.against.deviation import (
+from kvbench.sweep.against import compared, systems_of
+from kvbench.sweep.deviation import (
     FIGURES,
     Deviation,
     arrivals,
@@ -28,7 +29,6 @@ from kvbench.sweep.against.deviation import (
     place_of,
     rows_of,
 )
-from kvbench.sweep.against.simulated import compared, systems_of
 
 ROOT = Path(__file__).parents[3]
 NOTES = ROOT / "results/reference/seed-notes"

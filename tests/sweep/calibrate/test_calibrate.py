@@ -17,8 +17,7 @@ from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.engines.parts.timing_files import read_profile
 from kvbench.errors import InputError
 from kvbench.importers.llmservingsim import read, recognise
-from kvbench.sweep.calibrate.command import CalibrateOptions, calibrated
-from kvbench.sweep.calibrate.served_inputs import EngineLimits, read_inputs
+from kvbench.sweep.calibrate import CalibrateOptions, EngineLimits, calibrated, read_inputs
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRUTH = {

@@ -13,7 +13,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.held_rate.fault_trial import Striker, _Struck
 from kvbench.sweep.held_rate.holdings import Holdings, ProcessHoldings
 from kvbench.sweep.held_rate.strikes import Strike
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 BEGAN_S = 100.0
 

@@ -15,9 +15,16 @@ from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError, LaunchError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest.exact_server import chunks_between, errors_of, exact_server, mean_open
-from kvbench.sweep.selftest.levels import ALLOWED_MS, DURATION_S, Level, Selftest
-from kvbench.sweep.selftest.selftest import descriptors_lacking, level_of, parse_streams
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.selftest.selftest import (
+    ALLOWED_MS,
+    DURATION_S,
+    Level,
+    Selftest,
+    descriptors_lacking,
+    level_of,
+    parse_streams,
+)
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 STARTED = 1000.0
 

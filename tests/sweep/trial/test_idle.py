@@ -24,7 +24,7 @@ from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
 from kvbench.sweep.trial.load_plan import TrialPlan
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import TrialRunner
 
 pytestmark = pytest.mark.timeout(90)

@@ -26,7 +26,7 @@ from kvbench.sweep.trial.kv_counters import (
     moved_requests,
     role_kv,
 )
-from kvbench.sweep.trial.load_progress import LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 N, INPUT = 60, 1024
 MIB = float(2**20)

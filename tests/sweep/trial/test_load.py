@@ -28,8 +28,7 @@ from kvbench.core.load.workers import (
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, StoreError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.trial.load_progress import LoadResult, Progress, Settled
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare, cause_of
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Settled, Spare, cause_of
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -18,7 +18,7 @@ from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
 from kvbench.sweep.trial.load_plan import Offered, TrialWatch, Wanted, ceiling_figures, planned
-from kvbench.sweep.trial.load_progress import Progress, Settled
+from kvbench.sweep.trial.loadgen_driver import Progress, Settled
 
 SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
 CELL = Cell("aggregated", 256, 16)

@@ -12,7 +12,7 @@ from kvbench.connectors.nixl_push import NixlPushOptions
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.sweep.trial.surroundings import slots_of, surroundings
+from kvbench.sweep.trial.readings import slots_of, surroundings
 
 
 def scenario(*sets: str) -> Scenario:

@@ -31,8 +31,7 @@ from kvbench.results.store import RunInfo, RunStore
 from kvbench.sweep.display import Silent
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.system.answer_check import SystemAnswer
-from kvbench.sweep.system.replay import Replayed
-from kvbench.sweep.system.site import SystemBench
+from kvbench.sweep.system.site import Replayed, SystemBench
 
 from ..simulate import State, end, trial
 from ..system import FloatArray, System

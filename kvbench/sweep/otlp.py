@@ -16,11 +16,12 @@ from kvbench.errors import InputError
 from kvbench.results.run import CellResult
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.load_progress import Progress as LoadProgress
+from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
+
 
 EVERY_S: Final = 5.0
 PATH: Final = "/v1/metrics"

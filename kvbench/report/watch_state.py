@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.units import size_text
 from kvbench.errors import StoreError
-from kvbench.report.tables.numbers import number
+from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import reason_text, trial_values
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run, writer_is_alive

@@ -1,16 +1,14 @@
-"""The sections of a chaos run's report."""
+"""The sections of a chaos run's report.
+
+The sections of a soak's report.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.report.held.fault_rows import (
-    answers_text,
-    fault_groups,
-    fault_table,
-    gist_text,
-    notices_rows,
-)
+from kvbench.report.held.fault_rows import answers_text, fault_groups, fault_table, gist_text, notices_rows
+from kvbench.report.held.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Material
 from kvbench.report.tables.table import of_texts
@@ -18,14 +16,14 @@ from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption
 
 
-def head(of: Material) -> Iterator[ReportSection]:
+def fault_head(of: Material) -> Iterator[ReportSection]:
     """What was held, on which machine; how many answers were checked."""
     run, groups = of.one.run, fault_groups(of.one.run)
     lines = [Block(words=caption(run), style="dim"), Block(words=answers_text(groups))]
     yield ReportSection("head", "", lines, apart=True)
 
 
-def answer(of: Material) -> Iterator[ReportSection]:
+def fault_answer(of: Material) -> Iterator[ReportSection]:
     """The gist, a sentence a pair, and the picture."""
     groups = fault_groups(of.one.run)
     said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
@@ -36,7 +34,7 @@ def answer(of: Material) -> Iterator[ReportSection]:
     )
 
 
-def table(of: Material) -> Iterator[ReportSection]:
+def fault_section(of: Material) -> Iterator[ReportSection]:
     """One row a fault."""
     groups = fault_groups(of.one.run)
     if not groups:
@@ -54,3 +52,27 @@ def notices(of: Material) -> Iterator[ReportSection]:
     words = "Each fault's first repeat; kvbench is what would have ended a sweep's cell."
     blocks = [Block(words=words, table=shown)] if rows else []
     yield ReportSection("notices", "Who noticed", blocks)
+
+
+def soak_head(of: Material) -> Iterator[ReportSection]:
+    """Where it was held."""
+    yield ReportSection("head", "", [Block(words=caption(of.one.run), style="dim")], apart=True)
+
+
+def soak_answer(of: Material) -> Iterator[ReportSection]:
+    """The verdict, and the picture."""
+    run = of.one.run
+    said = [Note(text) for text in verdict_lines(run)]
+    pictures = [Block(picture=each) for each in drawings(run)]
+    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
+    yield ReportSection("answer", "", [Block(notes=said)], ("terminal",))
+
+
+def soak_section(of: Material) -> Iterator[ReportSection]:
+    """One row a thing that may drift."""
+    run = of.one.run
+    if not soak_trials(run):
+        return
+    made = drift_table(run)
+    yield ReportSection("drift", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
+    yield ReportSection("drift", "", [Block(table=made)], ("terminal", "notebook"))

@@ -1,6 +1,8 @@
 """Goodput over time around each fault: what was due, by what became of it, one panel a pair and fault.
 
 Time counts from the fault; of several repeats the mean is drawn, over those that were watched for so long.
+
+Latency, memory, descriptors and KV blocks over a soak's windows, one column a pair.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.held_rate.fault_cost import FATES, RequestOutcome, goodput_bins, outcomes_of
+from kvbench.core.held_rate.window_drift import settled
 from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
 from kvbench.report.held.fault_rows import FaultFound, FaultGroup, fault_groups
+from kvbench.report.held.soak_rows import SoakSeries, soak_series
 from kvbench.report.plots.sheet import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style
-from kvbench.report.plots.values import says
-from kvbench.report.tables.numbers import number
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
+from kvbench.report.tables.table import number
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder
 
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 BIN_S: Final = 0.5
-LINES_MOST, COLUMNS_MOST = 16, 3
+LINES_MOST, FAULT_COLUMNS_MOST = 16, 3
 SHOWN: Final[Mapping[str, str]] = {
     "good": "within the SLO",
     "late": "late",
@@ -42,7 +46,7 @@ SHOWN: Final[Mapping[str, str]] = {
 def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """A column of panels a pair, a line a fault; None where no fault was done."""
     groups = fault_groups(run)
-    cells = list(dict.fromkeys(each.cell for each in groups))[:COLUMNS_MOST]
+    cells = list(dict.fromkeys(each.cell for each in groups))[:FAULT_COLUMNS_MOST]
     names = list(dict.fromkeys(each.name for each in groups))[:LINES_MOST]
     by_place: dict[tuple[str, Cell], FaultGroup] = {(each.name, each.cell): each for each in groups}
     if not groups:
@@ -180,3 +184,73 @@ def _legend(palette: Palette) -> list[Artist]:
         handle("ready again", marker="", linestyle=(0, (1, 1)), color=palette.faint),
         handle("attainment back", marker="v", color=palette.ink),
     ]
+
+
+SOAK_COLUMNS_MOST: Final = 3
+PANELS: Final = (
+    ("TTFT (ms)", ("TTFT P50 (ms)", "TTFT P99 (ms)")),
+    ("TPOT (ms)", ("TPOT P50 (ms)", "TPOT P99 (ms)")),
+    ("memory (MB)", ("memory (MB)",)),
+    ("descriptors", ("descriptors",)),
+    ("KV blocks in use", ("KV blocks in use",)),
+)
+"""A panel's label, and the series in it."""
+
+
+def soak_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
+    """A line of panels a thing; None without windows."""
+    series = soak_series(run)
+    cells = list(dict.fromkeys(each.cell for each in series))[:SOAK_COLUMNS_MOST]
+    if not cells:
+        return None
+    palette = PALETTES[theme]
+    with style(palette):
+        words = Words.of(run, "Drift over the windows")
+        size = (max(8.2, 1.2 + 4.2 * len(cells)), 1.6 * len(PANELS))
+        sheet = new_sheet(size, words, palette, ax, titled=True, legend_lines=0)
+        grid = sheet.panels(len(PANELS), len(cells), wspace=0.16, hspace=0.22)
+        for line, (axes, (label, names)) in enumerate(zip(grid, PANELS, strict=True)):
+            for axis, cell in zip(axes, cells, strict=True):
+                _soak_plot_draw(
+                    axis, [each for each in series if each.cell == cell and each.name in names], palette
+                )
+                if not line:
+                    axis.set_title(cell.connector)
+                axis.tick_params(labelbottom=line == len(PANELS) - 1)
+            axes[0].set_ylabel(label)
+        for axis, _cell in zip(grid[-1], cells, strict=True):
+            axis.set_xlabel("minutes of load")
+        sheet.figure.align_ylabels(list(grid[:, 0]))
+    return sheet.figure
+
+
+def _soak_plot_draw(axis: Axes, series: Sequence[SoakSeries], palette: Palette) -> None:
+    colours = [*palette.series.values(), *palette.spare]
+    for place, each in enumerate(series):
+        known = [(window.at_s / 60, window.value) for window in each.windows if window.value is not None]
+        if not known:
+            continue
+        colour, label = colours[place % len(colours)], each.of or each.name.split(" (")[0]
+        (line,) = axis.plot(
+            [at for at, _ in known], [value for _, value in known], ".-",
+            color=colour, linewidth=1.0, markersize=3.5, label=label,
+        )  # fmt: skip
+        says(line, each.cell.connector, f"{label}: {each.drift.verdict}")
+        if each.drift.per_hour is not None and each.drift.median is not None:
+            _trend(axis, each, colour)
+    axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.3)
+    if series:
+        axis.legend(loc="upper left", fontsize=7, ncols=min(4, len(series)), borderaxespad=0.1)
+
+
+def _trend(axis: Axes, of: SoakSeries, colour: str) -> None:
+    """The fitted line, through the middle of what it was fitted to."""
+    at = [window.at_s for window in settled(of.windows) if window.value is not None]
+    values = [window.value for window in settled(of.windows) if window.value is not None]
+    middle_s, middle = sum(at) / len(at), sum(values) / len(values)
+    slope = (of.drift.per_hour or 0.0) / 3600
+    ends = [min(at), max(at)]
+    axis.plot(
+        [each / 60 for each in ends], [middle + slope * (each - middle_s) for each in ends],
+        color=colour, linewidth=1.0, linestyle=(0, (4, 2)),
+    )  # fmt: skip

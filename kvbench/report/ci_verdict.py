@@ -12,10 +12,8 @@ from xml.etree import ElementTree
 from kvbench.core.findings.rate_change import FALSE_ALARMS
 from kvbench.core.foreign_text import markdown_words, visible
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
-from kvbench.report.before_after.cell_changes import WHAT, CellChange, change_rows, counts_text
-from kvbench.report.before_after.setting_changes import SettingChange
-from kvbench.report.tables.numbers import number
-from kvbench.report.tables.table import markdown_table
+from kvbench.report.before_after import WHAT, CellChange, SettingChange, change_rows, counts_text
+from kvbench.report.tables.table import markdown_table, number
 
 ASKED_LOSS: Final = 0.1
 """The loss whose chance of being seen is told."""

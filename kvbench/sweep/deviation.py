@@ -25,8 +25,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes
 from kvbench.report.findings.load_rows import load_rows
-from kvbench.report.tables.numbers import number
-from kvbench.report.tables.table import markdown_table, of_texts, write_csv
+from kvbench.report.tables.table import markdown_table, number, of_texts, write_csv
 from kvbench.report.terminal import print_table
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder

@@ -1,1 +1,0 @@
-"""Runs before and runs after: what was set otherwise, and what became of each highest rate."""

@@ -1,1 +1,0 @@
-"""A run's report as one page that needs nothing beside it."""

@@ -1,1 +1,0 @@
-"""Offering again what others reported, and how far this differs from it."""

@@ -1,1 +1,0 @@
-"""Timing profiles fitted to what engines did."""

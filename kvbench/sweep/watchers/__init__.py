@@ -1,1 +1,0 @@
-"""Who watches a sweep besides the console."""
