@@ -1,4 +1,4 @@
-"""Burst, listed rates, tiers and one equal rate by virtual time; bursts and traces also on emulated engines."""
+"""Burst, listed rates, tiers and one equal rate on virtual time; bursts and traces on emulated engines."""
 
 from __future__ import annotations
 
