@@ -1,4 +1,4 @@
-"""Burst, listed rates, traces, tiers and one equal rate, as a user runs them on emulated engines."""
+"""Burst, listed rates, tiers and one equal rate on virtual time; bursts and traces on emulated engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import EASY, Finished, invoke, kvbench, tagged_processes, the_run
+from commands import EASY, Finished, invoke, kvbench, the_run
 
 from kvbench.results.run import RunFolder
 
@@ -23,17 +23,23 @@ def sweep(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Fi
     return done, the_run(results)
 
 
+def simulated(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Finished, RunFolder]:
+    """The same rules on virtual time, in this process."""
+    done = invoke("simulate", "quickstart", "--output", str(results), *words, sets=sets)
+    return done, the_run(results)
+
+
 def rows(run: RunFolder, name: str) -> list[dict[str, str]]:
     with (run.path / "tables" / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_listed_rates_are_described_and_the_overloaded_one_ends_marked(tmp_path: Path) -> None:
-    # One sequence at a time, of some 0.3 s: three a second are carried, whatever machine this is.
+    # One sequence at a time, of some 0.3 s: three a second are carried.
     slow = ("deployment.engine_options.max_num_seqs=1", "deployment.engine_options.time_scale=20")
     more = ("search.trial_s=4", "search.min_requests=2", "workload.request_timeout_s=5", "slo={}")
     words = ("--connector", "aggregated", "--rates", "0.5,20")
-    done, run = sweep(tmp_path, *words, sets=(*EASY, *slow, *more))
+    done, run = simulated(tmp_path, *words, sets=(*EASY, *slow, *more))
     assert done.status == 0, done.text
     assert [(trial.request_rate, trial.verdict) for trial in run.other_trials] == [
         (0.5, "measured"),
@@ -75,7 +81,7 @@ def test_burst_stands_beside_sustained_and_never_in_its_column(tmp_path: Path) -
 
 
 def test_burst_alone_gives_no_sustained_rate(tmp_path: Path) -> None:
-    done, run = sweep(tmp_path, "--connector", "aggregated", "--method", "burst")
+    done, run = simulated(tmp_path, "--connector", "aggregated", "--method", "burst")
     assert done.status == 0, done.text
     assert run.cells == []
     (burst,) = run.other_cells
@@ -86,7 +92,7 @@ def test_burst_alone_gives_no_sustained_rate(tmp_path: Path) -> None:
 
 def test_every_connector_is_measured_at_one_equal_rate_with_the_same_requests(tmp_path: Path) -> None:
     sets = (*EASY, "search.equal_rate=true")
-    done, run = sweep(tmp_path, "--connector", "aggregated", "--connector", "tcp", sets=sets)
+    done, run = simulated(tmp_path, "--connector", "aggregated", "--connector", "tcp", sets=sets)
     assert done.status == 0, done.text
     equal = {trial.cell.connector: trial for trial in run.other_trials}
     assert set(equal) == {"aggregated", "tcp"}
@@ -98,7 +104,6 @@ def test_every_connector_is_measured_at_one_equal_rate_with_the_same_requests(tm
     assert {trial.request_rate for trial in equal.values()} == {lowest}
     assert len(rows(run, "equal_rate")) == 2
     assert "At one equal rate" in done.text
-    assert not tagged_processes(run)
 
 
 def test_tiers_are_answered_from_the_same_trials(tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_tiers_are_answered_from_the_same_trials(tmp_path: Path) -> None:
         "batch": {"limits": ["ttft_ms p90 <= 20000", "tpot_ms mean <= 5000"]},
         "fast": {"ttft_ms": 1, "attainment": 0.5},
     }
-    done, run = sweep(
+    done, run = simulated(
         tmp_path,
         "--connector",
         "aggregated",
@@ -128,7 +133,7 @@ def test_tiers_are_answered_from_the_same_trials(tmp_path: Path) -> None:
 def test_listed_limits_take_the_place_of_the_scenarios(tmp_path: Path) -> None:
     limits = ("--slo", "ttft_ms p90 <= 20000", "--slo", "tpot mean <= 5000")
     bare = tuple(each for each in QUICK if not each.startswith("slo."))
-    done, run = sweep(tmp_path, "--connector", "aggregated", *limits, sets=bare)
+    done, run = simulated(tmp_path, "--connector", "aggregated", *limits, sets=bare)
     assert done.status == 0, done.text
     assert "TTFT P90 ≤ 20000 ms; TPOT mean ≤ 5000 ms" in done.text
     texts = [each["text"] for each in run.trials[-1].summary["criteria"]]

@@ -168,8 +168,16 @@ def test_a_microbenchmark_has_its_cases_and_pictures(tmp_path: Path) -> None:
     assert "load average 3.1 on 2 cores" in text
 
 
+LONG = ("chaos", "vllm-cpu-tiny")
+
+
 @pytest.mark.parametrize(
-    "name", sorted(path.name for path in REFERENCE.iterdir() if (path / RAW[0]).is_file())
+    "name",
+    [
+        pytest.param(path.name, marks=[pytest.mark.heavy] * (path.name in LONG))
+        for path in sorted(REFERENCE.iterdir())
+        if (path / RAW[0]).is_file()
+    ],
 )
 def test_each_reference_run_has_a_sound_page(name: str, tmp_path: Path) -> None:
     if name == "quickstart":

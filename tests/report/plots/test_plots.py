@@ -65,7 +65,7 @@ def drawn(figure: Figure | None) -> Figure:
     return figure
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.heavy)])
 def test_pictures_are_written_and_not_blank(special: RunFolder, tmp_path: Path, theme: str) -> None:
     written = write_plots(special, tmp_path, ("png", "svg"), theme)  # type: ignore[arg-type]
     assert {path.stem.removesuffix("-dark") for path in written} == SHOWN

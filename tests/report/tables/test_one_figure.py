@@ -185,7 +185,9 @@ def said_figures(run: RunFolder, trial: TrialRecord) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name == "vllm-cpu-tiny")) for name in RUNS]
+)
 def test_what_marks_of_pictures_say_is_in_the_tables(name: str) -> None:
     run, looked = RUNS[name], 0
     rows = summary_table(run) if run.manifest.get("kind") != "microbench" else []
