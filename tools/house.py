@@ -33,8 +33,8 @@ class Limits:
 
 
 SAME: Final = """
-ahead answers app base cases checks client clock command compiled control data deployment dispatch engine
-evidence findings gates held_rate hosts lies liveness loop measure methods metrics mooncake
+ahead answers app base cases chaos_soak checks client clock command compiled control data deployment
+dispatch engine evidence findings gates hosts lies liveness loop measure methods metrics mooncake
 mooncake_store nccl nixl notes options overrides physics plan pool processes records remote requests run
 scenario server sessions spec stats tcp transfer transfers wire
 """

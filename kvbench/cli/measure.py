@@ -28,7 +28,7 @@ from kvbench.microbench.options import MicrobenchOptions
 
 if TYPE_CHECKING:
     from kvbench.planning.overrides import CliOptions
-    from kvbench.sweep.held_rate.held import HeldOptions
+    from kvbench.sweep.chaos_soak.constant_rate import HeldOptions
 
 
 Rendering = Literal["k8s"]
@@ -364,9 +364,9 @@ def chaos(
     force: ForceOption = False,
 ) -> int:
     """Hold a rate, kill, freeze, restart and cut off processes, and tell what each fault costs."""
-    from kvbench.core.held_rate.fault_plan import FaultTimes
-    from kvbench.sweep.held_rate import chaos as running
-    from kvbench.sweep.held_rate.chaos import fault_lab
+    from kvbench.core.chaos_soak.fault_plan import FaultTimes
+    from kvbench.sweep.chaos_soak import chaos as running
+    from kvbench.sweep.chaos_soak.chaos import fault_lab
 
     shown = console(as_json=json_)
     with fault_lab(lab, shown) as place:
@@ -399,7 +399,7 @@ def soak(
     force: ForceOption = False,
 ) -> int:
     """Hold a rate for hours: drift of latency, memory, descriptors and leases, wrong answers."""
-    from kvbench.sweep.held_rate import soak as running
+    from kvbench.sweep.chaos_soak import soak as running
 
     shown = console(as_json=json_)
     if resume is not None:
@@ -411,6 +411,6 @@ def soak(
 def _held(
     rate: float | None, found: Path | None, share: float | None, deadline_s: float | None
 ) -> HeldOptions:
-    from kvbench.sweep.held_rate.held import HeldOptions
+    from kvbench.sweep.chaos_soak.constant_rate import HeldOptions
 
     return HeldOptions(rate, share, found, deadline_s)

@@ -309,7 +309,7 @@ class RunningDeployment:
 
     def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
         if not spec.ready_url:
-            listens = self._launcher.far(spec.name).listens(spec.host, spec.port)
+            listens = self._launcher.place_of(spec.name).listens(spec.host, spec.port)
             return listens, f"nothing listens on {spec.host}:{spec.port}"
         try:
             response = self._client.get(spec.ready_url, timeout=2.0)

@@ -65,7 +65,7 @@ def command(
 def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     """Brings a deployment up and keeps it until Ctrl-C."""
     scenario = places.scenario
-    problem = places.unusable(planned) if places.far else unusable(scenario, planned)
+    problem = places.unusable(planned) if places.remote else unusable(scenario, planned)
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
     # After trouble the logs stay, with the error that names them.

@@ -91,7 +91,7 @@ class Launcher(Protocol):
     def check(self) -> None:
         """Raises HostLostError if a host that this launcher needs is gone."""
 
-    def far(self, name: str) -> Far:
+    def place_of(self, name: str) -> Place:
         """What there is to say and to do where the process of that name runs."""
 
     def web(self, access: ServerAccess) -> httpx.BaseTransport | None:
@@ -113,7 +113,7 @@ class Launcher(Protocol):
         """The answers of all of ``hosts`` to one question, by name."""
 
 
-class Far(Protocol):
+class Place(Protocol):
     """The place of one process: its files, clock, ports and web pages, as seen from there."""
 
     @property

@@ -36,8 +36,8 @@ from kvbench.launchers.base import GRACE_S, stop_in_reverse
 from kvbench.launchers.parts.sockets import free_ports, listens, require_free_port
 
 
-class Here:
-    """``launchers.base.Far`` for this machine, where there is nothing to bring."""
+class LocalPlace:
+    """``launchers.base.Place`` for this machine, where there is nothing to bring."""
 
     host: Final = ""
     clock_ahead_s: Final = 0.0
@@ -375,9 +375,9 @@ class LocalLauncher:
     def check(self) -> None:
         """This machine is never lost."""
 
-    def far(self, name: str) -> Here:
+    def place_of(self, name: str) -> LocalPlace:
         """Every process is here."""
-        return Here()
+        return LocalPlace()
 
     def web(self, access: ServerAccess) -> None:
         """Servers are asked from here."""

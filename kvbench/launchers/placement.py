@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvbench.core.plan.plan import DeploymentPlan
-from kvbench.core.scenario.hosts import FarHost, RayOptions, Roles, SlurmOptions
+from kvbench.core.scenario.hosts import RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.server_access import carried, variables
@@ -83,7 +83,7 @@ def placed_on(deployment: Deployment, nodes: Nodes) -> Deployment:
         for name in names:
             roles_of.setdefault(name, []).append(role)
     hosts = {
-        name: FarHost(address=nodes.address(name), **_host_options(options, roles))
+        name: RemoteHost(address=nodes.address(name), **_host_options(options, roles))
         for name, roles in roles_of.items()
     }
     return deployment.model_copy(update={"hosts": hosts, "roles": Roles.model_validate(dict(nodes.hosts))})
@@ -190,7 +190,7 @@ class Places:
             self._fleet = None
 
     @property
-    def far(self) -> bool:
+    def remote(self) -> bool:
         """Whether processes run elsewhere than on this machine."""
         return self.scenario.deployment.launcher != "local"
 

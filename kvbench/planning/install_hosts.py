@@ -16,7 +16,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.scenario.hosts import FarHost
+from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.agents.fleet import in_shell
@@ -149,7 +149,7 @@ def _pip(words: Sequence[str], deadline_s: float) -> None:
         )
 
 
-def install_commands(host: FarHost, wheel: str, extras: Sequence[str] = (), wheels: str = "") -> str:
+def install_commands(host: RemoteHost, wheel: str, extras: Sequence[str] = (), wheels: str = "") -> str:
     """What is run on a host, once the wheel is there, and the tar of ``wheels`` if nothing else is asked."""
     venv, house = in_shell(f"{host.workdir}/venv"), in_shell(f"{host.workdir}/wheels")
     python = in_shell(host.python) if host.python else "python3"
@@ -168,7 +168,7 @@ def install_commands(host: FarHost, wheel: str, extras: Sequence[str] = (), whee
     )
 
 
-def installed(name: str, host: FarHost, ready: Ready, connections: SshConnections) -> str:
+def installed(name: str, host: RemoteHost, ready: Ready, connections: SshConnections) -> str:
     """Copies and installs; returns what came of it. Raises LaunchError with the commands to do it by hand."""
     there = connections.put(name, host.ssh, ready.wheel, host.workdir)
     wheels = connections.put(name, host.ssh, ready.wheels, host.workdir) if ready.wheels else ""

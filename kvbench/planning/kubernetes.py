@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
 from kvbench.core.scenario.base import Section
-from kvbench.core.scenario.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts import RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import process_specs
@@ -338,7 +338,7 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
         for role in ("prefill", "decode", "aggregated", "router")
     }
     roles["router"] = roles["router"] or roles["aggregated"]  # where helpers are, even without a router
-    hosts = {name: FarHost(address=name) for name in names.values()}
+    hosts = {name: RemoteHost(address=name) for name in names.values()}
     # The choice of devices is that of one machine; a pod sees what it was given.
     deployment = scenario.deployment.model_copy(
         update={

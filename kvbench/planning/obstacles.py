@@ -16,7 +16,7 @@ from typing import Final
 
 from kvbench import connectors, engines, transfer
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.scenario.hosts import FarHost
+from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, LaunchError, Problem
 from kvbench.launchers.parts.sockets import is_free, is_here
@@ -145,7 +145,7 @@ def _hosts(scenario: Scenario) -> Iterator[Problem]:
             yield Problem(f"host {name} is not reached: {why}", "kvbench doctor SCENARIO looks closer")
 
 
-def _unreached(name: str, host: FarHost) -> str:
+def _unreached(name: str, host: RemoteHost) -> str:
     address = host.ssh.host or name, host.ssh.port or SSH_PORT
     try:
         with socket.create_connection(address, REACH_S):

@@ -26,10 +26,10 @@ from kvbench.report.before_after import (
     setting_changes,
 )
 from kvbench.report.changed_files import print_changed_files
+from kvbench.report.chaos_soak.fault_compare import held_comparison
 from kvbench.report.ci_verdict import CiVerdict
 from kvbench.report.findings.checked_answers import answer_counts
 from kvbench.report.findings.load_rows import AXES
-from kvbench.report.held.held_compare import held_comparison
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import (
     Compared,

@@ -202,7 +202,7 @@ class DeployedBench:
 
     def _reach_hosts(self) -> None:
         """Connects to all hosts at once; what they are is put into the run folder."""
-        if not self._places.far:
+        if not self._places.remote:
             return
         where = ", ".join(self._scenario.deployment.hosts) or self._scenario.deployment.launcher
         self._watcher.stage(f"connecting to {where}")
@@ -235,7 +235,7 @@ class DeployedBench:
         return not (planned.reference_only and not self._scenario.deployment.engine_options.starts_processes)
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
-        return self._places.unusable(planned) if self._places.far else unusable(self._scenario, planned)
+        return self._places.unusable(planned) if self._places.remote else unusable(self._scenario, planned)
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:

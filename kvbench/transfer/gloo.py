@@ -15,7 +15,7 @@ from typing import Any
 from kvbench.errors import MissingLibraryError, Problem
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, version_of
-from kvbench.transfer.parts.twosided import (
+from kvbench.transfer.parts.two_sided import (
     INSTALL,
     LIBRARY_LIMIT_S,
     Part,

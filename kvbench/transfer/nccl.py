@@ -21,7 +21,7 @@ from typing import Any
 from kvbench.errors import MissingLibraryError, Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
 from kvbench.transfer.parts.native import import_native, inherited, version_of
-from kvbench.transfer.parts.twosided import LIBRARY_LIMIT_S, Part, TwoSidedEndpoint, TwoSidedPair, Way
+from kvbench.transfer.parts.two_sided import LIBRARY_LIMIT_S, Part, TwoSidedEndpoint, TwoSidedPair, Way
 
 INSTALL = "pip install torch, a build with CUDA"
 NO_GPU = Problem(

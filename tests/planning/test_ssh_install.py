@@ -13,7 +13,7 @@ import yaml
 from commands import argv, kvbench
 from sshhosts import no_hosts_reason, standing
 
-from kvbench.core.scenario.hosts import FarHost
+from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.errors import InputError
 from kvbench.planning.install_hosts import Install, built, install_commands, prepared
 from kvbench.version import __version__
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_commands_on_a_host_do_what_they_say(tmp_path: Path) -> None:
-    host = FarHost(address="10.0.0.1", workdir=str(tmp_path / "a folder"), python="python3")
+    host = RemoteHost(address="10.0.0.1", workdir=str(tmp_path / "a folder"), python="python3")
     plain = install_commands(host, "/w/kvbench.whl")
     assert "--no-index" not in plain
     words = install_commands(host, "/w/kvbench.whl", ("mooncake", "ssh"), "/w/wheels.tar")

@@ -25,7 +25,7 @@ from kvbench.core.scenario.base import (
     known_name,
     typed,
 )
-from kvbench.core.scenario.hosts import NODE, FarHost, HostName, RayOptions, Roles, SlurmOptions
+from kvbench.core.scenario.hosts import NODE, HostName, RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.role_sizes import (
     MOST_RANKS,
@@ -72,7 +72,7 @@ class Deployment(Section):
     )
     slurm: SlurmOptions | None = Field(None, description="the job, for launcher: slurm")
     ray: RayOptions | None = Field(None, description="the nodes, for launcher: ray")
-    hosts: dict[HostName, FarHost] = Field(
+    hosts: dict[HostName, RemoteHost] = Field(
         default_factory=dict, max_length=256, description="the hosts, by names of your choice; not for local"
     )
     roles: Roles = Field(default_factory=Roles, description="which role runs on which of the hosts")
@@ -215,7 +215,7 @@ class Deployment(Section):
         return f"{own}{sign}{node}"
 
     @property
-    def used_hosts(self) -> dict[str, FarHost]:
+    def used_hosts(self) -> dict[str, RemoteHost]:
         """The hosts that some role runs on, by name."""
         named = [*self.roles.of("prefill"), *self.roles.of("decode"), *self.roles.of("aggregated")]
         named += [*self.roles.of("router"), *self.roles.of("loadgen")]

@@ -84,7 +84,7 @@ class Ssh(Section):
     connect_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of the connection")
 
 
-class FarHost(Section):
+class RemoteHost(Section):
     """One host that processes run on."""
 
     address: str = Field(

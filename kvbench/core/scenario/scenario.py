@@ -23,9 +23,9 @@ from kvbench.core.scenario.deployment_section import OWN_KEYS, CommandPrefix, Co
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.hosts import (
     SCHEDULED_ROLES,
-    FarHost,
     RayNodes,
     RayOptions,
+    RemoteHost,
     Roles,
     SlurmNodes,
     SlurmOptions,
@@ -368,7 +368,7 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
         "deployment.ray": RayOptions,
         **{f"deployment.slurm.{role}": SlurmNodes for role in SCHEDULED_ROLES},
         **{f"deployment.ray.{role}": RayNodes for role in SCHEDULED_ROLES},
-        **{f"deployment.hosts.{name}": FarHost for name in _host_names(data)},
+        **{f"deployment.hosts.{name}": RemoteHost for name in _host_names(data)},
         **{f"deployment.hosts.{name}.ssh": Ssh for name in _host_names(data)},
         "workload": Workload,
         "workload.trace": Trace,

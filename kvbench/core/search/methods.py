@@ -8,7 +8,7 @@
 - ``closed_loop``: so many requests are under way at any time, and described; no rate is offered.
 - ``trace``: recorded arrivals; judged as sustained if there is an SLO, else "measured".
 - ``soak``: one window of a rate that is held for hours; as ``fixed``.
-- ``chaos``: a fault strikes while a rate is held; what that cost is judged elsewhere (core/held_rate).
+- ``chaos``: a fault strikes while a rate is held; what that cost is judged elsewhere (core/chaos_soak).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV
-from kvbench.core.scenario.hosts import FarHost
+from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.core.scenario.scenario import Deployment
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
@@ -128,7 +128,7 @@ class Fleet(Mapping[str, AgentClient]):
         self.close()
 
 
-def agent_command(host: FarHost, run_tag: str) -> str:
+def agent_command(host: RemoteHost, run_tag: str) -> str:
     """The shell command that starts an agent on a host. Its environment comes later, over the channel."""
     agent = f"-m {AGENT_MODULE} --tag {shlex.quote(run_tag)}"
     begin = f"cd / && exec env {RUN_TAG_ENV}={shlex.quote(run_tag)}"
@@ -145,7 +145,7 @@ def in_shell(path: str) -> str:
     return shlex.quote(path)
 
 
-def environment_of(host: FarHost) -> dict[str, str]:
+def environment_of(host: RemoteHost) -> dict[str, str]:
     """What all processes of a host get: its NICs for the libraries that ask the environment, and its own."""
     env: dict[str, str] = {}
     if host.nics:

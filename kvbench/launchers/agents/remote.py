@@ -25,15 +25,15 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.hosts import web
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.far_process import RemoteProcess
+from kvbench.launchers.agents.remote_process import RemoteProcess
 from kvbench.launchers.agents.wire import LOST
 from kvbench.launchers.base import GRACE_S, stop_in_reverse
 
 _HEADERS: Final = ("content-type", "accept", "authorization")
 
 
-class FarPlace:
-    """``launchers.base.Far`` by an agent."""
+class RemotePlace:
+    """``launchers.base.Place`` by an agent."""
 
     def __init__(self, agent: AgentClient) -> None:
         self._agent = agent
@@ -76,7 +76,7 @@ class FarPlace:
         return bool(self._agent.ask("listens", address=address, port=port)["listens"])
 
 
-class FarWeb(httpx.BaseTransport):
+class RemoteWeb(httpx.BaseTransport):
     """HTTP that the agents do on their hosts: this machine need not reach the data network.
 
     ``agent_of`` names the agent by the address in the URL; others are asked from here.
@@ -201,12 +201,12 @@ class RemoteLauncher:
         for agent in self._agents.values():
             agent.check()
 
-    def far(self, name: str) -> FarPlace:
-        return FarPlace(self._agent(name))
+    def place_of(self, name: str) -> RemotePlace:
+        return RemotePlace(self._agent(name))
 
-    def web(self, access: ServerAccess) -> FarWeb:
+    def web(self, access: ServerAccess) -> RemoteWeb:
         """HTTP to the servers of these hosts, done over there."""
-        return FarWeb(self._addresses, access)
+        return RemoteWeb(self._addresses, access)
 
     def host_of(self, name: str) -> str:
         """The host that a process of this name belongs on."""

@@ -23,7 +23,7 @@ from urllib.parse import urljoin, urlsplit
 
 from kvbench.errors import KvbenchError
 from kvbench.hosts.procfs import cpu_s, family, is_stopped
-from kvbench.launchers.agents.far_process import RemoteProcess
+from kvbench.launchers.agents.remote_process import RemoteProcess
 from kvbench.launchers.base import Process
 
 ASK_EVERY_S: Final = 2.0

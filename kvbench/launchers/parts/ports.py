@@ -33,10 +33,10 @@ def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
 def with_ports_at(plan: DeploymentPlan, deployment: Deployment, launcher: Launcher) -> DeploymentPlan:
     """The same, with each process's ports chosen on the host where it will run."""
     names = [each.name for each in plan.instances] + ["router", _HELPERS]
-    places = {name: f"{launcher.far(name).host} {deployment.address_of(name)}" for name in names}
+    places = {name: f"{launcher.place_of(name).host} {deployment.address_of(name)}" for name in names}
 
     def choose(name: str, counts: Sequence[int]) -> Sequence[int]:
-        return launcher.far(name).free_ports(deployment.address_of(name), counts)
+        return launcher.place_of(name).free_ports(deployment.address_of(name), counts)
 
     return _with_chosen(plan, places, choose)
 
@@ -53,7 +53,7 @@ def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: L
         wanted[each.name] = ports
     for name, needed in wanted.items():
         if needed:
-            launcher.far(name).require_free(deployment.address_of(name), needed)
+            launcher.place_of(name).require_free(deployment.address_of(name), needed)
 
 
 def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -> DeploymentPlan:

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvbench.report.plots.breakdown import breakdown_figure
+from kvbench.report.plots.chaos_soak import faults_figure, soak_figure
 from kvbench.report.plots.distribution import distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
 from kvbench.report.plots.goodput import goodput_figure
-from kvbench.report.plots.held_rate import faults_figure, soak_figure
 from kvbench.report.plots.latency import latency_figure, loads_figure
 from kvbench.report.plots.nicshare import nic_share_figure
 from kvbench.report.plots.pareto import pareto_figure

@@ -13,7 +13,7 @@ from typing import Final
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.core.transfers.stats import figures
 from kvbench.report.findings.notes import notes
-from kvbench.report.sections import any_run, held_rate, requests, transfers
+from kvbench.report.sections import any_run, chaos_soak, requests, transfers
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.sections.transfers import labs
 from kvbench.report.side_by_side import Changes, short_name
@@ -183,20 +183,20 @@ TRANSFERS: Final[_Order] = (
 )
 
 CHAOS: Final[_Order] = (
-    (held_rate.fault_head, ("terminal",)),
-    (held_rate.fault_answer, ("terminal", *_PAGES)),
-    (held_rate.fault_section, ("terminal", "notebook", *_PAGES)),
+    (chaos_soak.fault_head, ("terminal",)),
+    (chaos_soak.fault_answer, ("terminal", *_PAGES)),
+    (chaos_soak.fault_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
-    (held_rate.notices, _PAGES),
+    (chaos_soak.notices, _PAGES),
     (any_run.every_column, ("html",)),
     (any_run.environment, _PAGES),
     (any_run.again, _PAGES),
     (any_run.files, ("terminal",)),
 )
 SOAK: Final[_Order] = (
-    (held_rate.soak_head, ("terminal",)),
-    (held_rate.soak_answer, ("terminal", *_PAGES)),
-    (held_rate.soak_section, ("terminal", "notebook", *_PAGES)),
+    (chaos_soak.soak_head, ("terminal",)),
+    (chaos_soak.soak_answer, ("terminal", *_PAGES)),
+    (chaos_soak.soak_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
     (any_run.gates, _PAGES),
     (any_run.every_column, ("html",)),

@@ -11,13 +11,13 @@ from kvbench.core.findings.findings import Statement
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
 from kvbench.core.transfers.model import TransferModel, fit_all, models_json
 from kvbench.core.transfers.records import TransferRecord
+from kvbench.report.chaos_soak.fault_rows import fault_groups, flat
+from kvbench.report.chaos_soak.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes
 from kvbench.report.findings.transfers import answers
-from kvbench.report.held.fault_rows import fault_groups, flat
-from kvbench.report.held.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
 from kvbench.report.side_by_side import Changes
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, summary_table

@@ -26,7 +26,7 @@ from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
-from kvbench.launchers.base import Far, Launcher, Process
+from kvbench.launchers.base import Launcher, Place, Process
 from kvbench.processes.common.record_file import read_records
 
 
@@ -203,20 +203,20 @@ class LoadGenerator:
             name = f"{name}-w{index}"
             path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
             spec |= {"worker": index, "workers": self._count}
-        far = self._launcher.far(name)
-        spec["records_path"] = far.path_of(path)
+        place = self._launcher.place_of(name)
+        spec["records_path"] = place.path_of(path)
         for key in ("requests_path", "sessions_path"):
             if self._spec.get(key):
                 requests = Path(str(self._spec[key]))
-                far.put(requests)
-                spec[key] = far.path_of(requests)
+                place.put(requests)
+                spec[key] = place.path_of(requests)
         # The waiting process is on the host of the first.
-        waits = self._spare is not None and far.host == self._launcher.host_of("loadgen-spare")
+        waits = self._spare is not None and place.host == self._launcher.host_of("loadgen-spare")
         process = self._spare.take(spec, name) if self._spare is not None and waits else None
         if process is None:
             wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
             process = self._launcher.start(wanted, piped=True)
-        return _Worker(process, path, far)
+        return _Worker(process, path, place)
 
     def _converse(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
@@ -303,9 +303,9 @@ class LoadGenerator:
         if self._count == 1:
             self._say_to_all("go")
             return
-        ahead_s = {worker.far.host: worker.far.clock_ahead_s for worker in self._workers}
+        ahead_s = {worker.place.host: worker.place.clock_ahead_s for worker in self._workers}
         for worker in self._workers:
-            worker.ahead_s = ahead_s[worker.far.host]
+            worker.ahead_s = ahead_s[worker.place.host]
         began = time.monotonic() + TOGETHER_S
         for worker in self._workers:
             _say(worker.process, f"go {began + worker.ahead_s:.6f}")
@@ -328,7 +328,7 @@ class LoadGenerator:
         require_common_start(clients)
         unfinished = [str(end["reason"]) for end in ends if end["reason"] != "complete"]
         for worker in self._workers:
-            worker.far.fetch(worker.records_path)
+            worker.place.fetch(worker.records_path)
         shares = [read_records(worker.records_path) for worker in self._workers]
         if self._spec.get("sessions_path"):
             records = turn_records(shares[0])
@@ -345,10 +345,10 @@ class LoadGenerator:
 class _Worker:
     """One process, and what it has reported so far."""
 
-    def __init__(self, process: Process, records_path: Path, far: Far) -> None:
+    def __init__(self, process: Process, records_path: Path, place: Place) -> None:
         self.process = process
         self.records_path = records_path
-        self.far = far
+        self.place = place
         self.progress = Progress()
         self.ahead_s = 0.0
         """How far the clock of its host is ahead of ours."""
@@ -363,7 +363,7 @@ class _Worker:
 
         Then it does not write many records either. One on another host is asked for over there.
         """
-        taken_s = self.far.cpu_s(self.process.pid) if self.far.host else cpu_s([self.process.pid])
+        taken_s = self.place.cpu_s(self.process.pid) if self.place.host else cpu_s([self.process.pid])
         if taken_s is None:
             return False
         if self._silent_cpu_s is None:
@@ -373,7 +373,7 @@ class _Worker:
     def forget_records(self) -> None:
         """Removes its file of records, and what it may have written of one when it was killed."""
         with contextlib.suppress(KvbenchError):  # a host that is lost keeps nothing
-            self.far.forget(self.records_path)
+            self.place.forget(self.records_path)
         for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
             path.unlink(missing_ok=True)
 
@@ -382,8 +382,8 @@ class _Worker:
         figures = dict((self.end or {}).get("client", {}))
         if figures.get("started_monotonic_s") is not None:
             figures["started_monotonic_s"] -= self.ahead_s
-        if self.far.host:
-            figures |= {"host": self.far.host, "clock_ahead_s": self.ahead_s}
+        if self.place.host:
+            figures |= {"host": self.place.host, "clock_ahead_s": self.ahead_s}
         return figures
 
     def lines(self, data: bytes) -> list[bytes]:

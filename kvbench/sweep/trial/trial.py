@@ -223,7 +223,7 @@ class TrialRunner:
             rate = n / max(plan.latency_s, 1e-3)
         if wanted == "auto":
             hosts = self._scenario.deployment.roles.of("loadgen")
-            cores = [self._launcher.far(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
+            cores = [self._launcher.place_of(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
             return workers_over(rate, self._scenario.workload.output_len, n, cores)
         return min(wanted, n)
 

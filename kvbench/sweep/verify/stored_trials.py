@@ -23,8 +23,8 @@ import numpy as np
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers
-from kvbench.core.held_rate.fault_cost import FaultCost, cost_of
-from kvbench.core.held_rate.fault_plan import faults_of
+from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
+from kvbench.core.chaos_soak.fault_plan import faults_of
 from kvbench.core.load.traces import TracedRequest, shares_prefixes
 from kvbench.core.metrics.limit import TrialFacts, binding_of
 from kvbench.core.metrics.metrics import Window, summarise

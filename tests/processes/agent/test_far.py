@@ -24,7 +24,7 @@ from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import ChannelClosedError, Lines, PipeChannel
-from kvbench.launchers.agents.remote import FarWeb, RemoteLauncher
+from kvbench.launchers.agents.remote import RemoteLauncher, RemoteWeb
 from kvbench.launchers.agents.wire import LOST, PROTOCOL, HostLostError, decode, encode
 from kvbench.launchers.parts.liveness import Liveness
 from kvbench.processes.agent.jobs import LOG_BEHIND_BYTES, LogFeed
@@ -139,7 +139,7 @@ def test_stop_takes_the_group_along_and_brings_what_was_left_beside_the_logs(sit
 
 
 def test_files_ports_web_and_clock(site: Site, tmp_path: Path) -> None:
-    far = site.launcher.far("loadgen")
+    far = site.launcher.place_of("loadgen")
     here = tmp_path / "requests.jsonl"
     here.write_bytes(bytes(range(256)) * 2000)
     far.put(here)
@@ -157,7 +157,7 @@ def test_files_ports_web_and_clock(site: Site, tmp_path: Path) -> None:
     wait_until(lambda: far.listens("127.0.0.1", one))
     with pytest.raises(PortInUseError, match=r"far-away: .*planned for a test, is in use"):
         far.require_free("127.0.0.1", [("a test", one)])
-    with httpx.Client(transport=FarWeb({"127.0.0.1": site.agent}, ServerAccess())) as client:
+    with httpx.Client(transport=RemoteWeb({"127.0.0.1": site.agent}, ServerAccess())) as client:
         assert client.get(f"http://127.0.0.1:{one}/").status_code == 200
         assert client.post(f"http://127.0.0.1:{one}/", content=b"x").status_code == 501
         with pytest.raises(httpx.ConnectError):
@@ -225,7 +225,7 @@ def test_a_frozen_process_is_seen_over_there(site: Site) -> None:
 def test_cpu_time_is_told_of_its_own_processes_only(site: Site) -> None:
     busy = site.launcher.start(python("n = 0\nwhile n < 3e6: n += 1\nprint('done', flush=True); input()"))
     wait_until(lambda: bool(busy.tail()))
-    far = site.launcher.far("p")
+    far = site.launcher.place_of("p")
     wait_until(lambda: busy.poll() is not None or (far.cpu_s(busy.pid) or 0) > 0)
     assert far.cpu_s(os.getpid()) is None
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.held_rate.fault_cost import fault_change, rank_chance
+from kvbench.core.chaos_soak.fault_cost import fault_change, rank_chance
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (4, 4), (3, 5)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvbench.core.held_rate.window_drift import CONFIDENCE, Drift, SoakWindow, drift
+from kvbench.core.chaos_soak.window_drift import CONFIDENCE, Drift, SoakWindow, drift
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.stats import upper_bound
 from kvbench.report.tables.table import MISSING, Column, Table, number

@@ -11,7 +11,7 @@ import psutil
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.hosts.procfs import family
 from kvbench.hosts.telemetry import Metrics
-from kvbench.sweep.held_rate.strikes import kv_blocks
+from kvbench.sweep.chaos_soak.strikes import kv_blocks
 from kvbench.sweep.trial.kv_counters import FAMILIES
 
 

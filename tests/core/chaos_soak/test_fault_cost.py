@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.held_rate.fault_cost import (
+from kvbench.core.chaos_soak.fault_cost import (
     FATES,
     FaultCost,
     RequestOutcome,

@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import httpx
 
 from kvbench.connectors.base import PrefillPeer
-from kvbench.core.held_rate.fault_plan import FaultTarget, PlannedFault
+from kvbench.core.chaos_soak.fault_plan import FaultTarget, PlannedFault
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.dispatch import COMPLETIONS, BackendSpec
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed

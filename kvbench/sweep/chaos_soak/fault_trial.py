@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.pool import CanaryPool
+from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
+from kvbench.core.chaos_soak.fault_plan import PlannedFault
 from kvbench.core.foreign_text import visible
-from kvbench.core.held_rate.fault_cost import FaultCost, cost_of
-from kvbench.core.held_rate.fault_plan import PlannedFault
 from kvbench.core.metrics.metrics import summarise
 from kvbench.core.records import Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
@@ -30,9 +30,9 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
+from kvbench.sweep.chaos_soak.holdings import Holdings, grown_bytes, holdings, stranded_blocks
+from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, strike_of, struck_name
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.held_rate.holdings import Holdings, grown_bytes, holdings, stranded_blocks
-from kvbench.sweep.held_rate.strikes import DecodeFlood, OrphanedKv, Strike, strike_of, struck_name
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import Judgement, begun_record, ended_record

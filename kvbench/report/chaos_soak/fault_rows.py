@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from kvbench.core.held_rate.fault_cost import FATES, FaultCost, FaultRow, fault_row
-from kvbench.core.held_rate.fault_plan import KINDS, TARGETS
+from kvbench.core.chaos_soak.fault_cost import FATES, FaultCost, FaultRow, fault_row
+from kvbench.core.chaos_soak.fault_plan import KINDS, TARGETS
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.stats import upper_bound
 from kvbench.report.tables.table import MISSING, WHOLE_RUN, Column, Table, number

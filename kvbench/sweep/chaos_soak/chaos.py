@@ -27,8 +27,8 @@ from typing import Final
 
 from rich.console import Console
 
-from kvbench.core.held_rate.fault_cost import FaultCost
-from kvbench.core.held_rate.fault_plan import (
+from kvbench.core.chaos_soak.fault_cost import FaultCost
+from kvbench.core.chaos_soak.fault_plan import (
     LAB_KINDS,
     FaultTimes,
     PlannedFault,
@@ -40,14 +40,14 @@ from kvbench.core.held_rate.fault_plan import (
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.records import Cell, TrialRecord
-from kvbench.core.scenario.hosts import FarHost, Roles
+from kvbench.core.scenario.hosts import RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.local import Here, LocalLauncher, LocalProcess
+from kvbench.launchers.local import LocalLauncher, LocalPlace, LocalProcess
 from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.parts.sockets import free_ports
 from kvbench.planning.gpu_dealing import require_gpus
@@ -58,10 +58,7 @@ from kvbench.report.tables.table import json_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.deployed import DeployedBench, scratch_prefix
-from kvbench.sweep.display import Watcher
-from kvbench.sweep.held_rate.fault_trial import FaultTrial, HeldRate
-from kvbench.sweep.held_rate.held import (
+from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
     canary_pool_of,
     carried_out,
@@ -74,7 +71,10 @@ from kvbench.sweep.held_rate.held import (
     with_canaries,
     with_length,
 )
-from kvbench.sweep.held_rate.strikes import target_counts
+from kvbench.sweep.chaos_soak.fault_trial import FaultTrial, HeldRate
+from kvbench.sweep.chaos_soak.strikes import target_counts
+from kvbench.sweep.deployed import DeployedBench, scratch_prefix
+from kvbench.sweep.display import Watcher
 from kvbench.sweep.new_run import create_store
 
 INSIDE_ENV: Final = "KVBENCH_FAULT_LAB"
@@ -132,7 +132,7 @@ def _go_on_inside(lab: Lab) -> int:
             process.wait()
 
 
-class _LabHere(Here):
+class _LabHere(LocalPlace):
     """This machine as host B of a lab sees it: its addresses are not this process's own."""
 
     def __init__(self, near: str) -> None:
@@ -161,9 +161,9 @@ class LabLauncher(LocalLauncher):
         process.spec = spec  # by which it may be started again
         return process
 
-    def far(self, name: str) -> Here:
+    def place_of(self, name: str) -> LocalPlace:
         near = self._lab.plan.address("A", 0)
-        return _LabHere(near) if name in self._alone else Here()
+        return _LabHere(near) if name in self._alone else LocalPlace()
 
 
 def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]:
@@ -179,8 +179,8 @@ def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]
 def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenario:
     """The scenario with its roles on the lab's hosts, by the addresses of the first NIC."""
     hosts = {
-        MAIN: FarHost(address=lab.plan.address("A", 0)),
-        ALONE: FarHost(address=lab.plan.address("B", 0)),
+        MAIN: RemoteHost(address=lab.plan.address("A", 0)),
+        ALONE: RemoteHost(address=lab.plan.address("B", 0)),
     }
     roles = {name.partition("-")[0] for name in alone}
     seats = {role: ALONE if role in roles else MAIN for role in ("prefill", "decode", "router")}

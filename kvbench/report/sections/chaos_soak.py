@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.report.held.fault_rows import answers_text, fault_groups, fault_table, gist_text, notices_rows
-from kvbench.report.held.soak_rows import drift_table, soak_trials, verdict_lines
+from kvbench.report.chaos_soak.fault_rows import (
+    answers_text,
+    fault_groups,
+    fault_table,
+    gist_text,
+    notices_rows,
+)
+from kvbench.report.chaos_soak.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Material
 from kvbench.report.tables.table import of_texts

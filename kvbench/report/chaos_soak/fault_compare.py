@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from kvbench.core.held_rate.fault_cost import ALPHA, FaultChange, fault_change
+from kvbench.core.chaos_soak.fault_cost import ALPHA, FaultChange, fault_change
 from kvbench.core.records import HELD_METHODS
 from kvbench.errors import InputError
-from kvbench.report.held.fault_rows import FaultGroup, fault_groups
-from kvbench.report.held.soak_rows import drift_rows
+from kvbench.report.chaos_soak.fault_rows import FaultGroup, fault_groups
+from kvbench.report.chaos_soak.soak_rows import drift_rows
 from kvbench.report.tables.table import MISSING, Column, Table, number
 from kvbench.results.run import RunFolder
 

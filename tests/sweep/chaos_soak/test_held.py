@@ -10,7 +10,7 @@ from kvbench.core.records import Cell
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.sweep.held_rate.held import HeldOptions, held_cells, held_scenario, rates_of
+from kvbench.sweep.chaos_soak.constant_rate import HeldOptions, held_cells, held_scenario, rates_of
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference" / "quickstart"
 

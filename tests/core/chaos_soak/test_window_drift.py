@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.held_rate.window_drift import LEAST_WINDOWS, SoakWindow, drift, settled, student_t
+from kvbench.core.chaos_soak.window_drift import LEAST_WINDOWS, SoakWindow, drift, settled, student_t
 
 
 def windows(values, session=0, begin=0.0, step_s=60.0):

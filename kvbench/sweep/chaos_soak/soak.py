@@ -26,13 +26,11 @@ from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.report.held.soak_rows import soak_problems
+from kvbench.report.chaos_soak.soak_rows import soak_problems
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Watcher
-from kvbench.sweep.held_rate.held import (
+from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
     canary_pool_of,
     carried_out,
@@ -44,7 +42,9 @@ from kvbench.sweep.held_rate.held import (
     skip,
     with_length,
 )
-from kvbench.sweep.held_rate.holdings import holdings
+from kvbench.sweep.chaos_soak.holdings import holdings
+from kvbench.sweep.deployed import DeployedBench
+from kvbench.sweep.display import Watcher
 from kvbench.sweep.new_run import create_store
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.load_plan import TrialPlan

@@ -20,7 +20,7 @@ from kvbench.launchers.agents.wire import ENCODING
 _numbers: Final = itertools.count(1)
 
 
-class FarStdin:
+class RemoteStdin:
     """What is written goes into frames. Raises OSError once the process or its host is gone."""
 
     def __init__(self, process: RemoteProcess) -> None:
@@ -46,7 +46,7 @@ class FarStdin:
                 self._process.agent.say("close_stdin", key=self._process.key)
 
 
-class FarStdout:
+class RemoteStdout:
     """A pipe whose writing end a thread feeds, so that a slow reader here holds up nothing else."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class RemoteProcess:
         self._status: int | None = None
         self._log = log_path.open("ab")
         self._logging = threading.Lock()
-        self._stdin = FarStdin(self)
-        self._stdout = FarStdout() if piped else None
+        self._stdin = RemoteStdin(self)
+        self._stdout = RemoteStdout() if piped else None
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class RemoteProcess:
         return self.agent.name
 
     @property
-    def stdin(self) -> FarStdin:
+    def stdin(self) -> RemoteStdin:
         return self._stdin
 
     @property

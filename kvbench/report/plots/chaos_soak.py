@@ -13,13 +13,13 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.core.held_rate.fault_cost import FATES, RequestOutcome, goodput_bins, outcomes_of
-from kvbench.core.held_rate.window_drift import settled
+from kvbench.core.chaos_soak.fault_cost import FATES, RequestOutcome, goodput_bins, outcomes_of
+from kvbench.core.chaos_soak.window_drift import settled
 from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
-from kvbench.report.held.fault_rows import FaultFound, FaultGroup, fault_groups
-from kvbench.report.held.soak_rows import SoakSeries, soak_series
+from kvbench.report.chaos_soak.fault_rows import FaultFound, FaultGroup, fault_groups
+from kvbench.report.chaos_soak.soak_rows import SoakSeries, soak_series
 from kvbench.report.plots.sheet import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
 from kvbench.report.tables.table import number

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.held_rate.fault_plan import (
+from kvbench.core.chaos_soak.fault_plan import (
     JITTER_S,
     LAB_KINDS,
     POSSIBLE,
