@@ -31,9 +31,11 @@ from kvbench.sweep.verify.stored_trials import StoredTrial
 
 pytestmark = pytest.mark.timeout(600)
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+SLOW = "deployment.engine_options.time_scale=4"
+"""A slow engine serves few requests in a trial, so that a run is soon verified."""
 ASKED = (
-    *("connectors=[tcp]", "workload.input_len=[128]", "search.max_trials=3"),
-    "search.compare_burst=true",
+    *("connectors=[tcp]", "workload.input_len=[128]", "search.max_trials=3", SLOW),
+    *("slo.ttft_ms=800", "slo.tpot_ms=80", "search.compare_burst=true"),
 )
 TIERS = (
     *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3"),
