@@ -20,7 +20,11 @@ from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
 
-SETTINGS = ("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3")
+SETTINGS = (
+    *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3"),
+    # A slow engine serves few requests in a trial, so that the run is soon verified.
+    "deployment.engine_options.time_scale=2",
+)
 
 
 class AnsweringSite:
