@@ -26,9 +26,9 @@ from rich.console import Console
 
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
-from kvbench.deployment.transport_log import TransportReader
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
 from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
+from kvbench.transfer.parts.transport_log import TransportReader
 
 Level = Literal["fatal", "refuse", "warning"]
 """fatal: no measurement can come of this deployment · refuse: the trial is no measurement ·

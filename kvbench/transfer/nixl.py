@@ -17,6 +17,8 @@ How it is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two
   as messages on one lane. So unless only writes are asked for (option ``op``), there is one agent
   per NIC here, each reaching the peer's agent of the same index, and the bytes are split evenly.
   Over RDMA the rails of one agent serve both.
+- GPU memory: ``cuda_ipc`` copies within one host. The other protocols leave it out, since UCX would
+  take it for writes whatever the network. cuda_copy only brings bytes to host memory and back.
 - Shared memory (``shm``) needs UCX's error handling off: a peer that is killed is not noticed.
 
 NIXL's POSIX plugin: blocks to and from a file of the target's.
@@ -36,6 +38,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvbench.errors import Problem, TransferError
@@ -156,8 +159,8 @@ class FileEndpoint(AgentsEndpoint):
         self._file.close()
 
 
-TLS = {"tcp": "tcp", "rdma": "ib", "cma": "cma,tcp", "shm": "posix,self"}
-"""UCX_TLS by protocol: nothing that could take over. A memory copy (cma) needs tcp for its messages."""
+TLS = {"tcp": "tcp", "rdma": "ib", "cma": "cma,tcp", "shm": "posix,self", "cuda_ipc": "cuda_ipc,tcp"}
+"""UCX_TLS by protocol: nothing that could take over. Memory copies (cma, cuda_ipc) need tcp for messages."""
 LOOPBACK = ("127.", "localhost")
 
 
@@ -169,14 +172,17 @@ def ucx_env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
     if protocol not in TLS:
         return {}
     nics = nics_of(options)
-    # In GPU memory, UCX's messages are copied by these.
-    tls = TLS[protocol] + (",cuda_copy,cuda_ipc" if options.get("memory") == "cuda" else "")
-    wanted = tls if options.get("protocol") else None
+    on_gpu = options.get("memory") == "cuda"
+    tls = TLS[protocol] + (",cuda_copy" if on_gpu else "")
+    chosen = inherited("UCX_TLS", tls if options.get("protocol") else None, tls)
     variables = {
-        "UCX_TLS": inherited("UCX_TLS", wanted, tls),
+        "UCX_TLS": chosen if on_gpu else with_cuda_copy(chosen, nvidia_gpus()),
         # At this level, and not below, UCX says once which transport each connection got.
         "UCX_LOG_LEVEL": inherited("UCX_LOG_LEVEL", None, "info"),
     }
+    if on_gpu:
+        # A connection's lanes don't say which of them an operation takes (``gpu_transport``).
+        variables["UCX_PROTO_INFO"] = inherited("UCX_PROTO_INFO", None, "y")
     host = str(options.get("host", "127.0.0.1"))
     if nics:
         variables["UCX_NET_DEVICES"] = devices(nics, protocol)
@@ -186,6 +192,29 @@ def ucx_env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
         # Otherwise UCX also takes, and listens on, the machine's other interfaces.
         variables["UCX_NET_DEVICES"] = inherited("UCX_NET_DEVICES", None, "lo")
     return variables
+
+
+def with_cuda_copy(tls: str, gpus: int) -> str:
+    """UCX_TLS, with ``cuda_copy`` where the host has NVIDIA GPUs.
+
+    NIXL 1.5 starts no agent on such a host if UCX_TLS names no transport for CUDA memory, even when all
+    buffers are in host memory ("NVIDIA GPU(s) are present, but this setting does not enable CUDA memory
+    support": nixl-cu13 1.5.1 on an H200). ``cuda_copy`` reaches no peer, so it never carries a transfer.
+    """
+    names = tls.removeprefix("^").split(",")
+    if not gpus or tls.startswith("^") or any(name == "all" or name.startswith("cuda") for name in names):
+        return tls
+    return f"{tls},cuda_copy"
+
+
+def nvidia_gpus(root: Path = Path("/")) -> int:
+    """NVIDIA GPUs on the PCI bus, counted as NIXL counts them (src/utils/common/hw_info.cpp)."""
+    found = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        with contextlib.suppress(OSError):
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            found += vendor == "0x10de" and kind[:6] in ("0x0300", "0x0302")
+    return found
 
 
 def devices(nics: Sequence[TransferNic], protocol: str) -> str:
@@ -221,7 +250,7 @@ def epoll_descriptors() -> set[int]:
     return found
 
 
-PROTOCOLS = ("tcp", "rdma", "cma", "shm", "posix")
+PROTOCOLS = ("tcp", "rdma", "cma", "shm", "cuda_ipc", "posix")
 KEY_BYTES = 16
 # With event descriptors the timed poll is a safety net only.
 SAFETY_INTERVAL_S = 0.005
@@ -278,7 +307,8 @@ class UcxEndpoint(AgentsEndpoint):
                 self._open(params)
         else:
             self._open(params)
-        only_tcp = set(os.environ.get("UCX_TLS", "").split(",")) <= {"tcp", "self"}
+        host_lanes = {"tcp", "self"} | ({"cuda_copy"} if self._kind == "DRAM" else set())
+        only_tcp = set(os.environ.get("UCX_TLS", "").split(",")) <= host_lanes
         self._fds = tuple(self._owner) if only_tcp else ()
         self._ready: select.epoll | None = None
         if len(self._agents) > 1 and self._fds:
@@ -288,6 +318,7 @@ class UcxEndpoint(AgentsEndpoint):
         self.poll_interval_s = SAFETY_INTERVAL_S if self._fds else 0.0003
         self.progress_interval_s = 0.1 if self._fds else 0.002
         self._tables: list[Any] = []
+        self._op = ""
         self._peers: dict[str, _Peer] = {}
         # Peers read the key to see that they reached this very process; it lands in their scratch.
         self._key = ctypes.create_string_buffer(os.urandom(KEY_BYTES), KEY_BYTES)
@@ -375,6 +406,7 @@ class UcxEndpoint(AgentsEndpoint):
         if peer not in self._peers:
             raise TransferError(f"no peer is called {peer!r}")
         began = time.perf_counter()
+        self._op = op
         known = self._peers[peer]
         parts: list[tuple[NixlAgent, Any]] = []
         descriptors = 0
@@ -417,6 +449,11 @@ class UcxEndpoint(AgentsEndpoint):
                 transport_in_log([line for line in lines if agent.name in line]) for agent in self._agents
             ]
             said = " ".join(dict.fromkeys(filter(None, each))) or said
+        if self._kind == "VRAM":
+            # Only GPU memory needs it, and its imports would make every worker start later.
+            from kvbench.transfer.parts.transport_log import gpu_transport
+
+            return gpu_transport(lines, self._op) or f"ucx:{said} (configured)"
         return f"ucx:{said}" if said else f"ucx:{os.environ.get('UCX_TLS', '')} (configured)"
 
     def close(self) -> None:
@@ -445,7 +482,7 @@ BACKEND = Backend(
     env=env,
     load=load,
     protocols=PROTOCOLS,
-    needs={"rdma": "rdma"},
-    local_protocols=("cma", "shm", "posix"),
+    needs={"rdma": "rdma", "cuda_ipc": "gpu"},
+    local_protocols=("cma", "shm", "cuda_ipc", "posix"),
     memories=("host", "cuda"),
 )

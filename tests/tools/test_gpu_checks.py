@@ -17,10 +17,11 @@ from fake_cuda import copied, fake_cuda
 
 from kvbench import transfer
 from tools.gpu import driver, kit, noise, one, run, start
-from tools.gpu.checks import CHECKS
+from tools.gpu.checks import CHECKS, TCP_REFUSALS
 from tools.gpu.result import Check, CheckFailedError, Figures, Result, SkippedError
 
 ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests/recorded"
 BAD = "tests.support.gpu_checks"
 no_driver = pytest.mark.skipif(driver.there(), reason="there is an NVIDIA driver")
 
@@ -101,6 +102,18 @@ def test_what_a_check_raises_is_its_answer(tmp_path: Path) -> None:
     assert raising(ZeroDivisionError("by zero"))["text"] == "ZeroDivisionError: by zero"
 
 
+def test_each_check_of_nixl_ran_on_a_real_gpu() -> None:
+    """What an H200 answered: bytes compared both ways; over TCP alone NIXL refuses GPU memory."""
+    recorded = [json.loads(line) for line in (RECORDED / "gpu/h200.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in recorded] == [check.name for check in CHECKS]
+    assert {each["status"] for each in recorded} == {"ok"}
+    figures = {each["name"]: each["figures"] for each in recorded}
+    assert figures["nixl_gpu_ipc"]["write transport"] == "ucx:cuda_ipc/cuda"
+    assert figures["nixl_gpu_tcp"]["write transport"] == "ucx:tcp/lo"
+    refusal = json.dumps(figures["nixl_gpu_tcp_refused"])
+    assert any(reason in refusal for reason in TCP_REFUSALS)
+
+
 # --- with a fake GPU
 
 
@@ -131,7 +144,7 @@ def test_nixl_refuses_memory_that_ucx_does_not_know_as_the_gpus(tmp_path: Path) 
     assert refused["status"] == "ok", refused
     assert "detected as host" in json.dumps(refused["figures"])
     # And where it must go, the same refusal is a failure, with the library's words.
-    failed = answer("nixl_gpu", tmp_path, env)
+    failed = answer("nixl_gpu_ipc", tmp_path, env)
     assert failed["status"] == "failed"
 
 
@@ -145,7 +158,7 @@ def test_wrong_bytes_are_a_failure(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=env, check=True, timeout=100, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["transport"].startswith("tcp")
+    assert found["write transport"].startswith("tcp")
     assert all(found[name] > 0 for name in ("write GB/s", "read GB/s", "read shuffled GB/s"))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +107,47 @@ def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
     assert nixl.transport_in_log([several]) == "tcp/a tcp/b"
     rails = "UCX  INFO    agent inter-node cfg#1 rma(tcp/a tcp/b)  am(tcp/a)"
     assert nixl.transport_in_log([rails]) == "tcp/a tcp/b"
+
+
+def pci_device(root: Path, address: str, vendor: str, kind: str) -> None:
+    folder = root / "sys/bus/pci/devices" / address
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "class").write_text(f"{kind}\n")
+
+
+def test_nvidia_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
+    assert nixl.nvidia_gpus(tmp_path) == 0
+    pci_device(tmp_path, "0000:00:06.0", "0x10de", "0x030200")
+    pci_device(tmp_path, "0000:00:07.0", "0x10de", "0x030000")
+    pci_device(tmp_path, "0000:00:08.0", "0x10de", "0x068000")  # an NVSwitch
+    pci_device(tmp_path, "0000:00:09.0", "0x1002", "0x030000")
+    assert nixl.nvidia_gpus(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("tls", "gpus", "set_to"),
+    [
+        ("tcp", 0, "tcp"),
+        ("tcp", 1, "tcp,cuda_copy"),
+        ("cma,tcp", 8, "cma,tcp,cuda_copy"),
+        ("tcp,cuda", 1, "tcp,cuda"),
+        ("all", 1, "all"),
+        ("^rc", 1, "^rc"),
+    ],
+)
+def test_host_memory_beside_a_gpu_needs_cuda_copy(tls: str, gpus: int, set_to: str) -> None:
+    """NIXL 1.5 refused UCX_TLS=tcp on an H200 even for host memory: `tests/recorded/gpu/h200.jsonl`."""
+    assert nixl.with_cuda_copy(tls, gpus) == set_to
+
+
+def test_a_named_protocol_never_lets_cuda_ipc_take_over() -> None:
+    tls = {
+        name: nixl.ucx_env({"memory": "cuda", "protocol": name}, name)["UCX_TLS"].split(",")
+        for name in nixl.TLS
+    }
+    assert [name for name, transports in tls.items() if "cuda_ipc" in transports] == ["cuda_ipc"]
+    assert all("cuda_copy" in transports for transports in tls.values())
 
 
 @given(pairs(), st.integers(1, 5))

@@ -49,6 +49,8 @@ SMI: Final = (
 )
 MULTI_RANK: Final = (2, 30)
 """From this NCCL on two ranks may share a GPU (kvbench/transfer/nccl.py)."""
+TCP_REFUSALS: Final = ("does not enable CUDA memory support", "detected as host")
+"""Why NIXL refuses GPU memory over TCP alone: at its agent's start from 1.5 on, earlier at registration."""
 COPIED_BYTES: Final = 64 << 20
 
 
@@ -143,11 +145,12 @@ CHECKS: Final = (
     Check("pair_host", lambda folder: pair("host", "tcp", folder), 110, gpu=False),
     Check("nvml", lambda folder: driver.nvml_codes()),
     Check("cuda_memory", cuda_memory),
-    Check("nixl_gpu", lambda folder: moved("nixl", "cuda", folder), 90),
+    Check("nixl_gpu_ipc", lambda folder: moved("nixl", "cuda", folder, {"protocol": "cuda_ipc"}), 90),
+    Check("nixl_gpu_tcp", lambda folder: moved("nixl", "cuda", folder, {"protocol": "tcp"}), 90),
     Check("nixl_gpu_all", lambda folder: moved("nixl", "cuda", folder, environment={"UCX_TLS": "all"}), 90),
     Check(
         "nixl_gpu_tcp_refused",
-        lambda folder: refused("nixl", "cuda", folder, {"UCX_TLS": "tcp"}, "detected as host"),
+        lambda folder: refused("nixl", "cuda", folder, {"UCX_TLS": "tcp"}, TCP_REFUSALS),
         90,
     ),
     Check("pair_gpu", lambda folder: pair("cuda", "cuda,tcp", folder), 110),

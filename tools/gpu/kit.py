@@ -57,7 +57,7 @@ class Group:
 def groups(cuda: int) -> tuple[Group, ...]:
     """What the checks import beyond what a machine with torch always has."""
     mooncake = "mooncake-transfer-engine-cuda13" if cuda >= 13 else "mooncake-transfer-engine"
-    pydantic = ("pydantic", "annotated-types", "typing-inspection", "typing-extensions")
+    pydantic = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
     return (
         Group(f"nixl_cu{cuda}", (f"nixl-cu{cuda}",)),
         Group("mooncake", (mooncake,)),
@@ -120,7 +120,7 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
                 ),
                 *("--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms),
                 *("--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"),
-                *("--dest", str(folder), *group.packages, *_needed(group)),
+                *("--dest", str(folder), *_pinned(group.packages)),
             ],
             PIP_DEADLINE_S,
         )
@@ -128,12 +128,11 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
     return found
 
 
-def _needed(group: Group) -> list[str]:
-    """pydantic takes one release of its core alone; here it is the one that is pinned."""
-    if group.probe != "pydantic":
-        return []
-    pins = [line.split(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    return [line for line in pins if line.startswith(("pydantic_core==", "pydantic-core=="))]
+def _pinned(packages: Sequence[str]) -> list[str]:
+    """Each package at constraints.txt's version: pydantic loads with one version of its core alone."""
+    lines = [line.split(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = {line.partition("==")[0].replace("_", "-"): line for line in lines if "==" in line}
+    return [pins.get(name, name) for name in packages]
 
 
 def unpack(wheel: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ fails, and the environment is the check's own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +69,23 @@ def moved(
         ):
             name = op if remote is _ALL else f"{op} shuffled"
             done = _once(both, str(peer["peer"]), op, remote, generation)
-            figures[f"{name} GB/s"], figures["transport"] = done
+            figures[f"{name} GB/s"], figures[f"{op} transport"] = done
     return figures
 
 
-def refused(backend: str, memory: str, folder: Path, environment: Mapping[str, str], why: str) -> Figures:
-    """The same where it must not go: the library's error has to contain ``why``. Raises CheckFailedError."""
+def refused(
+    backend: str, memory: str, folder: Path, environment: Mapping[str, str], reasons: Sequence[str]
+) -> Figures:
+    """The same where it must not go: the library's error has to contain one of ``reasons``.
+
+    Raises CheckFailedError.
+    """
     try:
         figures = moved(backend, memory, folder, environment=environment)
     except WorkerError as error:
         said = "\n".join([error.message, *error.log])
-        if why.lower() not in said.lower():
-            raise CheckFailedError(f"refused, but not for {why!r}: {said}") from error
+        if not any(reason.lower() in said.lower() for reason in reasons):
+            raise CheckFailedError(f"refused, but for none of {', '.join(reasons)}: {said}") from error
         return {"refused": error.message, "log": error.log}
     raise CheckFailedError(f"{backend} moved {memory} memory with {dict(environment)}", figures)
 

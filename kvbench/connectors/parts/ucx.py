@@ -48,7 +48,7 @@ class UcxOptions(ConnectorOptions):
         """UCX's environment; what is not given there it chooses: transports, and devices among all.
 
         UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory. It is to say which transports it
-        took, once a connection and operation (deployment/transport_lines.yaml).
+        took, once a connection and operation (transfer/parts/transport_lines.yaml).
         """
         wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
         return {**{name: value for name, value in wanted.items() if value}, **TELLING}

@@ -338,6 +338,8 @@ def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: i
             f"{case.backend} in {case.memory} memory",
             f"only {' and '.join(backend.memories)} memory is known",
         )
+    if case.protocol == "cuda_ipc" and case.memory != "cuda":
+        return f"{case.backend} over cuda_ipc", "it copies from GPU to GPU: --memory cuda"
     if backend.loopback_only and axes.remote:
         return case.backend, "it works within one host, and the two sides stand on two"
     if case.initiators > 1 and case.targets > 1:

@@ -242,6 +242,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
     "tcp": ("tcp", "socket"),
     "rdma": ("rdma", "rc_", "dc_", "ud_", "rc/", "verbs", "mlx5", "ib/"),
     "cma": ("cma",),
+    "cuda_ipc": ("cuda_ipc",),
     "shm": ("shm", "sysv", "posix", "memfd"),
     "posix": ("posix", "file"),
 }

@@ -116,6 +116,16 @@ def test_a_protocol_that_is_lacking_is_told_and_yardsticks_stay() -> None:
     assert not left.absent
 
 
+def test_cuda_ipc_is_for_gpu_memory_only() -> None:
+    mover = BackendCapabilities("nixl", ("tcp", "cuda_ipc"), memories=("host", "cuda"))
+    axes = Axes(backends=("nixl",), protocols=("tcp", "cuda_ipc"))
+    found = build(axes, [mover])
+    assert {case.protocol for case in found.cases} == {"tcp"}
+    assert [left.reason for left in found.left] == ["it copies from GPU to GPU: --memory cuda"]
+    on_gpu = build(replace(axes, memory="cuda"), [mover])
+    assert {case.protocol for case in on_gpu.cases} == {"tcp", "cuda_ipc"}
+
+
 def test_a_protocol_that_nothing_here_has_is_refused_by_name() -> None:
     """Yardsticks alone would be a table that answers another question."""
     none = tuple(

@@ -131,3 +131,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _families(names: Sequence[str]) -> set[str]:
     return {name.partition("/")[0] for name in names}
+
+
+def gpu_transport(lines: Sequence[str], operation: str) -> str:
+    """What one operation between GPUs takes, as ``ucx:cuda_ipc/cuda``; empty if no table says it.
+
+    A connection's lanes are not enough: on an H200 its lanes were ``tcp/lo cuda_ipc/cuda``, its writes took
+    cuda_ipc and its reads TCP.
+    """
+    reader = TransportReader(operation=operation)
+    reader.feed(lines)
+    names = dict.fromkeys(name for each in reader.found() if each.gpu for name in each.transports)
+    return f"ucx:{' '.join(names)}" if names else ""

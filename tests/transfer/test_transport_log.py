@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvbench import connectors
 from kvbench.core.gates.evidence import EMULATED, LoggedTransport
 from kvbench.deployment.diagnose import LogSource, LogWatch
-from kvbench.deployment.transport_log import TransportReader
+from kvbench.transfer.parts.transport_log import TransportReader, gpu_transport
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -48,6 +48,20 @@ def test_a_pull_of_gpu_memory_without_nvlink_is_seen() -> None:
     (pushed,) = read("written/ucx-52607-push.log", "write")
     assert pushed.gpu
     assert (pushed.transports, pushed.how) == (("cuda_ipc/cuda",), "zero-copy")
+
+
+def test_on_a_real_gpu_writes_took_cuda_ipc_and_reads_tcp() -> None:
+    """An H200, one process to another: both operations of one connection, with cuda_ipc among its lanes."""
+    (written,) = read("ucx/gpu-write-and-read.log", "write")
+    assert (written.transports, written.how, written.gpu) == (("cuda_ipc/cuda",), "zero-copy", True)
+    (found,) = read("ucx/gpu-write-and-read.log", "read")
+    assert (found.transports, found.how, found.gpu) == (("tcp/lo",), EMULATED, True)
+
+
+@pytest.mark.parametrize(("op", "transport"), [("write", "ucx:cuda_ipc/cuda"), ("read", "ucx:tcp/lo")])
+def test_a_transfer_between_gpus_names_its_own_transport(op: str, transport: str) -> None:
+    assert gpu_transport(lines("ucx/gpu-write-and-read.log"), op) == transport
+    assert gpu_transport(lines("ucx/read-over-tcp.log"), op) == ""
 
 
 def lanes(text: str) -> str:
