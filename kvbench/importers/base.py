@@ -83,7 +83,7 @@ class ServingRow:
     """As written; without a time zone it is no moment."""
     command: str = ""
     refused: dict[str, str] = field(default_factory=dict)
-    """Figures that were left out of the row: name → why (``parts/plausible.py``)."""
+    """Figures that were left out of the row: name → why (``parts/trials.py``)."""
     qualifiers: list[str] = field(default_factory=list)
     """What must be known with the row's figures to read them."""
     incomplete: str = ""

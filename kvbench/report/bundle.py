@@ -1,6 +1,6 @@
 """``kvbench bundle``: a run folder packed for sharing, without what shows on whose machines it was measured.
 
-Text, JSON and Parquet are scrubbed (``core.scrub``). What is derived (report, tables, pictures) is not
+Text, JSON and Parquet are scrubbed (``report.scrub``). What is derived (report, tables, pictures) is not
 packed as it is, since a picture has the host's name in its dots: it is made anew from the scrubbed files.
 What is neither is left out.
 """

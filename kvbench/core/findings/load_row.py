@@ -135,7 +135,7 @@ class LoadRow:
 
 
 def known_model(name: str) -> str:
-    """The short name that ``core.hardware`` and ``core.models`` use, of a full one; as it is if none fits.
+    """The short name that ``core.physics`` uses, of a full one; as it is if none fits.
 
     ``…/Qwen/Qwen3-30B-A3B-Instruct-2507/`` is ``qwen3-30b-a3b``.
     """

@@ -32,7 +32,7 @@ class _Strict(BaseModel):
 
 
 class ModelSpec(_Strict):
-    """The fields of ``core.models.ModelShape``."""
+    """The fields of ``core.physics.ModelShape``."""
 
     name: str
     layers: int = Field(ge=1)
@@ -48,7 +48,7 @@ class ModelSpec(_Strict):
 
 
 class KvPace(_Strict):
-    """How long a hand-over of KV takes (``core.transfermodel``); 10⁹ bytes per second, None: no limit."""
+    """How long a hand-over of KV takes (``core.transfers.model``); 10⁹ bytes per second, None: no limit."""
 
     start_s: float = Field(0.0, ge=0)
     per_descriptor_s: float = Field(0.0, ge=0)

@@ -180,7 +180,8 @@ pass_on(Splicer *self, struct pair *pair, uint32_t events, char *buffer)
 }
 
 /* Requests go first: when their thread wakes, it takes the core from this one, which has a usual slice (a router
-   has a short one: timeslice.py) and takes the core from nobody. What comes meanwhile is passed on in one go. */
+   has a short one: common/entry.py) and takes the core from nobody. What comes meanwhile is passed on in one
+   go. */
 static void
 give_way(void)
 {

@@ -221,7 +221,7 @@ def _within(search: Search, requests: float) -> int:
 
 
 class TrialWatch:
-    """Follows a trial by the rule of sequential looks (live.py), once for each SLO tier.
+    """Follows a trial by the rule of sequential looks (``LiveTrial``), once for each SLO tier.
 
     ``decisions`` has the tiers that are decided. A trial is over as soon as the tier that it was run for is.
     """
