@@ -1,16 +1,8 @@
-"""What hardware can do at most, and how much work a prompt is: the physics behind the gates.
+"""The physics behind the gates: what hardware can do at most, how much work a prompt is, how large its KV is.
 
-Both err to the side of silence: the peak is the highest dense one that a GPU has for inference, and the work
-counts only what every implementation has to compute. So a rate above the peak is impossible, whatever the
-kernels, the data type or the share of the peak that is usual.
-
-Model shapes, and what they say about the KV cache: bytes per token, blocks, descriptors.
-
-The KV cache of grouped-query attention holds, per token, a key and a value vector for each
-layer and KV head: ``2 · layers · kv_heads · head_dim · dtype_bytes`` bytes. Multi-head latent
-attention (MLA) holds one compressed vector per layer instead: ``layers · mla_dim · dtype_bytes``.
-With more tensor-parallel ranks than KV heads each head is stored more than once, and MLA's
-vector is stored on every rank, so the bytes on the wire exceed the logical ones.
+Peak and work err to the side of silence: the peak is the highest dense one that a GPU has for inference, and
+the work counts only what every implementation has to compute. So a rate above the peak is impossible,
+whatever the kernels, the data type or the share of the peak that is usual.
 """
 
 from __future__ import annotations
@@ -210,7 +202,14 @@ DTYPE_BYTES: Final = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the KV cache and the compute model need to know of a model."""
+    """What the KV cache and the compute model need to know of a model.
+
+    The KV cache of grouped-query attention holds, per token, a key and a value vector for each layer and KV
+    head: ``2 · layers · kv_heads · head_dim · dtype_bytes`` bytes. Multi-head latent attention (MLA) holds
+    one compressed vector per layer instead: ``layers · mla_dim · dtype_bytes``. With more tensor-parallel
+    ranks than KV heads each head is stored more than once, and MLA's vector is stored on every rank, so the
+    bytes on the wire exceed the logical ones.
+    """
 
     name: str
     layers: int

@@ -9,9 +9,8 @@ Forms
 - **A mean**: ``tpot_ms mean <= 50``, over the answered requests. A mean of survivors can be bought by
   dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
 
-Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing.
-
-How long one request may take: what the SLO allows it, and the client's deadline, which follows.
+Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing. The client's deadline
+for a request follows from what the SLO allows it (``default_timeout_s``).
 """
 
 from __future__ import annotations

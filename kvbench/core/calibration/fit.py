@@ -1,19 +1,10 @@
 """The coefficients of a timing profile, fitted to requests that an engine served.
 
-Nobody logs an engine's steps. What a client sees of a request, the time to its first token and from there to
-its last, is a sum over steps that depend on all requests under way; so the whole load is simulated with
-coefficients, and these are moved until the times agree (``least_squares``). Both kinds of times count by
-their own scatter: they are weighted once more after a first fit by how far each kind was off.
-
-What happened while each request was served, counted from the measured times alone; nothing is simulated.
-
-Between a request's first and last token lie as many steps as it made tokens. What these steps computed
-besides is known from the other requests: their tokens, taken as evenly spread from their first to their last,
-and the prompts whose first tokens fell into that time. So the duration is linear in the coefficients, and
-they are solved for: a first guess that needs no schedule, for ``fit`` to go on from. Requests that are held
-out are not looked at, as if they had not been there.
-
-A load as an engine served it, and the same load as the model serves it with given coefficients.
+Nobody logs an engine's steps. A client sees a request's time to its first token and from there to its last:
+sums over steps that depend on all requests under way. So ``fit`` simulates the whole load and moves the
+coefficients until the times agree (``least_squares``). Both kinds of times count by their own scatter: they
+are weighted once more after a first fit by how far each kind was off. The first guess needs no simulation
+(``guess``).
 """
 
 from __future__ import annotations
@@ -136,7 +127,14 @@ _ROUNDS: Final = 30
 
 
 def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
-    """Coefficients in milliseconds; 0 for what the loads do not tell. A hand-off is taken for front end."""
+    """Coefficients in milliseconds; 0 for what the loads do not tell. A hand-off is taken for front end.
+
+    What happened while each request was served is counted from the measured times. Between its first and last
+    token lie as many steps as it made tokens. What these steps computed besides is known from the other
+    requests: their tokens, taken as evenly spread from their first to their last, and the prompts whose first
+    tokens fell into that time. So the duration is linear in the coefficients, and they are solved for.
+    Requests that are held out are not looked at, as if they had not been there.
+    """
     rows, times = [], []
     for each, mask in zip(served, masks, strict=True):
         for counts, milliseconds in (_decodes(each, mask), _lone_prefills(each, mask)):

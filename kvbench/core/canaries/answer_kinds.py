@@ -1,6 +1,6 @@
-"""What a canary's answer is: right, another prompt's, stale, cut, or garbage; and what happened around it.
+"""What a canary's answer is (right, another prompt's, stale, cut, or garbage), and what all of them prove.
 
-What so many checked answers prove: the bound of the share that is wrong, and what would have been seen.
+They give a bound of the share of wrong answers, and say what would have been seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Prompts whose right answers are known, and who said so.
+"""Prompts whose right answers are known, who said so, and which requests of a load ask them.
 
-Which requests of a load are canaries: spread over all of it, and many enough in a trial that ends soon.
+They are spread over all of it, with enough in a trial that ends soon.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The conclusions of a table, made from its rows by rule: what is suspicious, what of written conclusions
-does not hold, who is ahead and by how much, and what cannot be concluded.
+"""The conclusions of a table, made from its rows by rule, and the check of conclusions that people wrote.
 
-Conclusions that somebody wrote beside his tables, checked against the rows.
-
-A claim is data, as an import describes it under ``claims``: what is said (``text``, on which ``line``), of
-which figure (``metric``), and the relation or the values::
+The rules say what is suspicious, which written conclusions are false, who is ahead and by how much, and
+what cannot be concluded. A written conclusion is a ``Claim``, as an import has it under ``claims``: what is
+said (``text``, on which ``line``), of which figure (``metric``), and the relation or the values::
 
     {"text": "…", "line": 1020, "metric": "mean_ttft_ms", "input_len": [32768],
      "ahead": "mooncake", "behind": "nixl", "values": {"mooncake": 461, "nixl": 2779}}

@@ -1,15 +1,12 @@
-"""What became of a highest request rate between runs before and runs after; the ratio is after / before.
+"""Whether a highest request rate changed between runs before and runs after; the ratio is after / before.
 
-One run on each side is compared by the posteriors of the two searches. A search cannot know by how much a
-repeated run differs, and allows for systems that are less even than most. So where there are repeats (five
-runs or more in all), the scatter of their answers decides: Student's t on the logarithms, with one variance
-for both sides.
+One run on each side is compared by the posteriors of the two searches, sets of equally probable rates. The
+searches are independent, so each pair of rates is equally probable: P(A > B) is the share of pairs in which
+A's is higher, and the interval of the ratio is that of the pairs' ratios.
 
-Which of two highest request rates is the higher one, and by how much, from the posteriors of two searches.
-
-A posterior is a set of equally probable rates. Two searches are independent, so that of all pairs of rates
-each is as probable: P(A > B) is the share of pairs in which A's is the higher one, and the interval of the
-ratio is that of the pairs' ratios.
+A search cannot know by how much a repeated run differs, and allows for systems that are less even than most.
+So where there are repeats (five runs or more in all), the scatter of their answers decides: Student's t on
+the logarithms, with one variance for both sides.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""What in the set-up of a table's rows its reader must know of, since it shows in their figures. Pure.
+"""What in the set-up of a table's rows shows in their figures, so that a reader must know of it. Pure.
 
-Sessions whose router did not look at prefix caches: their rates show the routing, not the connector.
-
-KV that is told to go over TCP although there is RDMA: seen from commands, and from what their hosts have.
-
-One function for plan, doctor and report. Pure: the devices come in as ``hosts.devices.rdma`` lists them.
-
-Tensor parallel sizes that differ, between prefill and decode or between rows. Pure.
-
-One function for plan and report: the ranks come in as a plan.json has them.
+- Routers that ignored prefix caches: the rates then show the routing, not the connector.
+- KV that is sent over TCP although there is RDMA. One function for plan, doctor and report: devices come in
+  as ``hosts.devices.rdma`` lists them.
+- Tensor parallel sizes that differ, between prefill and decode or between rows. One function for plan and
+  report: the ranks come in as a plan.json has them.
 """
 
 from __future__ import annotations

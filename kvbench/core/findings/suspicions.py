@@ -1,10 +1,8 @@
-"""What is suspicious in a row of figures, by rules that need no single request: above all in read-in results.
+"""What is suspicious in a row of figures, by rules that need no single request: above all in imported rows.
 
 Each rule is a function LoadRow → Finding | None and stays silent where it lacks a figure. "invalid" says
 that the row's number is not what it is called; "warning" that it has to be read with care; "note" is worth
 knowing.
-
-Whether a table's TTFT could be that of prompts that were computed, from its percentiles alone.
 """
 
 from __future__ import annotations

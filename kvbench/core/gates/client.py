@@ -1,10 +1,8 @@
-"""Gates on kvbench's own parts: load generator, router, emulated engine. Was one of them the limit?
+"""Gates on kvbench's own parts and on the machine: was one of them the limit, or busy with other work?
 
 They only ever make latencies longer. So a trial that meets the SLO all the same is met, with a warning. A
 miss is refused if it would be met with the delay forgiven in full to every request: it is then no miss of
 the system. A gross delay refuses both, as the latencies themselves are wrong.
-
-Gates on the machine: did it belong to this trial?
 """
 
 from __future__ import annotations

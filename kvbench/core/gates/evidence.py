@@ -1,6 +1,6 @@
-"""What a trial's gates may look at: data only. None always means unknown, and trips no gate.
+"""What a trial's gates may look at, as load generator, router, engines, NICs and host report it.
 
-What each part of a trial says of itself: load generator, router, engines, NICs, host. None is unknown.
+It is data only. None always means unknown, and trips no gate.
 """
 
 from __future__ import annotations

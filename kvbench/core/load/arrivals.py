@@ -1,6 +1,4 @@
-"""When to send: planned offsets of an open-loop load.
-
-Which requests are sent when: at planned times, or think time after the answers that they wait for.
+"""Which requests are sent when: at planned times, or think time after the answers that they wait for.
 
 A request without ``after`` is sent at its planned time, whatever becomes of the others (open loop). One that
 waits for others is sent ``think_time_s`` after the last of them has been answered; where one of them failed,

@@ -1,15 +1,13 @@
-"""What to send: token ids of exact length that no prefix cache has seen.
+"""Prompts that no prefix cache has seen: token ids of exact length, or messages for servers of chats alone.
 
-Prompts of one trial differ in their first tokens already, so none is a prefix of another and no two
-share a first cache block. Another seed gives other prompts.
+Prompts of one trial differ in their first tokens already, so none is a prefix of another and no two share a
+first cache block. Another seed gives other prompts.
 
-Prompts for servers that take chats alone: messages of common words instead of token ids.
-
-Nobody but the server knows its tokenizer, and its chat template adds tokens of its own. Both are learned
-from what it counts itself: ``usage.prompt_tokens`` of two messages of different length (``ChatLength.of``).
-The words are so common that byte-pair tokenizers have each of them, with the space before it, as one token;
-where one has not, the measured slope takes it in on average, and lengths differ a little from prompt to
-prompt (``core/gates/answers.py`` allows for it).
+Messages are of common words. Only the server knows its tokenizer, and its chat template adds tokens. Both are
+learned from its own counts: ``usage.prompt_tokens`` of two messages of different length (``ChatLength.of``).
+Byte-pair tokenizers have each of these words, with the space before it, as one token; where one has not, the
+measured slope takes it in on average, and lengths differ a little from prompt to prompt
+(``core/gates/answers.py`` allows for it).
 """
 
 from __future__ import annotations

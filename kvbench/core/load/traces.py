@@ -1,6 +1,4 @@
-"""Recorded requests and their replay: rates, prefixes that they share, prompts that share them, too.
-
-Trace files: arrivals, lengths and, of Mooncake's traces, which blocks of their prompts requests share.
+"""Recorded requests and their replay: rates, shared prefixes, and prompts that share them again.
 
 Formats (a file's text → ``TracedRequest`` values, all mistakes reported with their lines):
 
@@ -9,9 +7,9 @@ Formats (a file's text → ``TracedRequest`` values, all mistakes reported with 
   equal tokens after equal beginnings (Mooncake, arXiv 2407.00079; its repository's FAST25 traces).
 - ``jsonl`` and ``csv``: ``timestamp`` or ``offset_s`` (both seconds), ``input_len``, ``output_len``.
 
-Only the order of times matters, not where they begin: offsets are counted from the first request. They are
-put in order and subtracted in the unit that they are written in: two that differ there may be equal once
-divided by 1000, and of milliseconds since 1970 the division would cost digits of each gap.
+Offsets count from the first request, wherever the recorded times begin. Times are sorted and subtracted in
+the unit that they are written in: two that differ there may be equal once divided by 1000, and of
+milliseconds since 1970 the division would cost digits of each gap.
 """
 
 from __future__ import annotations

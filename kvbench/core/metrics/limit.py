@@ -14,7 +14,7 @@ measured one. The rule:
    that nobody has fetched is blocked by what comes after it. And where hardly anything is waiting, the
    work itself takes too long: prefill or transfer of one request alone.
 
-Where a part is not known (no router times, no gauges) the answer says "undetermined" rather than guess.
+Where a part is not known (no router times, no gauges) the answer is "undetermined", not a guess.
 """
 
 from __future__ import annotations

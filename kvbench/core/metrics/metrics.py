@@ -1,6 +1,4 @@
-"""From request records to the figures of a trial: latencies, rates, attainment.
-
-Rules, in one place:
+"""From request records to the figures of a trial: latencies, rates, attainment, and its steady window.
 
 - **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
   request (core/slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token;
@@ -8,20 +6,15 @@ Rules, in one place:
   A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
   have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
   requests wait too long would be judged by the lucky ones alone.
-- **Steady window.** Verdict, rates and latencies are taken from the trial's steady part (``steady_window``).
-  A completion or a token counts for a rate if it *happened* in it.
+- **Steady window.** Verdict, rates and latencies are taken from it. It begins after the warm-up and ends with
+  the last arrival. The warm-up is the first 10 % of the arrivals, or one median end-to-end latency if that is
+  longer, but never more than 30 % of the arrivals. Fewer than 20 arrivals have no warm-up: there is nothing
+  to spare. A request belongs to the window if it was *scheduled* in it; a completion or a token counts for a
+  rate if it *happened* in it. So the drain, in which the load is no longer offered, distorts no rate.
 - **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
   whole duration, ramp and drain included. They are lower than the load that was carried.
 - **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
   (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
-
-A trial's steady part: the window that figures are taken from, and what is open at each moment.
-
-The window begins after the warm-up and ends with the last arrival. The warm-up is the first 10 % of the
-arrivals, or one median end-to-end latency if that is longer, but never more than 30 % of the arrivals.
-Fewer than 20 arrivals have no warm-up: there is nothing to spare. A request belongs to the window if it was
-*scheduled* in it; a completion or a token counts for a rate if it *happened* in it. So the drain after the
-last arrival, in which the load is no longer offered, distorts no rate.
 """
 
 from __future__ import annotations

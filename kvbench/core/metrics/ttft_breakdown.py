@@ -1,8 +1,8 @@
 """Where the time to the first token goes: router, P, hand-off, transfer, D. Pure.
 
-Everything is a mean over a trial's requests, in milliseconds, from three sources: the client's TTFT, the
-router's times of each request (in direct mode the load generator's own), and the engines' histograms. What
-each part is:
+``ttft_breakdown`` gives means over a trial's requests in milliseconds, ``parts_of`` the parts of one request
+in seconds. The sources of the means are the client's TTFT, the router's times of each request (in direct mode
+the load generator's own), and the engines' histograms:
 
 - ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
   P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.
@@ -14,18 +14,15 @@ each part is:
 - ``hand_off``: all else between P's last compute and D's engine having the request: the front ends of P and
   D (HTTP, tokens, P's answer) and the router's turn between them.
 
-The parts add up to the TTFT. Three cases leave parts unknown (None), and their time in another one:
-with concurrent dispatch D waits while P computes, so that D's own queue cannot be told from the hand-off:
-``decode_queue`` is None and within ``hand_off``. Without a router's times ``router`` is None and within
-``hand_off``. Where the engine reports no transfer times ``kv_transfer`` is None and within ``decode_queue``
-(sequential) or ``hand_off`` (concurrent).
+The parts add up to the TTFT. In three cases a part is unknown (None) and its time is in another one:
+with concurrent dispatch D waits while P computes, so ``decode_queue`` is within ``hand_off``; without a
+router's times ``router`` is within ``hand_off``; where the engine reports no transfer times ``kv_transfer``
+is within ``decode_queue`` (sequential) or ``hand_off`` (concurrent).
 
-The engines' histograms count requests that failed or were cancelled, too, which TTFT and the router's times
-do not. So with the router's times known, P's two parts are shortened together to what the router waited for
-P, and D's to what it waited for D; the sum is then the TTFT. Without them a part below zero is shown as 0,
-and the sum is larger than the TTFT by as much.
-
-The TTFT of single requests cut into parts by the client's and the router's times. Pure.
+The engines' histograms count requests that failed or were cancelled, too; TTFT and the router's times do not.
+So with the router's times known, P's two parts are shortened together to what the router waited for P, and
+D's to what it waited for D; the sum is then the TTFT. Without them a part below zero is shown as 0, and the
+sum is larger than the TTFT by as much.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """How much hardware a deployment has: engines, and GPUs where that is known. Pure.
 
-Two deployments of unequal size are not compared by their rates: twice the engines hold about twice the
-load, whatever moves the KV cache between them.
-
-GPUs are counted by the devices that were given to the processes, or else by the ranks of each instance. Of
-an engine whose compute time is modelled they are those of the plan: one a rank, whatever the machine has. Of
-servers that kvbench did not start they are what the scenario says (``engine_options.gpus``), if it does.
+Two deployments of unequal size are not compared by their rates: twice the engines hold about twice the load,
+whatever moves the KV cache between them. GPUs are counted by the devices that were given to the processes, or
+else by the ranks of each instance. Of an engine whose compute time is modelled they are those of the plan:
+one a rank, whatever the machine has. Of servers that kvbench did not start they are what the scenario says
+(``engine_options.gpus``), if it does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""From a scenario to what will be done: cells, deployments with their ports, bytes, and time.
+"""From a scenario to what will be done, and its cost: cells, deployments with their ports, bytes, and time.
 
-One deployment serves all input lengths of its connector. The aggregated one comes first, since
-its greedy outputs are what those of the others are compared with; if the scenario has none of a tensor
-parallel size, a reference deployment is added that only gives these outputs. A deployment without P/D has
-as many engines as the scenario's P and D together, unless the scenario says how many: else the one that
-has more hardware would be ahead.
-
-What a scenario will cost before anything runs: KV bytes per request, requests per trial, seconds.
+One deployment serves all input lengths of its connector. The aggregated one comes first, since its greedy
+outputs are what those of the others are compared with; if the scenario has none of a tensor parallel size, a
+reference deployment is added that only gives these outputs. A deployment without P/D has as many engines as
+the scenario's P and D together, unless the scenario says how many: else the one that has more hardware would
+be ahead.
 """
 
 from __future__ import annotations

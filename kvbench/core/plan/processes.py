@@ -1,6 +1,6 @@
-"""What a process of a deployment is, before anybody starts it. Plain data for plan.json and the launchers.
+"""What a process of a deployment is, before anybody starts it: plain data for plan.json and the launchers.
 
-The modules that are processes of their own, started as ``python -m NAME``: named here and nowhere else.
+Modules that are processes, started as ``python -m NAME``, are named here and nowhere else.
 """
 
 from __future__ import annotations

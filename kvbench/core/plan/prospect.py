@@ -1,17 +1,14 @@
 """How sharp an answer a search's trials can give: what its time buys, by SLO, rate and one request alone.
 
 Near its capacity a queue's waiting time is that of a reflected Brownian motion
-(``core.search.posterior.queue_model``). Of arrivals and services whose squared coefficients of variation
-add up to k²
-(1: even services at Poisson arrivals; 2: exponential ones; far more with heavy tails), and of a *slack*,
-the time that the limit leaves for waiting, the share beyond the limit is about load · exp(−depth · (1 −
-load)). At the rate looked for it changes by 1 + s per cent with each per cent of the rate, s = 2 · slack ·
-rate / k², and depth = s − ln(share allowed). The queue forgets its state after ``memory`` slacks, which
-leaves seconds / (slack · memory) independent moments, but never more than requests, of which so many as
-come in a clump count as one. Of M moments a share p is known to √((1 − p) / (p · M)), relatively, and a
-mean to √(1 / M); that divided by the steepness is the rate's error.
-
-What a search's time buys, in words: before anything runs, and once a cell's first trials are known.
+(``core.search.posterior.queue_model``). The squared coefficients of variation of arrivals and services add up
+to k² (1: even services at Poisson arrivals; 2: exponential ones; far more with heavy tails). *Slack* is the
+time that the limit leaves for waiting. The share beyond the limit is about load · exp(−depth · (1 − load)).
+At the highest rate it changes by 1 + s per cent with each per cent of the rate, s = 2 · slack · rate / k²,
+and depth = s − ln(share allowed). The queue forgets its state after ``memory`` slacks, which leaves
+seconds / (slack · memory) independent moments, but never more than requests, of which those that come in a
+clump count as one. Of M moments a share p is known to √((1 − p) / (p · M)), relatively, and a mean to
+√(1 / M); that divided by the steepness is the rate's error.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ UNEVEN: Final = 8.0
 """k² of a system whose requests take about the same time, of one in between, and of one with heavy tails."""
 KNOWN: Final = 0.8
 LEFT: Final = 0.15
-"""So much of the arrivals' chance is allowed for, since they are known (``core.search.arrival_luck``), and so
-much of all chance is left at least."""
+"""So much of the arrivals' chance is allowed for, since they are known
+(``core.search.posterior.arrival_luck``), and so much of all chance is left at least."""
 Z90: Final = 1.645
 SPENT: Final = 4
 """Trials until a search is near: a flood, and some steps from both sides."""

@@ -1,8 +1,6 @@
 """From pydantic's errors to sentences with a line, and what no single value's check can see.
 
-What no single value's check can see about a deployment's hosts and roles.
-
-What is wrong with a load of sessions, by itself and with the rest of a scenario.
+The second kind: values that contradict each other, a deployment's hosts and roles, a load of sessions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The hosts of a scenario: how each is reached, where its servers listen, and which role runs on which.
+"""The hosts of a scenario: how each is reached, where its servers listen, and which role runs on which. Pure.
 
-The scenario's sections on schedulers: what is asked of Slurm, and of Ray. Pure.
+Slurm or Ray may be asked for them.
 """
 
 from __future__ import annotations

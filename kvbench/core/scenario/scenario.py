@@ -1,10 +1,8 @@
 """The scenario: what to measure, as checked and frozen values.
 
-``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all
-mistakes; ``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each
-section may hold stands in the modules ``*_section`` and ``goals``.
-
-Whose greedy outputs are the truth for whom: those of engines without P/D that have as many ranks. Pure.
+``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all mistakes;
+``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each section may hold is
+in ``sections``, ``deployment_section`` and ``goals``. ``references`` says whose greedy outputs are the truth.
 """
 
 from __future__ import annotations

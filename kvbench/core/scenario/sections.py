@@ -1,14 +1,6 @@
-"""The sections of a scenario file except its deployment: workload, model, sessions, virtual time.
+"""The sections of a scenario file except its deployment: workload, checks, load, model, sessions, simulate.
 
-The workload, checks and load sections: what is sent, when, and by what.
-
-Durations are seconds, as the names' suffixes say.
-
-The model section of a scenario file: a preset's name, a preset with changes, or a full shape.
-
-The simulate section of a scenario file: figures for virtual time. Durations are milliseconds.
-
-The section ``workload.sessions`` of a scenario file: multi-turn load, and where its sessions come from.
+Durations are seconds or milliseconds, as the names' suffixes say.
 """
 
 from __future__ import annotations

@@ -1,21 +1,8 @@
-"""Recorded sessions: turns, their lengths, times, sub-agents, and the blocks of their prompts.
+"""Recorded sessions: their turns, lengths, times, sub-agents and blocks, and the reuse that they offer.
 
 A session is a sequence of turns. Each turn's prompt is the conversation so far and something new; it is sent
 think time after the answer before it. Sub-agents are sessions beside it: they begin once a turn is answered,
 and the turn after that waits for them.
-
-What a corpus asks for: turns, lengths, times, sub-agents, and what of its blocks could be reused.
-
-How much of prompts a prefix cache could have found, counted from the prompts themselves.
-
-The cache is asked when a prompt comes, holds whole blocks, and lets go of the least recently used ones; of a
-prompt the last block first, so that what it holds of a prompt is always its beginning (vLLM frees a request's
-blocks in that order). Then one walk over the prompts counts for every capacity at once (Mattson's stack
-distances, IBM Systems Journal 9(2), 1970): a block that is the n-th on the stack of recent use is found by
-every cache of n blocks or more.
-
-The blocks whose last user was one and the same prompt are always its end, and lie on the stack in a row. So
-a prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts.
 """
 
 from __future__ import annotations
@@ -179,7 +166,17 @@ class OfferedReuse:
 
 
 def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
-    """Count for prompts in the order in which they come; their ids as ``chained`` gives them."""
+    """Count what a prefix cache could find in prompts as they come; their ids as ``chained`` gives them.
+
+    The cache is asked when a prompt comes, holds whole blocks, and evicts the least recently used ones; of a
+    prompt the last block first, so that it always holds a prompt's beginning (vLLM frees a request's blocks
+    in that order). Then one walk over the prompts counts for every capacity at once (Mattson's stack
+    distances, IBM Systems Journal 9(2), 1970): a block that is the n-th on the stack of recent use is found
+    by every cache of n blocks or more.
+
+    The blocks whose last user was the same prompt are always its end, and lie on the stack in a row. So a
+    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts.
+    """
     nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user

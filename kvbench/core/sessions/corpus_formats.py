@@ -1,33 +1,27 @@
-"""Recorded conversations of coding agents, as kv-cache-tester writes and AgentX replays them.
+"""Corpora of sessions in their formats. A mistake is reported with its file and line.
 
-A JSON object a conversation: ``block_size`` tokens, ``hash_id_scope`` (``local``: ids are the conversation's
-own; ``global``: the corpus's), ``tool_tokens`` and ``system_tokens`` with which its prompts begin, and
-``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one a block of its prompt),
-``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An entry of
-type ``subagent`` has requests of its own, on the same clock; the request after it waited for them.
-Sources: github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
-docs/tutorials/weka-trace.md, which replays the same files.
-
-``think_time`` counts from the last answer whose end is known. Where the answer before has no ``api_time``, or
-sub-agents came between, the time since they were sent is a bound, and the smaller of both is taken.
-
-Corpora in other formats: AIPerf's multi-turn files, ShareGPT's, lengths alone, and Mooncake's traces.
-
+- ``agentic``: coding agents' conversations, as kv-cache-tester writes and AgentX replays them. An object a
+  conversation: ``block_size`` tokens, ``hash_id_scope`` (``local``: ids are the conversation's own;
+  ``global``: the corpus's), ``tool_tokens`` and ``system_tokens`` with which its prompts begin, and
+  ``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one a block of its prompt),
+  ``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An entry of type ``subagent`` has
+  requests of its own, on the same clock; the request after it waited for them.
+  Sources: github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
+  docs/tutorials/weka-trace.md, which replays the same files.
+  ``think_time`` counts from the last answer whose end is known. Where the answer before has no ``api_time``,
+  or sub-agents came between, the time since they were sent is a bound, and the smaller of both is taken.
 - ``aiperf``: an object a session with ``session_id`` and ``turns``: each with ``text``, ``delay`` (ms)
   and ``output_length``; a leading turn of role ``system`` is part of the first prompt (ai-dynamo/aiperf
   docs/tutorials/custom-dataset.md, multi_turn).
-- ``sharegpt``: an object a session with ``conversations``: messages with ``from`` and ``value``. What ``gpt``
-  says is an answer, all that came before it its prompt. There are no times in it.
+- ``sharegpt``: an object a session with ``conversations``: messages with ``from`` and ``value``. A message
+  from ``gpt`` is an answer, all before it is its prompt. There are no times.
 - ``lengths``: an object a turn with ``session_id``, ``input_len`` (the whole prompt), ``output_len``, and
-  where known ``think_time_s``, and ``offset_s`` of a session's first turn. Turns of a session stand in
-  their order.
+  where known ``think_time_s``, and ``offset_s`` of a session's first turn. A session's turns are in order.
 - ``mooncake``: each request is a session of one turn (``core/load/traces.py``).
 
-Tokens of texts are estimated: a token for every four bytes of UTF-8. Blocks of what has lengths alone are
-those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for that
-prompt and its answer; then it begins anew.
-
-One JSON object of a corpus, read with care: what is wrong in it is said with its file and line.
+Tokens of texts are estimated: a token for every four bytes of UTF-8. Where only lengths are known, the blocks
+are those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for
+that prompt and its answer; then it begins anew.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 A smoothed bootstrap of whole sessions. Each new session follows a recorded one, drawn at random: its turns in
 their order, what each keeps of the context and what it adds, answers and think times, so that what hangs
 together in a session still does. Each amount is then multiplied by a lognormal number (``SPREAD``), and so is
-the number of turns; turns beyond the recorded ones repeat some of its later ones. Nothing is assumed of the
-distributions, so that nothing is known of sessions that are longer or larger than any recorded one.
+the number of turns; turns beyond the recorded ones repeat some of its later ones. No distribution is assumed,
+so nothing is known of sessions that are longer or larger than any recorded one.
 
 What a turn keeps is a share of the longest prompt that its session had so far: a side question keeps little,
-the turn after it nearly all, a compacted context little from then on.
-
-Sessions as a load has them: arrays, so that a million turns take megabytes.
+the turn after it nearly all, a compacted context little from then on. Sessions are arrays, so that a million
+turns take megabytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The requests of a load of sessions: sessions as planned, turns after answers, blocks of prompts.
+"""The requests of a load of sessions, their form as arrays in a load generator's file, and their figures.
 
 Sessions begin at planned times, whatever became of others (open loop). Within one, a turn is sent think time
 after the answer before it, and after the last of the sub-agents that it waits for; a sub-agent begins after
-the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has blocks of its
-own, but for what sessions share: nothing is found that another copy, or an earlier trial, has left.
+the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has its own
+blocks, except for what sessions share: nothing is found that another copy, or an earlier trial, has left.
 
-A load of sessions as plain arrays, and back: what a load generator is handed in a file.
-
-What a trial of sessions shows beside its requests: sessions at once, TTFT by turn, reuse.
+``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 from the engine when its step ends. Between two changes of its batch an engine that only decodes repeats the
 same step. These steps are planned in one go, and cut short if something happens meanwhile: a trial costs by
 its requests and not by its tokens.
-
-What a simulation keeps of one request on its way, of the engines of one role, and of the KV transfers.
 """
 
 from __future__ import annotations

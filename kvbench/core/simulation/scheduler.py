@@ -10,8 +10,6 @@ keeps its blocks after its end until ``release``.
 Nothing here reads a clock or does I/O: a caller asks ``schedule(now)`` for a plan, lets
 ``timing.step_s(plan.load)`` pass, and calls ``complete(plan)``. ``kvbench.core.simulation.engine`` does that
 on a counter; the emulated engine does it on the wall clock.
-
-What the engine model passes around: a request, a chunk of one, the plan of a step. Pure data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From the axes that a user asked for to the cases that are measured, and what was left out and why.
+"""From the axes that a user gave to the cases that are measured, their blocks, and what was left out and why.
 
-Which blocks a case moves: the tables of both sides, and the block ids of each transfer under way.
+A case's blocks are the tables of both sides and the block ids of each transfer under way.
 """
 
 from __future__ import annotations

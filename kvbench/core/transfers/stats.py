@@ -1,6 +1,6 @@
-"""What a measured transfer's row says: percentiles, bandwidth against limits, CPU cost; two runs compared.
+"""What a measured transfer's row says, and what makes it weaker than it looks; two runs compared. No I/O.
 
-What makes a transfer row weaker than it looks: rules over what was seen, without any I/O.
+A row has percentiles, bandwidth against limits, CPU cost.
 """
 
 from __future__ import annotations
