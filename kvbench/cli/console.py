@@ -1,6 +1,6 @@
 """What a command writes to, and how it ends: with an exit code, and with an error said in words.
 
-Output where the locale is not UTF-8: signs that it cannot show become plain ones; nothing breaks off.
+Signs that a locale other than UTF-8 cannot show become plain ones; nothing breaks off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Commands that measure, or say beforehand what would be measured.
-
-Commands at a held rate: chaos and soak.
-"""
+"""Commands that measure, also at a fixed rate (chaos, soak), or say beforehand what would be measured."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The options that several commands share, and how they become ``CliOptions``.
+"""The options that several commands share, how they become ``CliOptions``, and their completion in a shell.
 
 A command that takes a parameter of type ``ScenarioOptions`` or ``LoadOptions`` and is decorated with ``asks``
 has every option of that class in its own help, as if they were written there.
-
-What may stand for a scenario, a connector or a run: read from a command line, completed in a shell.
 """
 
 from __future__ import annotations

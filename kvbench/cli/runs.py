@@ -1,7 +1,4 @@
-"""Commands on run folders: report, import, compare, share, follow.
-
-Commands that list: the scenarios that are bundled, the runs that were made.
-"""
+"""Commands on run folders (report, import, compare, share, follow), and lists of runs and of scenarios."""
 
 from __future__ import annotations
 

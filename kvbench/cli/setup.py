@@ -1,7 +1,4 @@
-"""Commands that prepare: what is here and what is missing, a scenario, kvbench on other hosts.
-
-Commands of ``kvbench lab``: two hosts as network namespaces on this machine.
-"""
+"""Commands that prepare: what is here and what is missing, a scenario, other hosts, ``kvbench lab``."""
 
 from __future__ import annotations
 

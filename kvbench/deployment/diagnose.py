@@ -1,12 +1,8 @@
-"""Log lines → causes: the patterns are data (log_patterns.yaml), and this matches them, once or live.
+"""Log lines → causes. The patterns are data (log_patterns.yaml): what is written, why, and a hint.
 
-``diagnose(lines)`` explains lines that are there. ``LogWatch`` follows the logs of a deployment's processes
-while it starts and while trials run: what is fatal ends the wait at once, with the cause and a hint; the
-rest becomes a finding of the trial in which it was written.
-
-The log patterns, from ``log_patterns.yaml``: what is written when something is wrong, why, and a hint.
-
-``kvbench diagnose``: what the log patterns find in logs that are there, of whatever origin.
+``diagnose(lines)`` explains lines that are there; ``kvbench diagnose`` does so for logs of any origin.
+``LogWatch`` follows the logs of a deployment's processes while it starts and while trials run: what is fatal
+ends the wait at once, with the cause and a hint; the rest is a finding of the trial in which it was written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``kvbench launch``: bring one deployment up and keep it until Ctrl-C.
+"""``kvbench launch``: bring one deployment up until Ctrl-C; ``kvbench ps`` and ``stop``: processes of runs.
 
-``kvbench ps`` and ``kvbench stop``: processes of runs, here and on the hosts of a scenario.
+The latter are found here and on the hosts of a scenario.
 """
 
 from __future__ import annotations

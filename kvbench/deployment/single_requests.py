@@ -1,7 +1,4 @@
-"""Single requests to a deployment besides the load: greedy completions, and how it counts a chat.
-
-Single completions of a server: what is asked, and what an answer tells of its tokens.
-"""
+"""Single requests to a deployment besides the load: greedy completions, their tokens, and counts of chats."""
 
 from __future__ import annotations
 

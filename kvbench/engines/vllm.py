@@ -1,10 +1,7 @@
 """Real vLLM: a `vllm serve` process for each role. kvbench never imports vLLM; it may live elsewhere.
 
-vLLM on CPUs: whether it is, and what a release has to be told there to compute what the model says.
-
-Environment variables that a vLLM release no longer reads, from ``vllm_variables.yaml``.
-
-vLLM in the first scenario of a machine, as `kvbench init` writes it.
+A release for CPUs needs arguments to compute what the model says (``cpu_args``). The variables that a release
+no longer reads are in ``vllm_variables.yaml``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What engines and machine say of themselves: /metrics around a trial, and a sampler beside it.
-
-What a machine did during a trial, from two readings of its counters.
-"""
+"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters."""
 
 from __future__ import annotations
 

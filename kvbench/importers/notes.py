@@ -1,4 +1,4 @@
-"""Work notes that hold result blocks of ``vllm bench serve`` under headings, a section for each connector.
+"""Work notes with result blocks of ``vllm bench serve`` under headings, a section for each connector.
 
 The layout, in any language around it::
 
@@ -11,13 +11,9 @@ The layout, in any language around it::
     …
     5. 结论                              ← written conclusions; kept as claims beside the rows they speak of
 
-A section without a block is said. Claims are data: what is claimed, by which line; nothing here judges them.
-
-Written conclusions as data: what a line claims, of which figure, at which input lengths.
-
-``{"line", "text"}`` always; where the sentence is understood also ``metric`` (a figure's name),
-``input_len`` (a list), and either ``values`` (connector → value), or ``ahead``, ``behind`` and
-``by_percent`` ([least, most]), or ``equal``.
+A section without a block is reported. Nothing here judges the claims. A claim is always ``{"line", "text"}``;
+where the sentence is understood also ``metric`` (a figure's name), ``input_len`` (a list), and either
+``values`` (connector → value), or ``ahead``, ``behind`` and ``by_percent`` ([least, most]), or ``equal``.
 
 The sentences are in ``claims.yaml``: regular expressions whose named groups are ``at``, or ``low`` and
 ``high`` (thousands of tokens; none: all lengths), ``ahead`` and ``behind`` (connectors), ``least`` and

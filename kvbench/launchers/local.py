@@ -1,14 +1,6 @@
 """Processes on this machine: each in a session of its own, tagged, and gone when kvbench is gone.
 
-The place of a process on this machine.
-
-Logs that grow without end are cut short: their beginning and their end are kept.
-
-A process writes straight into its log file, which costs nobody anything. One thread looks at all of a
-launcher's logs twice a second; of one that has grown beyond the bound it gives the middle back to the disk
-(fallocate(2), a hole), while the process writes on at the end. When the process has ended the hole is closed
-and a line says how much is missing. On a file system without holes the log is cut off at its beginning's end,
-and what comes later is kept. The thread ends with the last process.
+Their logs are bounded: of one that grows without end the beginning and the end are kept (``LogBound``).
 """
 
 from __future__ import annotations
@@ -97,7 +89,14 @@ class _Log:
 
 
 class LogBound:
-    """Keeps the logs of processes within ``head`` + ``tail`` bytes, and what half a second adds to them."""
+    """Keeps the logs of processes within ``head`` + ``tail`` bytes, and what half a second adds to them.
+
+    A process writes straight into its log file, at no extra cost. One thread looks at all of a launcher's
+    logs twice a second; it gives the middle of a log beyond the bound back to the disk (fallocate(2), a
+    hole), while the process writes on at the end. When the process has ended the hole is closed and a line
+    says how much is missing. On a file system without holes the log is cut off at its beginning's end, and
+    what comes later is kept. The thread ends with the last process.
+    """
 
     def __init__(self, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> None:
         self._head = head - head % _BLOCK

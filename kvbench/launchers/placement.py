@@ -1,6 +1,6 @@
-"""Where the processes of a run are: on this machine, or on hosts that its launcher reaches.
+"""Where the processes of a run are: on this machine, on a scenario's hosts, or on nodes of Slurm or Ray.
 
-A scenario's hosts where a scheduler chooses them: nodes of Slurm or Ray, as if it had named them.
+Nodes that a scheduler chose are treated as if the scenario had named them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The cluster is the user's: kvbench joins it and never starts one. Placement group and actors are owned by
 this process and not detached, so Ray ends them when it is gone, however it went; the agent, a child of its
-actor, then reads the end of its stdin. Ray is imported inside functions only.
-
-What is asked of a Ray cluster, node by node, and what it lacks. Pure; ``launchers/ray.py`` asks.
+actor, then reads the end of its stdin. Ray is imported inside functions only; what is requested of each node,
+and what the cluster lacks, is computed without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Channels over ssh, by asyncssh. A host's key is always checked; nothing turns that off.
 
-All connections live on one event loop in a thread of its own; a channel's methods hand over to it.
-
-What stands between us and a host over ssh, and what to do about it.
+All connections live on one event loop in a thread of its own; a channel's methods hand over to it. A failure
+is explained with what to do about it.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ T = TypeVar("T")
 
 KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
-"""So many unanswered end the connection. The agents' own beats (``parts/wire.py``) notice no later."""
+"""So many unanswered end the connection. The agents' own beats (``agents/wire.py``) notice no later."""
 PUT_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1e6
 """A file that goes slower than this is taken for stuck."""

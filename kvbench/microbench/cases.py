@@ -1,6 +1,6 @@
 """Measures raw transfers between workers, case by case: every case ends as a row, whatever goes wrong.
 
-One case, measured with workers that stand connected: fill, prepare, warm up, measure, verify.
+A case is measured with connected workers: fill, prepare, warm up, measure, verify.
 """
 
 from __future__ import annotations

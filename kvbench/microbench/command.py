@@ -1,6 +1,6 @@
 """``kvbench microbench``: options → matrix → rows in a run folder → table and report.
 
-What a user sees while a microbenchmark runs: a bar with the time left, or a line for each case.
+While it runs, the user sees a bar with the time left, or a line for each case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The options of ``kvbench microbench``.
-
-How raw transfers are measured.
-"""
+"""The options of ``kvbench microbench``: how raw transfers are measured."""
 
 from __future__ import annotations
 

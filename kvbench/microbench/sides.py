@@ -1,8 +1,6 @@
-"""The worker processes of a transfer measurement: where each side runs, and a conversation with all of them.
+"""The worker processes of a transfer measurement: where each side runs, how they are started and talked to.
 
 Nothing here waits without a deadline, and every process is ended by whoever started it.
-
-The workers of a case: whom they can serve, and how they are started, connected and kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``kvbench corpus``: what a corpus asks for, and what of it could be reused, on a terminal or as JSON.
 
-Sessions made after a corpus: counted like recorded ones, and written so that other tools replay them.
+Sessions made after one are counted like recorded ones, and written so that other tools replay them.
 """
 
 from __future__ import annotations

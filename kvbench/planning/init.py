@@ -1,7 +1,4 @@
-"""``kvbench init``: a commented scenario for the machine at hand.
-
-The text of a new scenario: each choice with a comment on it.
-"""
+"""``kvbench init``: a scenario for the machine at hand, with a comment on each choice."""
 
 from __future__ import annotations
 

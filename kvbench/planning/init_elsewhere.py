@@ -1,6 +1,6 @@
 """``kvbench init`` for engines elsewhere: hosts by ssh, nodes of Slurm or Ray, a server that is up.
 
-What the machine at hand can measure with: engine, devices, and the connectors that run here.
+Finds what the machine at hand can measure with: engine, devices, and connectors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
 name is what the others know it by. Specs and files that processes read are ConfigMaps.
-
-One pod of a deployment as Kubernetes manifests: ConfigMap, Service and StatefulSet of its processes.
 """
 
 from __future__ import annotations

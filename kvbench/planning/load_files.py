@@ -1,7 +1,4 @@
-"""Planned requests that come from a file: traces as they are read, and what a load generator is handed.
-
-The sessions that a scenario asks for, with their corpus where they have one.
-"""
+"""Planned requests that come from files: traces, a scenario's sessions, and a load generator's files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What keeps a plan from starting, as far as that is seen in a moment: `kvbench plan` says it first.
+"""What keeps a plan from starting, as far as that is seen in a moment; `kvbench plan` says it first.
 
-Whether each process of a run may open the files and sockets that the planned load needs.
+One obstacle: a process may not open the files and sockets that the planned load needs.
 """
 
 from __future__ import annotations

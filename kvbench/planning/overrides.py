@@ -1,7 +1,4 @@
-"""What a user asked for on the command line, turned into a checked scenario.
-
-What options changed of a scenario file: where the checked scenario differs from the file's text.
-"""
+"""From a command line to a checked scenario, and where that differs from the file's text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which processes a deployment has: from a scenario and its plan to commands, before anything starts.
 
-What is put around an engine's command to see into it: a profiler before it, a file for its spans.
+An engine's command may have a profiler around it, and a file for its spans.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What became of each highest rate from the runs before to the runs after: a line a connector and length.
-
-In what runs before and runs after were set otherwise: scenario, versions, machine.
+"""What became of each highest rate from the runs before to the runs after, and which settings differ.
 
 A key that an older run does not know has the value that it had by default.
 """

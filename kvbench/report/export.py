@@ -1,13 +1,11 @@
-"""``kvbench export``: a run's summary for other systems: Prometheus text, OpenTelemetry metrics as JSON, CSV.
+"""``kvbench export``: a run's summary as Prometheus text, OpenTelemetry metrics (JSON), CSV, or MLflow runs.
 
 Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus,
 the UCUM unit beside it for OpenTelemetry. Only what is known is exported; a missing figure has no line.
 
-``kvbench export --format mlflow``: a run folder as runs of an MLflow experiment.
-
-The experiment is the scenario; one MLflow run stands for the whole folder, with its report, and one below it
-for each row of the result table, with the row's figures and every trial of its search as steps. MLflow's own
-library writes it, which is optional, to where MLFLOW_TRACKING_URI says.
+In MLflow the experiment is the scenario; one run stands for the whole folder, with its report, and one below
+it for each row of the result table, with the row's figures and every trial of its search as steps. MLflow's
+own library writes it, which is optional, to where MLFLOW_TRACKING_URI says.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """report.html: a report in one file that loads nothing, for a screen, a phone, or paper.
 
-Tables sort by a click: a cell's value is what stands in the CSV of the same name, its text what people read.
-Every word of a run folder is escaped; the page's policy forbids any script but its own.
-
-A picture as part of an HTML page: one SVG for the light and the dark theme, and on paper.
-
-Its colours become CSS variables, its ids unique in the page, and what no page needs is left out.
+Tables sort by a click: a cell's value is that of the CSV of the same name, its text what people read.
+Every word of a run folder is escaped; the page's policy forbids any script but its own. A picture is one SVG
+for the light and the dark theme and for paper: its colours become CSS variables, its ids unique in the page,
+and what no page needs is left out.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Everything here is derived from the raw files of a run folder: delete it, report again, and it is back,
 byte for byte.
-
-report.md: a report as Markdown with GitHub's tables.
 """
 
 from __future__ import annotations

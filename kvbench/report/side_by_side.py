@@ -1,9 +1,7 @@
 """Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks.
 
-The tables of a comparison: loads of one or several runs, or cases of two microbenchmarks.
-
-Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. A
-read-in result has figures of the whole run alone: then the rows are compared by these. Files have both.
+Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. An
+imported result has figures of the whole run alone: then the rows are compared by these. Files have both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Prints sections of a report in a terminal.
-
-The line below what is printed while work goes on: how much is done, and how long it will take.
-"""
+"""Prints sections of a report in a terminal, and while work goes on a line: what is done, and time left."""
 
 from __future__ import annotations
 

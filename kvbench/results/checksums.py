@@ -6,9 +6,7 @@ announced. ``{"file": …, "sha256": …}``; a session begins with ``{"session":
 ``{"ended": name}``, the file whose writing failed, or "". ``after`` ties each line to the one before it.
 
 Not covered: processes' logs, which others write, and what ``kvbench report`` derives. It is no signature:
-who edits a result and its checksum is not found here, but by what is recomputed (``kvbench verify``).
-
-Whether a run folder still says what was written: what is asked, and the requests of its trials.
+an edit of a result and its checksum is found only by what is recomputed (``kvbench verify``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Who writes a run folder: the lock, and the sessions that its manifest lists.
+"""Who writes a run folder (the lock, the manifest's sessions), and the version of the rules that judge it.
 
-The version of the rules that judge a run: verdicts, findings, limits, and answers from trials.
+These are the rules of verdicts, findings, limits, and answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A run's rows as Parquet.
+"""A run's rows as Parquet: requests of a trial, and a microbenchmark's rows in ``transfers.parquet``.
 
-``transfers.parquet``: the rows of a microbenchmark, with each call's time in them.
-
-Case and measured fields lie side by side as columns, so that any reader of Parquet can group by them; what
-is nested (warnings, bytes by NIC) is JSON text.
+A transfer's case, measured fields and call times are columns side by side, so that any reader of Parquet can
+group by them; what is nested (warnings, bytes by NIC) is JSON.
 """
 
 from __future__ import annotations

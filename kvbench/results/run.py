@@ -1,8 +1,6 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
-A folder with a newer schema is refused.
-
-The schema of run folders, a whole number in ``manifest.json``: a newer one is refused.
+A folder with a newer schema (a whole number in ``manifest.json``) is refused.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""The loads of a measured or imported run, offered to another system: for real, or to the simulator.
-
-``kvbench bench --against``: the loads of a measured or imported run, offered for real.
-
-For each row of the run that the scenario is about the same number of requests is offered at the same times,
-and the figures stand side by side, as ``kvbench simulate --against`` has them. An emulated engine may run
-slower by ``time_scale``: then the arrivals are stretched by it, and the figures are brought back before they
-are compared.
-
-``kvbench simulate --against``: the loads of a measured or imported run, offered to the simulator.
+"""``--against``: the loads of a measured or imported run, offered for real (``bench``) or to the simulator.
 
 For each row of the run that the scenario is about (its connectors, lengths and tensor-parallel size) the same
-number of requests is offered at the same rate on virtual time, and the figures stand side by side. Where it
-is not known which Poisson arrivals the row had, several are drawn: the simulated figure is their mean, beside
-the least and the most. Where it is known (``simulate.arrivals``), that one sequence is offered.
+number of requests is offered, and the figures stand side by side. ``bench`` offers them at the same times; an
+emulated engine may run slower by ``time_scale``, then the arrivals are stretched by it and the figures scaled
+back before they are compared. ``simulate`` offers them at the same rate on virtual time. Where the row's
+Poisson arrivals are known (``simulate.arrivals``), that one sequence is offered; else several are drawn, and
+the simulated figure is their mean, beside the least and the most.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A sweep knows a ``Bench``, which brings deployments up, and the ``Site`` of each one that is up. What is done
 with a cell there is ``CellWork``: rates are searched for (``cell.py``), or the loads of another run offered.
-
-What one cell teaches the next: the true outputs, and where rates are likely to lie.
 """
 
 from __future__ import annotations

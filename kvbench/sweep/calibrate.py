@@ -1,6 +1,6 @@
 """``kvbench calibrate --from``: a timing profile of what was measured, checked on a part held out of it.
 
-What a profile is fitted to: trials of our run folders, and single requests that other tools recorded.
+It is fitted to trials of our run folders, and to single requests that other tools recorded.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Each split of each P/D connector is a deployment of its own in one simulated run, searched as any other; an
 aggregated server is compared as so many independent servers behind a router that takes them in turn. The
-best split of an input length is the one with the highest rate per GPU. Everything is written into the run
-folder: ``splits.json`` and ``splits.md`` beside the usual report.
-
-What was found for each split of prefill and decode: one line each, in Markdown and in the terminal.
+best split of an input length is the one with the highest rate per GPU. The run folder gets one line a split,
+in ``splits.json`` and ``splits.md`` beside the usual report.
 """
 
 from __future__ import annotations

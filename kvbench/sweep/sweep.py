@@ -1,6 +1,6 @@
-"""Plan → deploy → ask → trial → gate → tell → store: the whole of ``kvbench sweep`` and ``kvbench bench``.
+"""``kvbench sweep`` and ``kvbench bench``: plan → deploy → ask → trial → gate → tell → store.
 
-What to do after a sweep: the one command that helps most, for its last line.
+The last line of a sweep is the one command that helps most next.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ How it is driven, and why (measured with the non-CUDA wheel 0.3.13 over TCP on t
   each reaching the peer's engine of the same index, and the bytes are split evenly over them. Over
   RDMA one engine gets the list of devices and stripes by itself; each device is kept to the peer's
   device of the same name, since cross-rail pairs fail on many networks.
-
-Mooncake's engines, each with the order in which spans are given to it.
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ and why (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
 - An absent master costs 4.4 s a try and 20 tries. The target itself is asked first, and one try is made.
 - The first write of a page of the segment takes several times as long as a later one: all are touched first.
 - The holder's own ``close`` takes 2.4 s and is not called: the process ends, and its memory with it.
-- A metadata server that is not there costs a setup that fails without a word of it: it is asked first.
+- A metadata server that is not there costs a setup that fails without a message: it is asked first.
 - A metadata server ``redis://`` ends the process where that plug-in is not built in. It is refused before.
-
-What Mooncake Store's return codes mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""NIXL with the UCX plugin; and with its POSIX plugin, to and from a file.
+"""NIXL with the UCX plugin, or with its POSIX plugin to and from a file of the target's.
 
-How it is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two cores):
+How UCX is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two cores):
 
 - The agent's progress thread polls without rest (its delay is fixed to 0 in the Python API) and
   burns a core per agent, idle or not. So it stays off, and the child's loop makes the progress,
@@ -20,10 +20,6 @@ How it is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two
 - GPU memory: ``cuda_ipc`` copies within one host. The other protocols leave it out, since UCX would
   take it for writes whatever the network. cuda_copy only brings bytes to host memory and back.
 - Shared memory (``shm``) needs UCX's error handling off: a peer that is killed is not noticed.
-
-NIXL's POSIX plugin: blocks to and from a file of the target's.
-
-UCX below NIXL: which transports and devices it may use, and which it says it took.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """The plain reference: ordinary sockets, vectored I/O straight from and into the registered memory.
 
-Each stream is a connection with a thread of its own (``parts.tcpwire``). With NICs, each stream
-is bound to the address of one, and goes to the peer's address of the same index; the bytes of a transfer
-are split evenly over all streams, so that large blocks are cut.
-
-The wire of the plain TCP backend: requests, a stream that asks, a server that answers.
+Each stream is a connection with a thread of its own. With NICs, each stream is bound to the address of one,
+and goes to the peer's address of the same index; the bytes of a transfer are split evenly over all streams,
+so that large blocks are cut.
 
 Wire format, little-endian. A connection opens with the server's 16-byte key, which the caller knows from
-``describe``; the server repeats it. To whoever does not know it the server says 16 zeros and nothing of its
-key or its memory, and hangs up. Then one request after another: ``op`` (u8: 0 read,
-1 write), count of spans (u32), the spans (u64 offset, u64 bytes each, in the server's buffer). A
-write carries its payload next. The server answers a status byte (0 good, 1 refused) and, for a
-read, the payload.
+``describe``; the server repeats it. To a caller with another key the server sends 16 zeros, nothing of its
+key or its memory, and hangs up. Then one request after another: ``op`` (u8: 0 read, 1 write), count of spans
+(u32), the spans (u64 offset, u64 bytes each, in the server's buffer). A write carries its payload next. The
+server answers a status byte (0 good, 1 refused) and, for a read, the payload.
 """
 
 from __future__ import annotations

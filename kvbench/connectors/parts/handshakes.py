@@ -1,17 +1,4 @@
-"""Hand-offs that several connectors share.
-
-The hand-off without any parameters: P computes the whole prompt first, then D gets the request as it is.
-
-D finds the KV by the prompt's tokens or by the request id, so nothing has to be said in the request
-(proxy_server.py of vLLM 0.6, and connectors over a shared store).
-
-The pull handshake that several connectors share: P answers where its blocks lie, D reads them.
-
-SGLang's hand-off: P and D get the same request at once and meet in a "room" on P's bootstrap server.
-
-The router adds ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` (a random number of 63
-bits) to both bodies (SGLang 0.5, sglang_router). Not run here: SGLang needs a GPU.
-"""
+"""Hand-offs that several connectors share: without any parameters, by pull, and SGLang's by rooms."""
 
 from __future__ import annotations
 
@@ -32,7 +19,11 @@ class _UnchangedOnD(Connector):
 
 
 class PlainConnector(_UnchangedOnD):
-    """Sequential dispatch with unchanged bodies, except that P makes one token only."""
+    """Sequential dispatch with unchanged bodies, except that P makes one token only.
+
+    P computes the whole prompt first. D finds the KV by the prompt's tokens or by the request id, so the
+    request needs no parameters (proxy_server.py of vLLM 0.6, and connectors over a shared store).
+    """
 
     dispatch = "sequential"
 
@@ -91,7 +82,12 @@ class PullConnector(Connector):
 
 
 class RoomConnector(Connector):
-    """Concurrent dispatch; only P binds a bootstrap port."""
+    """SGLang's hand-off: P and D get the request at once and meet in a "room" on P's bootstrap server.
+
+    The router adds ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` (a random number of 63 bits)
+    to both bodies (SGLang 0.5, sglang_router). Only P binds a bootstrap port. Not run here: SGLang needs a
+    GPU.
+    """
 
     dispatch = "concurrent"
     side_port_roles: tuple[Role, ...] = ("prefill",)

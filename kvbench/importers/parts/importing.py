@@ -4,8 +4,6 @@ Serving results become trials of method "imported" in a run of kind "imported"; 
 rows of a run of kind "microbench". Both carry the label "imported", and ``manifest.json`` has under
 ``imported`` the files (name, SHA-256, lines), the tool, what is missing, what was left out and why, and
 claims that the files make.
-
-The rows of an import as people read them in the terminal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""From an imported row to a trial, in the names of kvbench's own summary: what is not reported is None.
+"""Imported rows as trials, in the names of kvbench's own summary, and the plausibility check of every row.
 
-An imported trial has no steady window, so its latencies are those of all answered requests, in ``ttft_ms``
-and in ``whole_run.ttft_ms`` alike; the rates of the window stay None, and the tool's are in ``run_*`` and
-``whole_run``. TTFT counts from the tool's own send, which is why ``ttft_sent_ms`` says the same.
-
-The plausibility check that every imported row passes, whichever tool wrote it.
+What is not reported is None. An imported trial has no steady window, so its latencies are those of all
+answered requests, in ``ttft_ms`` and in ``whole_run.ttft_ms`` alike; the rates of the window stay None, and
+the tool's are in ``run_*`` and ``whole_run``. TTFT counts from the tool's own send, as does ``ttft_sent_ms``.
 
 Two kinds of figures are left out of a row, each with its reason in the row and in the manifest:
 
@@ -12,7 +10,7 @@ Two kinds of figures are left out of a row, each with its reason in the row and 
    nothing was streamed, all latencies where no request was completed);
 2. figures that cannot be true (a negative latency, a first token after the end of the answer).
 
-A row of raw transfers has one figure, so that the whole row is left out. What remains keeps its qualifiers.
+A row of raw transfers has one figure, so the whole row is left out. What remains keeps its qualifiers.
 """
 
 from __future__ import annotations

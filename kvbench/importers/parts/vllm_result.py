@@ -1,10 +1,7 @@
-"""One result of ``vllm bench serve`` as JSON: the keys of ``--save-result`` and ``--save-detailed``, 0.5
-to 0.32, and of ``sglang.bench_serving``, which writes the same keys.
+"""Results of ``vllm bench serve``: its JSON, and the block that it prints.
 
-The result block that ``vllm bench serve`` prints, and the block's descendants (SGLang's prints the same
-way).
-
-::
+JSON: the keys of ``--save-result`` and ``--save-detailed``, 0.5 to 0.32; ``sglang.bench_serving`` writes the
+same keys, and prints the same block::
 
     ============ Serving Benchmark Result ============
     Successful requests:                     400
@@ -14,9 +11,9 @@ way).
     …
     ==================================================
 
-A block ends with the line of equal signs, which may have more text behind it. Whatever stands where it
-should end (another block, the end of the file, a line that is no figure) means that the log was cut off
-inside the block.
+A block ends with the line of equal signs, which may have more text behind it. Anything else where it should
+end (another block, the end of the file, a line that is no figure) means that the log was cut off inside the
+block.
 """
 
 from __future__ import annotations

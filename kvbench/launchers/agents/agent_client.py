@@ -1,7 +1,4 @@
-"""kvbench's end of one agent: questions, what it reports of its processes, and whether it is still there.
-
-Why a host's agent is of no use, and what to do about it.
-"""
+"""kvbench's end of one agent: questions, reports of its processes, whether it is there, and if not, why."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Processes on other hosts: an agent on each starts them, and this end makes them look as if they were here.
 
-Logs are written here as they come, stdout is a pipe here, files go there and back. A host whose agent is
-gone is lost with all its processes: the agent has killed them, or is about to (``launchers/agents/wire.py``).
-
-The place of a process on another host: its files, clock and ports, and HTTP from there.
+Logs are written here as they come, stdout is a pipe here, files go there and back, HTTP is asked from there.
+A host whose agent is gone is lost with all its processes: the agent has killed them, or is about to
+(``launchers/agents/wire.py``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Do processes go on? None may be stopped by a signal, and each server is to answer.
 
-Do the servers still answer? Asked every two seconds, beside whatever they are measured with.
-
 A process that hangs neither ends nor writes a log line, and its requests run into their timeouts, which may
-be minutes. So a thread asks each server something small on a connection of its own. Any answer counts, an
-error too: the question is whether it lives, not how it feels. One small request in two seconds is no load to
-a server that answers hundreds a second, and the thread sleeps in between.
+be minutes. So a thread asks each server something small every two seconds, on a connection of its own. Any
+answer counts, an error too. One small request in two seconds is no load to a server that answers hundreds a
+second.
 """
 
 from __future__ import annotations
@@ -151,7 +149,7 @@ IDLE_SHARE: Final = 0.02
 class Liveness:
     """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
 
-    What it costs them is one small request in two seconds (``heartbeat.py``). Processes on other hosts are
+    What it costs them is one small request in two seconds (``Heartbeat``). Processes on other hosts are
     looked at by the agents there, which report what they see (``processes/agent/agent.py``).
     """
 

@@ -1,7 +1,4 @@
-"""What `kvbench doctor SCENARIO` looks at: can this scenario run here, before anything is started?
-
-``kvbench doctor`` as a whole: this machine, or a scenario and the machines that it will run on.
-"""
+"""``kvbench doctor``: this machine, or whether a scenario can run on its machines; nothing is started."""
 
 from __future__ import annotations
 

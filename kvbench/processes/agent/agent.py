@@ -1,9 +1,8 @@
 """The agent's loop: frames in, frames out, and an eye on its processes. It never waits for anything long.
 
 Processes are started by this one thread, which lives as long as the agent: the kernel kills them with it
-(``launchers/parts/guard.py``). What may take long is answered by threads of a pool.
-
-Do processes of this host go on? Looked at here, where their state is seen, and reported as an event.
+(``launchers/parts/guard.py``). What may take long is answered by threads of a pool; another looks whether
+processes go on, and reports one that does not as an event.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What an agent answers about its host: files, ports, web pages, environment, and what can run there.
+"""What an agent answers about its host: files, ports, web pages, environment, abilities, data network.
 
 What takes long to import is imported when it is first needed: until the agent is there, a whole run waits.
-
-Does one host reach another on the data network, how soon, and how fast is a plain TCP flow?
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The processes that an agent has started: their logs and words on their way to kvbench, and their end.
+"""The processes that an agent has started: their logs and output on their way to kvbench, and their end.
 
-What an agent has to say, written by a thread of its own: the agent never waits for its reader.
+A thread of its own writes to kvbench: the agent never waits for its reader.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What every process that kvbench starts from a JSON spec has in common: its spec, its end, its exit code.
-
-What a process may ask of Linux that waits for the network or the clock and then has little to do.
+"""What processes that kvbench starts from a JSON spec have in common: spec, end, exit code, timing on Linux.
 
 A process that wakes on a busy core waits until the other one's slice is over, 3 ms by default. From Linux
 6.12 on a process may ask for a slice of its own (``sched_attr.sched_runtime`` of SCHED_OTHER, 0.1 to 100 ms);
 one with a shorter slice goes first when it wakes. It gets no more CPU time for that, and needs no privilege.
-
 A sleep may end 50 µs late by default, so that the timers of several processes can fire together.
 """
 

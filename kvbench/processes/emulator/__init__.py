@@ -2,8 +2,7 @@
 
     python -m kvbench.processes.emulator SPEC.json
 
-``spec`` what it is given · ``api``, ``protocol``, ``answers``, ``text`` its HTTP side · ``engine``, ``live``
-the steps of ``core.enginemodel`` on the wall clock · ``compute``, ``kvbytes`` the cache's bytes ·
-``handoff``, ``pull``, ``push``, ``rpc`` how they go to another engine · ``metrics`` what it counts ·
-``server`` all of it together.
+``spec`` what it is given · ``protocol``, ``answers``, ``server`` its HTTP side · ``engine``,
+``running_request`` the steps of ``core.simulation.scheduler`` on the wall clock · ``kvbytes`` the cache's
+bytes · ``handoffs`` how they go to another engine · ``metrics`` what it counts.
 """

@@ -5,8 +5,6 @@ hash of all tokens up to t: it depends on the whole prefix, as real KV does, and
 weighs every word of every region into one digest per token, and the digests, weighed by position, into
 the sequence's state, from which the next token follows. So one flipped bit, a stale block or two
 swapped ones give other tokens; which block ids were used, and how the prompt was cut, does not matter.
-
-What a step computes: KV bytes of its tokens, the sequences' states from these bytes, the next tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Requests of the OpenAI API, read and checked: a body in, a ``Generate`` or an ``ApiError`` out.
+"""Requests of the OpenAI API, read and checked (a ``Generate`` or an ``ApiError``), and text as tokens.
 
-Text and tokens: reversible for what the engine writes, deterministic for everything else.
-
-Token 1234 reads `` t1234``. Such words become that token again; any other word becomes one token by
-its CRC-32, with the space before it.
+Tokens are reversible for what the engine writes, deterministic for all other text. Token 1234 is `` t1234``;
+such a word becomes that token again. Any other becomes one token by its CRC-32, with the space before it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One emulated engine: pool, engine, hand-off and HTTP server put together, and taken down again.
+"""One emulated engine: pool, engine, hand-off and HTTP side put together, and taken down again.
 
-The engine's HTTP side: what vLLM's server answers, as far as a router and a benchmark ask.
+The HTTP side answers what vLLM's server does, as far as a router and a benchmark ask.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""All that the exact server has done, and the pages that show it.
-
-What the exact server did, and how late it was with it. Times are seconds of CLOCK_MONOTONIC.
-
-A client's connection, and the request that is served over it. Times are seconds of CLOCK_MONOTONIC.
-"""
+"""All that the exact server has done and how late, and the pages that show it; seconds of CLOCK_MONOTONIC."""
 
 from __future__ import annotations
 

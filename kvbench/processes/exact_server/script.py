@@ -1,7 +1,4 @@
-"""What one request is going to get: bytes at given times, decided when it arrives. Pure.
-
-When the exact server's tokens are due: all requests by their deadlines, behind a queue or not. Pure.
-"""
+"""What one request is going to get, decided when it arrives, and when all requests' tokens are due. Pure."""
 
 from __future__ import annotations
 
@@ -134,7 +131,10 @@ class Playwright:
 
 
 class Timetable:
-    """Times are seconds of CLOCK_MONOTONIC. Who sends takes the streams out, and puts them back in."""
+    """When tokens are due: all requests by their deadlines, behind a queue or not.
+
+    Times are seconds of CLOCK_MONOTONIC. Who sends takes the streams out, and puts them back in.
+    """
 
     def __init__(self, spec: ExactSpec) -> None:
         self._spec = spec

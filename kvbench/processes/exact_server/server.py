@@ -1,7 +1,4 @@
-"""The exact server's loop: one thread, epoll, absolute deadlines.
-
-The exact server's sockets: listening, and the kernel's stamps of what arrives.
-"""
+"""The exact server: one thread, epoll, absolute deadlines, and the kernel's stamps of what arrives."""
 
 from __future__ import annotations
 

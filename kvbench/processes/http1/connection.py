@@ -1,6 +1,4 @@
-"""One client's connection to a server: requests in, answered in their order, with bounded buffers.
-
-The server side: keep-alive, pipelining (served in order), chunked streams, bounded buffers.
+"""The server side of HTTP/1: keep-alive, pipelining (served in order), chunked streams, bounded buffers.
 
     server = await serve(handler, "127.0.0.1", 0)
     ...

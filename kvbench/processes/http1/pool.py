@@ -1,7 +1,4 @@
-"""A keep-alive pool of connections to one server, and ``fetch`` for plain requests.
-
-A client's request as bytes.
-"""
+"""A client's request as bytes, a keep-alive pool of connections to one server, and ``fetch``."""
 
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
 The usual shape is a chunked stream whose every chunk holds one whole event, and reads that end where chunks
 do. Each chunk's size is checked against its length, and an event is decoded as JSON unless it differs from
-one that was decoded before in nothing but a plain string. Whatever is not so, and each answer's head and
+an earlier one in nothing but a plain string (``Known``). Whatever is not so, and each answer's head and
 end, goes through httptools and the StreamReader, which can take over at any chunk, and give back after it.
 Both ways give the same result.
-
-Reads of an event stream that need not be looked into, since one that differs in its text alone was.
 """
 
 from __future__ import annotations

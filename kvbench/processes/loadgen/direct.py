@@ -2,8 +2,6 @@
 
 The dispatch functions are the connectors' own, the same as the router's. A failure of P is a failure of
 the request, never an answer of D alone, and the other's connection is dropped.
-
-P or D of direct mode, and the engine id that P's bootstrap address names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The run of a plan: sends on schedule, keeps deadlines, and takes answers in when there is time.
+"""The run of a plan: sends on schedule, keeps deadlines, takes answers in, reports progress.
 
-What the progress lines count, and the outcomes that they report one by one.
+Answers are taken in when there is time. Progress is counts, and outcomes one by one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What a run asks of whoever knows which request is to be sent next.
+"""Which request is to be sent next: in the order of a plan, at planned times or as slots become free.
 
-Requests in the order of a plan: at their planned times, or as slots of a closed loop become free.
-
-A closed loop: a slot sends its next request when the one before has ended.
-
-Unlike an open loop's, its load follows the server: one that is slow is asked less. What it finds is a
-latency and a throughput at so many requests at once, never a rate that is held.
+A closed loop's slot sends its next request when the one before has ended. Unlike an open loop's, its load
+follows the server: one that is slow is asked less. It measures a latency and a throughput at so many requests
+at once, never a rate that is held.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Turns of sessions: the first of each at its planned time, every later one think time after its answers.
+"""Loads of sessions in the load generator: their file, when each turn is due, and its prompt as JSON.
 
-Prompts of sessions as JSON: of blocks that are encoded once, and of answers as the server gave them.
-
-Equal blocks are equal bytes, those that an answer has filled as well: what a prompt is made of is kept by
-block, and a later one that has the block takes it from there.
-
-The file in which a load generator gets a load of sessions.
+The first turn of a session is due at its planned time, every later one think time after its answers. A prompt
+is of blocks that are encoded once, and of answers as the server gave them. Equal blocks are equal bytes, also
+those that an answer has filled, so encoded blocks are kept and reused by later prompts.
 """
 
 from __future__ import annotations

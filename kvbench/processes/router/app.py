@@ -1,9 +1,4 @@
-"""The router: takes a request, sends it to P and D as the connector says, passes D's answer on.
-
-One request on its way to P and D, in the order that the connector wants, and back.
-
-The spans of a traced request as the router sees it: what it waited for at P and at D.
-"""
+"""The router: takes a request, sends it to P and D as the connector says, passes D's answer on, traces it."""
 
 from __future__ import annotations
 

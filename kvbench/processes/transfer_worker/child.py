@@ -1,18 +1,16 @@
 """The process that hosts one endpoint: ``python -m kvbench.processes.transfer_worker.child SPEC``.
 
 SPEC is JSON: ``backend``, ``options``, ``layout``, ``pool_fd`` (a memory file of the layout's size),
-``control_fd`` (a stream socket) and ``parent_pid``. Over the socket go JSON lines. Requests carry an
-``n`` that the answer repeats; answers have ``ok`` or ``error``:
+``control_fd`` (a stream socket) and ``parent_pid``. Over the socket go JSON lines. The first one comes from
+the child: ``{"ready": {agent, library, transport}}`` or ``{"failed": …}``. Requests carry an ``n`` that the
+answer repeats; answers have ``ok`` or ``error``:
 
 - ``{"n", "cmd": "connect", "peer": {…}, "deadline_s"}`` → ``{"peer": id}``
 - ``{"n", "cmd": "transfer", "peer": id, "op", "local", "remote", "deadline_s"}`` → TransferResult
 - ``{"n", "cmd": "forget", "peer": id}`` → ``{}``
 - ``{"n", "cmd": "collect" or "offer", "blocks"}`` → ``{}``
 
-The process ends at end of file.
-
-The first line comes from the child: ``{"ready": {agent, library, transport}}`` or ``{"failed": …}``.
-Imports are kept light, since each engine waits for this process to be ready.
+The process ends at end of file. Imports are kept light, since each engine waits for it to be ready.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The transfer child's loop: answers commands, polls what is pending, enforces deadlines.
+"""The transfer child's loop and its peers: answers commands, polls what is pending, enforces deadlines.
 
-The peers of a transfer child: connected in threads, known by their layouts, given up after a timeout.
+Peers are connected in threads, known by their layouts, given up after a timeout.
 """
 
 from __future__ import annotations

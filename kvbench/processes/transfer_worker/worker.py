@@ -20,8 +20,6 @@ line out is ``{"ready": {agent, library, transport, open_s, register_s}}`` or ``
 
 Between requests the library makes its progress. The process ends at end of file, whatever a library is doing.
 What a library writes never reaches stdout. Behind a prefix (``ssh host``) all of this stays the same.
-
-One side of a measured transfer: its memory, its endpoint, and the answers to requests (``worker.py``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Who is ahead, by rule: two rates are ordered only where the posteriors of their searches put one above the
-other almost surely, and both searches have converged.
+"""Who is ahead, by rule, and what a run answers, in a sentence or two.
 
-Rates of unequal numbers of engines (GPUs, where those are known) are no order: of these the rates per engine
-are compared, and are called so.
-
-What a run answers, in a sentence or two: who holds most, where, by how much, and what limits it.
+Two rates are ordered only where the posteriors of their searches put one above the other almost surely, and
+both searches have converged. Rates of unequal numbers of engines (GPUs, where those are known) are not
+ordered: of these the rates per engine are compared, and are called so.
 """
 
 from __future__ import annotations

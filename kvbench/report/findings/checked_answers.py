@@ -1,6 +1,6 @@
-"""How many answers were checked while the load lasted, and how many were wrong: the first thing to know.
+"""How many answers were checked under load, how many were wrong, and the bound: the first thing to know.
 
-Answers that were checked under load, of several runs side by side: how many, wrong ones, and the bound.
+The figures are of one run, or of several side by side.
 """
 
 from __future__ import annotations

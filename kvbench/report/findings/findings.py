@@ -1,19 +1,8 @@
 """The findings of a run of any kind, in one vocabulary: what every report, page and table says first.
 
-From offered loads (read-in results, listed rates), from searched rates, from a microbenchmark's rows, and
-from what the gates found: each a ``Statement`` of who is ahead, of what cannot be told and why, of what is
-suspicious, or of what the rows show besides.
-
-Systems that got slower or faster while they were searched, where the search's trials show it.
-
-A search weighs that the system stayed as it was against that it wandered from trial to trial, or jumped, and
-keeps two posteriors: of the rate at its end, which is its answer, and of the rate at its beginning (the same
-trials from the last to the first). It is said that a system drifted where one is above the other almost
-surely, as if they were independent; of a system that stayed as it was, they are nearly the same.
-
-The findings of a chaos run: which pair loses less by a fault, where its repeats can tell.
-
-The findings on a page: a part for each kind, statements that are alike in one table.
+They come from offered loads (imported results, listed rates), searched rates, a microbenchmark's rows, a
+chaos run's faults, and the gates. Each is a ``Statement``: who is ahead, what is unknown and why, a warning,
+or what the rows show besides. On a page each kind is a part; statements that are alike share a table.
 """
 
 from __future__ import annotations
@@ -53,7 +42,13 @@ _ADVICE: Final = (
 
 
 def drifts(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """One statement for each search whose system was surely not at its end what it had been."""
+    """One statement for each search whose system was surely not at its end what it had been.
+
+    A search weighs that the system stayed the same against that it wandered from trial to trial, or jumped,
+    and keeps two posteriors: of the rate at its end, which is its answer, and of the rate at its beginning
+    (the same trials from the last to the first). A system drifted where one is above the other almost surely,
+    as if they were independent; of a system that stayed the same, they are nearly equal.
+    """
     names = {row.cell: row.name for row in rows}
     for result in run.cells:
         if result.cell in names:

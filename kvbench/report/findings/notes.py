@@ -1,6 +1,6 @@
 """What a reader of a result table must know besides its numbers, as sentences made from the run folder.
 
-Which gates could see nothing in a run: that they found nothing proves nothing.
+They also say which gates could see nothing: these prove nothing by their silence.
 """
 
 from __future__ import annotations

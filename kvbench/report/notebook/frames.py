@@ -1,11 +1,7 @@
 """A run folder as tidy pandas DataFrames: one row per thing, one column per quantity, units in the names.
 
-``kvbench.columns`` says what the columns mean.
-
-Requests and samples of a run as tidy pandas DataFrames.
-
-Of the request files only the Parquet columns are read that the wanted columns are made of; a column that an
-older folder does not have is there and empty.
+``kvbench.columns`` says what the columns mean. Of the request files only the needed Parquet columns are read;
+a column that an older folder does not have is there and empty.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""A run folder to look at in a notebook or a script: its tables, its pictures, its gist.
+"""A run folder, or several side by side, to look at in a notebook or a script: tables, pictures, summary.
 
 A folder may be of any kind and in any state: running, cut off, of an older kvbench, imported, simulated, a
 microbenchmark. What it does not have is missing, never invented.
-
-How a run looks in a notebook: a heading, one small table, and what limits it.
-
-Runs side by side, as ``kvbench.compare`` gives them: who is ahead, and what cannot be told apart.
 """
 
 from __future__ import annotations

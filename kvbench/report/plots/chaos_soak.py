@@ -1,8 +1,7 @@
-"""Goodput over time around each fault: what was due, by what became of it, one panel a pair and fault.
+"""Goodput over time around each fault, and a soak's windows: latency, memory, descriptors and KV blocks.
 
-Time counts from the fault; of several repeats the mean is drawn, over those that were watched for so long.
-
-Latency, memory, descriptors and KV blocks over a soak's windows, one column a pair.
+Goodput is what was due, by what became of it, one panel a pair and fault. Time counts from the fault; of
+several repeats the mean is drawn, over those that were watched for so long.
 """
 
 from __future__ import annotations

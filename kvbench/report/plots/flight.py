@@ -1,10 +1,8 @@
 """Requests on their way and waiting over time, at the trial that supports each answer.
 
 Under a rate that holds, both go up and down around a level; a curve that climbs to the last arrival is a
-queue that grows, and a rate that does not hold.
-
-A burst is one batch that is worked off after its last arrival. Beside the sustained rate, on the same axes,
-it shows why a burst's rate does not hold: one line of two panels per connector and input length with both.
+queue that grows, and a rate that does not hold. A burst is one batch that is worked off after its last
+arrival: beside the sustained rate, on the same axes, it shows why its rate does not hold.
 """
 
 from __future__ import annotations
@@ -139,7 +137,10 @@ BURSTS_MOST: Final = 4
 
 
 def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Requests on their way and waiting for their first token; None without a burst beside a search."""
+    """A burst beside the sustained rate: one line of two panels per connector and input length with both.
+
+    Requests on their way and waiting for their first token; None without a burst beside a search.
+    """
     pairs = _pairs(run)[:BURSTS_MOST]
     if not pairs:
         return None

@@ -1,13 +1,11 @@
-"""TTFT and TPOT over the offered rate: one panel per input length, every trial of the search a point.
+"""TTFT and TPOT over the offered rate, or side by side for loads that were offered at one rate each.
 
-The upper line is the quantile that the SLO speaks of (P95 for an attainment of 0.95): where it crosses
-the limit, the SLO is lost to that latency alone. It is taken from the requests of the steady window
-where the trial's summary does not have it.
+Over the rate there is one panel per input length, every trial of the search a point. The upper line is the
+quantile that the SLO speaks of (P95 for an attainment of 0.95): where it crosses the limit, the SLO is lost
+to that latency alone. It is taken from the requests of the steady window where the trial's summary lacks it.
 
-TTFT and TPOT of loads that were offered at one rate each: side by side, one place on the axis per load.
-
-Results that were read in are often of this kind: a table over input lengths or tensor-parallel sizes, each
-at one rate. Over the rate they would be a panel with one point each.
+Imported results often have one rate each, for several input lengths or tensor-parallel sizes; over the rate
+they would be panels with one point. They get one place on the axis per load instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What several pictures share: which trials they show, one panel per input length, requests read quickly.
-
-Ticks and spans of a picture's axes.
-"""
+"""What several pictures share: their trials and requests, a panel per input length, ticks and spans."""
 
 from __future__ import annotations
 

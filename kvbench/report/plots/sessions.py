@@ -1,6 +1,6 @@
 """Sessions of each connector's supporting trial: TTFT by turn, and reuse, offered and achieved.
 
-What of a corpus's prompts a prefix cache could have found, by the size of the cache.
+Offered reuse is what a prefix cache could find of a corpus's prompts, by the cache's size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The one look of kvbench's pictures: colours, marks. No global state is touched.
+"""The one look of kvbench's pictures, and what their marks stand for. No global state is touched.
 
-What a picture's marks stand for, in the picture itself: whose they are, and each one's value as text.
-
-A browser shows a mark's ``<title>`` under the pointer, and a page hides what a reader does not want to see by
-``data-series``. matplotlib writes an artist's gid as the id of its group, which carries both until the SVG is
-written.
+A browser shows a mark's ``<title>``, its value, under the pointer, and a page hides what a reader does not
+want to see by ``data-series``. matplotlib writes an artist's gid as the id of its group, which carries both
+until the SVG is written.
 """
 
 from __future__ import annotations

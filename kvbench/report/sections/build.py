@@ -1,6 +1,6 @@
-"""Builds the report of a run of any kind, or of several runs together: all sections, in their order.
+"""The report of a run of any kind, or of several together: all sections in order; a run's name and its gist.
 
-What a run is called, and its gist: one small table and what limits it, for a notebook.
+The gist is one small table and what limits it, for a notebook.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The sections of a chaos run's report.
-
-The sections of a soak's report.
-"""
+"""The sections of the reports of a chaos run and of a soak."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The tables that have one line for each row of the result, or for what the router adds to one.
+"""The tables with one line for each row of the result, in words that say what the figures are taken from.
 
-The words of a table say what its figures are taken from.
-
-Tables for a page that sorts: what people read, with the values of a CSV behind it.
+For a page that sorts, the values of a CSV are behind what people read.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 A row's latencies and rates come from the trial that supports its answer: the highest rate that met the SLO,
 at or below the answer. The row shows that trial's rate. Without such a trial these columns are empty.
 
-What a fitted timing profile allows to say of a predicted rate: its mark, and its least interval.
-
-The run folder keeps, of each deployment that was simulated with a profile file, the profile's status, the
-lengths that it was fitted to, and how far its held-out figures may be off (``fitted_with`` in the manifest).
+A rate that was predicted with a fitted timing profile has a mark, and a least interval. Of each deployment
+simulated with a profile file the run folder keeps the profile's status, the lengths that it was fitted to,
+and how far its held-out figures may be off (``fitted_with`` in the manifest).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """One table, for every format: what people read in its cells, and the values that files have.
 
-CSV and JSON have every digit and the columns' keys; the others are rounded for people and have the titles.
-What is missing is empty in CSV, null in JSON and a dash for people.
-
-Numbers as people read them: three digits, a dash for what is missing.
+CSV and JSON have every digit and the columns' keys; the others are rounded to three digits for people and
+have the titles. What is missing is empty in CSV, null in JSON and a dash for people.
 """
 
 from __future__ import annotations

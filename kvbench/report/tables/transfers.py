@@ -1,6 +1,6 @@
 """The rows of a microbenchmark as people read them, with footnotes, and as files have them.
 
-Who sends to whom how fast: a microbenchmark's rows between several pairs of hosts, as matrices.
+Several pairs of hosts are shown as matrices: who sends to whom, and how fast.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""``kvbench chaos SCENARIO``: hold a rate, do faults by a seeded plan, tell what each of them cost.
+"""``kvbench chaos SCENARIO``: offer a fixed rate, do faults by a seeded plan, report what each of them cost.
 
-Each fault is a trial of its own on a deployment of its own, so that none meets what another one left; the
-plan is drawn before anything starts and lies in the manifest (``asked.faults``), by which a run is gone on
-with and repeated.
+Each fault is a trial of its own on a deployment of its own, so that no fault's effects meet the next. The
+plan is drawn before anything starts and is in the manifest (``asked.faults``), by which a run is resumed and
+repeated.
 
-A network of its own for a chaos run: two hosts as namespaces, and on the second the process to cut off.
-
-``kvbench chaos --lab`` sets a lab up and goes on inside its host A, as a process that it waits for: so
-everything but the process in host B is started there, and reaches B by the lab's NICs alone. To partition a
-process is to lose all packets of these; one NIC's faults leave the others.
+``--lab`` sets up two hosts as namespaces and continues inside host A, in a process that it waits for: so
+everything but the process to cut off, in host B, is started there, and reaches B by the lab's NICs alone. To
+partition a process is to lose all packets of these; one NIC's faults leave the others.
 """
 
 from __future__ import annotations

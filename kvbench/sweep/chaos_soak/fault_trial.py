@@ -1,7 +1,7 @@
 """One fault on a deployment of its own: hold a rate, strike, undo, watch, count what it cost, record.
 
-Who noticed a fault: lines that complain in the processes' logs, kvbench's own watch, the first failed
-request. Each with its time.
+Whoever noticed it is recorded with a time: lines that complain in the processes' logs, kvbench's own watch,
+the first failed request.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Doing faults to a deployment that runs, and undoing them. Only ever what kvbench itself has started.
+"""Doing faults to a deployment that runs, and undoing them. Only ever to what kvbench itself has started.
 
 A strike has a beginning and an end; both return at once or within a deadline of their own. Whatever it was
-in the middle of, ``undo`` leaves nothing stopped, nothing asked for, and no rule in any network.
-
-Taking up an engine's KV pool on purpose: prefills that no D fetches, generations that go on and on.
-
-The first is what a client that leaves between P and D, or a D that dies there, does to P: its blocks stay
-held until their lease ends. All requests are kvbench's own, and end by a deadline.
+in the middle of, ``undo`` leaves nothing stopped, nothing asked for, and no rule in any network. An engine's
+KV pool is taken up by kvbench's own requests, which end by a deadline.
 """
 
 from __future__ import annotations
@@ -126,7 +122,11 @@ class _Hog:
 
 
 class OrphanedKv(_Hog):
-    """Prefills on P of which no D is told: some of them (``lease``), or until the pool is full (``pool``)."""
+    """Prefills on P of which no D is told: some of them (``lease``), or until the pool is full (``pool``).
+
+    A client that leaves between P and D, or a D that dies there, does the same to P: its blocks stay held
+    until their lease ends.
+    """
 
     def __init__(
         self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault

@@ -2,12 +2,8 @@
 
 For each number of streams the real load generator sends an open-loop Poisson load whose rate keeps so many
 requests under way on average: streams / duration of a request. What it reports is compared, request by
-request, with what the server really wrote. Only requests are counted that were sent after the first ones
-had ended, when the number of streams is what it was meant to be.
-
-What a selftest found with each number of streams, and up to how many of them the host can be trusted.
-
-A pass of a benchmark is measured again if the machine did other work meanwhile.
+request, with what the server really wrote. Only requests count that were sent after the first ones had ended,
+when the number of streams is the intended one. A pass is repeated if the machine did other work meanwhile.
 """
 
 from __future__ import annotations

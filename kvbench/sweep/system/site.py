@@ -2,10 +2,8 @@
 
 The simulator stands for a server without /metrics: what a sweep with ``--base-url`` learns by waiting and by
 single requests is learned here in the same way, but on a virtual clock that only requests and waits move.
-
-Who answers what a system is asked: a command's process, line by line, or code in this process.
-
-An answered trial as a load generator lives it: progress in its rhythm, its stop, its records.
+Answers come from a command's process, line by line, or from code in this process; a trial replays them as a
+load generator lives them: progress in its rhythm, its stop, its records.
 """
 
 from __future__ import annotations

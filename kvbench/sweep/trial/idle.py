@@ -1,9 +1,8 @@
 """Is the system idle again? A trial that begins on what another one left behind measures that, too.
 
 Servers may go on with requests that the client has dropped, for minutes. Their own gauges show when all is
-done. Where they have none, a single request does: it is as fast again as before the first trial.
-
-The clock that waits and single requests go by: the wall's, or a virtual one.
+done. Where they have none, a single request does: it is as fast again as before the first trial. Time is the
+wall's, or a virtual clock's.
 """
 
 from __future__ import annotations

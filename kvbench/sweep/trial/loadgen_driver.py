@@ -1,9 +1,7 @@
-"""Drives the load generator's processes: their specs, their end, and what they found as one load.
+"""Drives the load generator's processes: their specs, progress and end, and their results as one load.
 
 The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
 from one common start. Records come out in scheduled order, progress and client figures joined.
-
-What a load generator reports of a load: its progress while it runs, and the whole at its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What is read of a deployment around a trial, as one value: metrics before and after it, logs, samples.
+"""What is read of a deployment around a trial (metrics, logs, samples of hosts), and what is known before.
 
-The hosts of a deployment during one trial: samples of each, and what each did for others meanwhile.
-
-What is known about a deployment before it serves: hardware, NICs, slots. What is not known is None.
+What is not known (hardware, NICs, slots) is None.
 """
 
 from __future__ import annotations

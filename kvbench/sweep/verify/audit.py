@@ -9,8 +9,6 @@
 A contradiction is a damage: the folder is *not sound*. Whatever an answer depends on and could be neither
 recomputed nor compared makes the folder *not verified*. Else it is *sound*; files that have only a checksum
 are named.
-
-What ``kvbench verify`` does with each file of a run folder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A stored trial once more, from its requests: counts, latencies, findings, verdict.
+"""Stored results once more, from the raw files: trials, a chaos run's plan and costs, transfers, the report.
 
-A chaos run's plan and costs once more: do they follow from its seed and from its requests?
-
-A microbenchmark's rows once more, from the times of their calls.
-
-Derived files of a run folder made anew: is the report that of the stored trials?
+A trial follows from its requests (counts, latencies, findings, verdict), a chaos run's faults from its seed
+and its requests, a microbenchmark's rows from the times of their calls, derived files from all of these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies between memory of this host: what ``memcpy`` and ``shm`` share, and the neighbour process's files.
+"""Copies between memory of this host: what ``memcpy`` and ``shm`` share.
 
 A peer is another process of this host. It publishes its process id and one of its file descriptors, a
 memory file, which this process opens through ``/proc`` and maps; so nothing has a name that could be left
@@ -7,8 +7,6 @@ behind. The same user (or root) and one process namespace are needed, not the sa
 A copy of one part is made at once, in ``start``, as ``process_vm_writev`` and ``cp`` would; with
 ``streams`` above 1, parts are copied by that many threads, since ``ctypes`` gives up the interpreter
 meanwhile.
-
-Another process of this host: its files, and whether it is still there.
 """
 
 from __future__ import annotations

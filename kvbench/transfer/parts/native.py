@@ -1,6 +1,6 @@
 """Loading native libraries: what must be in the process before, and what to say when it fails.
 
-What a native library writes: caught in the process that hosts it, kept bounded, passed on.
+A library's output is caught in the process that hosts it, kept bounded, and passed on.
 """
 
 from __future__ import annotations

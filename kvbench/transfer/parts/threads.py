@@ -1,6 +1,6 @@
 """Blocking library calls in threads of their own, so that asking whether one is done never waits.
 
-What endpoints share whose library blocks: calls in threads, a door for peers, and peers by their id.
+Endpoints of such libraries also share a door for peers, and the peers by their id.
 """
 
 from __future__ import annotations

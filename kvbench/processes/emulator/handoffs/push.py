@@ -3,8 +3,6 @@
 The router names a ``transfer_id``. P's bootstrap server (HTTP, ``GET /query``) gives D the address of P's
 side channel; there D calls ``push`` with its agent and its block ids, and gets an answer when P has written.
 D may come before P's prefill has ended, or even before P has seen the request: P makes the entry and waits.
-
-P's bootstrap address (HTTP, ``GET /query``), where D learns the address of P's side channel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Lies about answers and counters.
-
-Lies that no check before the load sees: wrong KV, now and then, while no counter tells.
-"""
+"""Lies about answers and counters, and wrong KV now and then, which no check before the load sees."""
 
 from __future__ import annotations
 

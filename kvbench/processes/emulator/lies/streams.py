@@ -1,7 +1,4 @@
-"""Lies in the stream of tokens.
-
-Lies about prompts and time.
-"""
+"""Lies about prompts, about time, and in the stream of tokens."""
 
 from __future__ import annotations
 

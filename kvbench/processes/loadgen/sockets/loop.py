@@ -1,6 +1,6 @@
-"""The loop that waits for sockets. Its inner part is the hot path: what it costs, every chunk costs.
+"""The loop that waits for sockets, and its timer. Its inner part is the hot path: every chunk pays for it.
 
-A timer that fires when it should: epoll's own timeout is rounded up to whole milliseconds.
+The timer fires in time: epoll's own timeout is rounded up to whole milliseconds.
 """
 
 from __future__ import annotations

@@ -5,15 +5,12 @@
 - read: ``offer`` at the target puts the blocks' present content and sends each initiator the keys; the
   initiator gets.
 
-Every start of a write has keys of its own, since a store may keep an old value without a word. Where a
-second get may be served from a copy near by, or is refused, reads have their own keys too: ``offer`` then
-puts each block ``copies`` times, and ``Ticket.repeats`` says how often a transfer can be started before the
-next ``offer``.
+Every start of a write has new keys, since a store may keep an old value silently. Where a second get may be
+served from a local copy, or is refused, reads have new keys too: ``offer`` then puts each block ``copies``
+times, and ``Ticket.repeats`` says how often a transfer can be started before the next ``offer``.
 
 Objects that a newer write replaced are removed after the call that replaced them is done, by another
 thread, and only when they are many.
-
-A store, and what an initiator knows of a target that it reached through one.
 """
 
 from __future__ import annotations
