@@ -85,10 +85,10 @@ class ReportedSlo:
 def resolved(run: RunFolder, key: str) -> Any:
     """A part of what was asked for, from the plan or else from the scenario file; None if neither has it."""
     scenario = run.plan.get("scenario")
-    for place in (run.plan, scenario if isinstance(scenario, Mapping) else {}, _scenario_file(run)):
+    for place in (run.plan, scenario if isinstance(scenario, Mapping) else {}):
         if place.get(key) is not None:
             return place[key]
-    return None
+    return _scenario_file(run).get(key)
 
 
 def _scenario_file(run: RunFolder) -> Mapping[str, Any]:

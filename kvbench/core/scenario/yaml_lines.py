@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import yaml
 
-MAX_CHARS: Final = 1 << 18  # a hundred times a long scenario; read in about 3 s
+MAX_CHARS: Final = 1 << 18  # a hundred times a long scenario
 MAX_ALIASES: Final = 8  # enough to reuse a block or two; too few for a document to explode
 MAX_DEPTH: Final = 16
 _MAX_DIGITS: Final = 40
+_FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's parser takes a twentieth of the time of PyYAML's own, and not every installation has it."""
+_READ_DIFFERENTLY: Final = re.compile("[\t\r\x85\u2028\u2029\ufeff]|(?<![^\\s-])[?](?!\\S)|[|>][-+0-9]*#")
+"""What libyaml reads in another way than PyYAML: tabs, unusual line ends, byte order marks, keys after ``?``,
+and comments at a block scalar's indicator.
+"""
 
 Scalar = str | int | float | bool | None
 Location = tuple[str | int, ...]
@@ -122,6 +129,11 @@ def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]
     """
     if len(text) > MAX_CHARS:
         return None, [Mistake(Where(1, override), (), f"is longer than {MAX_CHARS // 1024} KiB")]
+    if not _READ_DIFFERENTLY.search(text):
+        with suppress(_UnreadableError, yaml.YAMLError, ValueError, OverflowError):
+            builder = _Builder(override)
+            return builder.document(yaml.parse(str(text), Loader=_FAST_LOADER)), builder.mistakes
+    # Again by PyYAML's own parser, whose messages users get on every machine.
     builder = _Builder(override)
     try:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader)), builder.mistakes
@@ -210,7 +222,7 @@ class _Builder:
         if CONTROL.search(text):
             self._mistake(where, at, "has a control character or a lone surrogate")
             return "?"
-        if event.style is not None:
+        if event.style:
             return text
         for pattern, advice in _TRAPS:
             if pattern.fullmatch(text):
