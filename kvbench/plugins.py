@@ -1,10 +1,14 @@
-"""What outside packages add: their entry points, looked up once for each state of the import path."""
+"""The parts of an open list, such as connectors: this package's modules, and other packages' entry points.
+
+Both are looked up once for each state of the import path.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 import sys
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 
@@ -20,3 +24,13 @@ def _found(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     for entry in entry_points(group=group):
         found.setdefault(entry.name, entry)
     return found
+
+
+def modules(folders: Iterable[str]) -> frozenset[str]:
+    """Names of the modules in a package's folders (its ``__path__``), without ``base``."""
+    return _modules(tuple(folders))
+
+
+@cache
+def _modules(folders: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(each.name for each in pkgutil.iter_modules(folders) if not each.ispkg) - {"base"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +11,14 @@ from pydantic import ValidationError
 
 from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
-from kvbench.plugins import outside
+from kvbench.plugins import modules, outside
 
 ENTRY_POINT_GROUP = "kvbench.connectors"
 
 
 def names() -> tuple[str, ...]:
     """All connectors: the files of this folder and those of outside packages."""
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
-    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
+    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Connector:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 from kvbench.core.plan.engine_count import engine_name
 from kvbench.engines.base import Engine, EngineOptions
 from kvbench.errors import InputError
-from kvbench.plugins import outside
+from kvbench.plugins import modules, outside
 
 ENTRY_POINT_GROUP = "kvbench.engines"
 
 
 def names() -> tuple[str, ...]:
     """All engines: the files of this folder and those of outside packages."""
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
-    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
+    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Engine:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
 from typing import Protocol
 
 from kvbench.errors import InputError
 from kvbench.importers.base import Imported
+from kvbench.plugins import modules
 
 
 class Importer(Protocol):
@@ -29,8 +29,7 @@ class Importer(Protocol):
 
 def names() -> tuple[str, ...]:
     """All formats, in the order of their names."""
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
-    return tuple(sorted(own - {"base"}))
+    return tuple(sorted(modules(__path__)))
 
 
 def get(name: str) -> Importer:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 import subprocess
 import sys
 
 from kvbench.core.plan.processes import TRANSFER_CHILD_MODULE
 from kvbench.errors import InputError, Problem
-from kvbench.plugins import outside
+from kvbench.plugins import modules, outside
 from kvbench.transfer.base import Backend
 
 ENTRY_POINT_GROUP = "kvbench.transfer"
@@ -23,8 +22,7 @@ CHECK_DEADLINE_S = 15.0
 
 def names() -> tuple[str, ...]:
     """All transfer backends: the files of this folder and those of outside packages."""
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg} - {"base"}
-    return tuple(sorted(own | set(outside(ENTRY_POINT_GROUP))))
+    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
 
 
 def get(name: str) -> Backend:
