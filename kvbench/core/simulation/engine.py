@@ -20,7 +20,7 @@ from kvbench.core.plan.dispatch import server_of_session
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.kv_cache import BlockPool
 from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler, StepPlan
-from kvbench.core.simulation.step_time import StepLoad, TimingProfile
+from kvbench.core.simulation.step_time import TimingProfile
 
 _LONGEST_RUN: Final = 64
 """Steps planned in one go: more would mostly be cut off again."""
@@ -123,9 +123,10 @@ class StepEngine:
         load = plan.load
         end = now + self.timing.step_s(load, self.time_scale)
         self._ends = ends = [end]
-        seqs = len(plan.chunks)
+        seqs, context, scale = len(plan.chunks), load.decode_context, self.time_scale
+        decode_step_s = self.timing.decode_step_s
         for extra in range(1, self._alike(plan)):
-            end += self.timing.step_s(StepLoad((), seqs, load.decode_context + extra * seqs), self.time_scale)
+            end += decode_step_s(seqs, context + extra * seqs, scale)
             ends.append(end)
         self.run += 1
         return end

@@ -78,6 +78,11 @@ class TimingProfile:
         total += self.decode_ms(load.decode_seqs, load.decode_context)
         return total * time_scale / 1000.0
 
+    def decode_step_s(self, seqs: int, context: int, time_scale: float = 1.0) -> float:
+        """``step_s`` of a step that only decodes, without the cost of a StepLoad: most steps are such."""
+        base = max(0.0, self.decode_base_ms) if seqs else 0.0
+        return (base + self.decode_ms(seqs, context)) * time_scale / 1000.0
+
     def overhead_s(self, time_scale: float = 1.0, tokens: int = 0) -> float:
         """Seconds between the arrival of a request of so many prompt tokens and the engine seeing it."""
         return (self.overhead_ms + self.overhead_token_ms * tokens) * time_scale / 1000.0

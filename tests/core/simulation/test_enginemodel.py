@@ -459,6 +459,8 @@ def test_step_time_grows_with_work_and_scales(
     seconds = profile.step_s(load)
     assert (seconds == 0) == (not chunks and not seqs)
     assert profile.step_s(load, scale) == pytest.approx(seconds * scale)
+    decode = StepLoad((), seqs, seqs * mean)
+    assert profile.decode_step_s(seqs, seqs * mean, scale) == profile.step_s(decode, scale)
     more = StepLoad([*chunks, (1, 0)], seqs, seqs * (mean + 1))
     assert profile.step_s(more) >= seconds
 
