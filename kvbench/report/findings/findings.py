@@ -261,10 +261,12 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
     if not invalid:
         return
-    causes = Counter(
-        finding.gate for trial in invalid for finding in trial.findings if finding.level == "invalid"
-    )
+    causes: Counter[str] = Counter()
+    for trial in invalid:
+        causes.update({finding.gate for finding in trial.findings if finding.level == "invalid"})
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
+    if causes.total() > len(invalid):
+        by_gate += "; some for several reasons"
     text = f"{len(invalid)} of {len(run.trials)} trials were refused and count neither way"
     yield Statement(
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvbench.core.records import Finding
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import rate_pairs
-from kvbench.report.findings.findings import as_notes, by_kind, statements
+from kvbench.report.findings.findings import as_notes, by_kind, refused, statements
 from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.report import report_markdown
 from kvbench.report.sections.build import build
@@ -109,11 +110,20 @@ def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
 
 def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
     found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
-    refused, late = found
-    assert refused.text.startswith("2 of 60 trials were refused and count neither way (client_limited 2)")
+    those, late = found
+    assert those.text.startswith("2 of 60 trials were refused and count neither way (client_limited 2)")
     assert late.rule == "client_limited"
     assert late.advice
     assert set(late.places) <= {trial.trial_id for trial in load_run(REFERENCE / "vllm-cpu-tiny").trials}
+
+
+def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
+    run = load_run(REFERENCE / "vllm-cpu-tiny")
+    one = next(trial for trial in run.trials if trial.verdict == "invalid")
+    late = next(finding for finding in one.findings if finding.level == "invalid")
+    one.findings += [replace(late, gate="host_starved"), replace(late, gate="host_starved")]
+    (said,) = refused(run)
+    assert "(client_limited 2, host_starved 1; some for several reasons)" in said.text
 
 
 def test_wrong_data_in_a_transfer_is_told_first() -> None:
