@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from kvbench.core.physics import MODELS
+from kvbench.core.scenario import yaml_lines
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.overrides import merged, typed_overrides
 from kvbench.core.scenario.scenario import (
@@ -417,6 +418,17 @@ def either(text: str, *overrides: str) -> None:
 @given(st.one_of(st.text(max_size=200), st.lists(_WORDS, max_size=40).map("".join)))
 def test_any_text(text: str) -> None:
     either(text)
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML has no libyaml here")
+@settings(deadline=None, max_examples=60)
+@given(st.one_of(st.text(max_size=60), st.lists(_WORDS, max_size=30).map("".join)))
+def test_libyaml_and_pyyaml_read_the_same(text: str) -> None:
+    """Values, lines and mistakes; what they read differently goes through PyYAML's own parser."""
+    with pytest.MonkeyPatch.context() as patch:
+        fast = yaml_lines.read_yaml(text)
+        patch.setattr(yaml_lines, "_FAST_LOADER", yaml.SafeLoader)
+        assert fast == yaml_lines.read_yaml(text)
 
 
 @settings(deadline=None, max_examples=60)
