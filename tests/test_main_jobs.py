@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import EASY, Finished, Running, kvbench, tagged_processes, the_run, wait_until
+from commands import EASY, Finished, Running, invoke, kvbench, tagged_processes, the_run, wait_until
 from emulated import running, running_pair, spec
 
 from kvbench import transfer
@@ -86,7 +86,7 @@ def test_verify_finds_a_new_run_sound_and_an_edited_one_not(swept: tuple[Finishe
     trials = folder / "trials.jsonl"
     before = trials.read_text()
     trials.write_text(before.replace('"seed": ', '"seed": 1', 1))
-    done = kvbench("verify", str(folder))
+    done = invoke("verify", str(folder))
     trials.write_text(before)
     assert done.status == 1, done.text
 
@@ -101,8 +101,7 @@ def test_a_run_is_listed_compared_and_exported(swept: tuple[Finished, Path], tmp
 
 
 def test_after_a_kill_a_sweep_resumes_and_keeps_what_it_had(tmp_path: Path) -> None:
-    words = ("--connector", "aggregated", "--connector", "tcp", "--output", str(tmp_path))
-    sweep = Running("sweep", "quickstart", *words, sets=SHORT)
+    sweep = Running("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path), sets=SHORT)
     try:
         wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("*/trials.jsonl")), 120)
         sweep.signal(signal.SIGKILL)
@@ -115,7 +114,7 @@ def test_after_a_kill_a_sweep_resumes_and_keeps_what_it_had(tmp_path: Path) -> N
     assert done.status in MEASURED, done.text
     run = the_run(tmp_path)
     assert run.manifest["status"] == "complete"
-    assert {result.cell.connector for result in run.cells} == {"aggregated", "tcp"}
+    assert {result.cell.connector for result in run.cells} == {"tcp"}
     assert (run.path / "trials.jsonl").read_bytes().startswith(stored)
 
 

@@ -292,14 +292,14 @@ PUMPS = (
 
 @pytest.mark.parametrize("pump", PUMPS)
 def test_it_takes_time_in_proportion_to_the_text(pump: str) -> None:
-    """Square time would be ten minutes and more."""
-    text = pump * (100_000 // len(pump))
+    """Square time would be half a minute and more."""
+    text = pump * (20_000 // len(pump))
     scrubber = Scrubber(["box-a.example"], ["user"])
     began = time.process_time()
     for end in ("", "!", "x"):
         scrubber.look(text + end)
         scrubber.text(text + end)
-    assert time.process_time() - began < 6
+    assert time.process_time() - began < 4
 
 
 def test_a_thousand_different_names_cost_as_much_as_one() -> None:

@@ -28,7 +28,7 @@ from kvbench.deployment.diagnose import patterns
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("search", "match", "fullmatch", "sub", "finditer", "findall", "split")
-LENGTH = 2_000
+LENGTH = 1_200
 LIMIT_S = 0.25
 """Of processor time. Square time takes some ten milliseconds, cubic time seconds, exponential for ever."""
 DEADLINE_S = 0.5

@@ -196,8 +196,9 @@ def on(folder: Path) -> None:
         write(store, 3)
 
 
-def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at each thing that it does to the disk, a run is sound; gone on with, it is so again."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.heavy)])
+def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Killed at any ``step``-th thing that it does to the disk, a run is sound; so it is when continued."""
     place = 1
     while killed(monkeypatch, place, partial(anew, tmp_path / str(place))):
         folders = list((tmp_path / str(place)).glob("2*"))
@@ -208,7 +209,7 @@ def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 assert said(folders[0]) == [], (place, again)
             assert load_run(folders[0]).manifest["status"] == "complete"
             assert len(load_run(folders[0]).trials) >= 3
-        place += 1
+        place += step
     assert place > 80
 
 

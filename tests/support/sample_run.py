@@ -113,7 +113,7 @@ def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestR
 def search(store: RunStore, cell: Cell, max_rate: float = 1000.0) -> CellResult:
     """A real search; its third trial is refused as invalid."""
     start = min(capacity(cell) * 0.3, max_rate)
-    searching = RateSearch(SearchLimits(start, min(0.01, start), max_rate, precision=0.08, max_trials=20))
+    searching = RateSearch(SearchLimits(start, min(0.01, start), max_rate, precision=0.15, max_trials=9))
     met: dict[float, str] = {}
     number = 0
     while (probe := searching.ask()) is not None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -137,18 +137,24 @@ def mark(items: Iterable[pytest.Item]) -> None:
             item.add_marker("real")
 
 
+_STARTS: Final = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"})
+"""Audit events of a start of a process."""
+
+
 def watch() -> None:
     """Keep a list of the processes that this process starts."""
     sys.addaudithook(_record)
 
 
 def _record(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in _STARTS:  # millions of them
+        return
     if event in ("subprocess.Popen", "os.posix_spawn"):
         argv = arguments[1] if isinstance(arguments[1], (list, tuple)) else [arguments[1]]
         words = [os.fsdecode(word) for word in argv]
         if _counts(words):
             _started.append(" ".join(words)[:200])
-    elif event in ("os.fork", "os.forkpty"):
+    else:
         _started.append(event)
 
 

@@ -125,14 +125,14 @@ def queue(
 
 @pytest.mark.parametrize("ceiling", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool) -> None:
-    answers = [run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(24)]
+    answers = [run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(14)]
     assert {each.status for each in answers} == {"converged"}
     found = np.array([each.max_request_rate for each in answers], float) / 30
     assert np.median(found) == pytest.approx(1.0, abs=0.015)
     assert np.mean(np.abs(found - 1) <= 0.05) >= 0.9
     assert np.median([each.trials for each in answers]) <= (7 if ceiling else 9)
     inside = [each.lower <= 30 <= each.upper for each in answers if each.lower and each.upper]
-    assert sum(inside) >= 18  # 22 expected
+    assert sum(inside) >= 10  # 12 to 13 expected
     for each in answers:
         assert each.confirmed
         met = [point["rate"] for point in each.curve if point["verdict"] == "met"]
@@ -418,7 +418,7 @@ measures: st.SearchStrategy[Any] = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["met", "missed", "undecided", "invalid"]), st.none() | measures),
@@ -435,7 +435,7 @@ def test_whatever_is_told_it_ends_inside_its_limits_and_can_be_resumed(
     run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.floats(1, 400), st.floats(10, 80), st.booleans(), st.integers(0, 2**31))
 def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: int) -> None:
     trial = queue(root, seed, capacity=1.1 * root, steepness=steepness, effective=200)
