@@ -325,9 +325,9 @@ def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
 
 def _seed(run: RunFolder, trial: dict[str, Any]) -> int:
     cell, number = trial["cell"], int(trial["trial_id"].rsplit("-", 1)[1])
-    key = f"{cell['connector']}-in{cell['input_len']}-out{cell['output_len']}"
+    key = f"in{cell['input_len']}-out{cell['output_len']}"
     if trial["method"] == "equal_rate":
-        key = f"equal-in{cell['input_len']}-out{cell['output_len']}"
+        key = f"equal-{key}"
     return trial_seed(int(run.manifest["seed"]), key, number)
 
 

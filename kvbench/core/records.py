@@ -234,7 +234,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        return f"{self.connector}-in{self.input_len}-out{self.output_len}"
+        return f"{self.connector}-{self.lengths_key}"
+
+    @property
+    def lengths_key(self) -> str:
+        """The same for all connectors at these lengths."""
+        return f"in{self.input_len}-out{self.output_len}"
 
 
 @dataclass

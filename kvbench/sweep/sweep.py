@@ -428,7 +428,7 @@ class Sweep:
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:
         """One whole trial for each cell, with the same requests for every connector."""
         for cell, rate in self._equal_cells(planned):
-            key = f"equal-in{cell.input_len}-out{cell.output_len}"
+            key = f"equal-{cell.lengths_key}"
             plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
             if (answers := self._known_of(planned).right_answers(cell)) is not None:
                 site.watch_answers(cell, answers)

@@ -79,7 +79,7 @@ def test_after_any_end_it_goes_on_and_redoes_no_trial_that_is_stored(tmp_path: P
     assert len(names) == len(set(names))
     for trial in run.trials:
         number = int(trial.trial_id.rsplit("-", 1)[1])
-        assert trial.seed == trial_seed(1, trial.cell.key, number)
+        assert trial.seed == trial_seed(1, trial.cell.lengths_key, number)
     ways = [session["why"].split(":")[0] for session in run.manifest["sessions"]]
     assert ways in (["interrupted", way, "cut off", "complete"] for way in ("complete", "cut off"))
     assert (run.path / "logs" / "tcp-session-4").is_dir()

@@ -95,7 +95,7 @@ def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, RunFolder]
     measured = (each for each in run.trials if each.purpose != "ceiling")
     trial = next(trial for trial in measured if trial.cell.connector == "nixl")
     number = int(trial.trial_id.rsplit("-", 1)[1])
-    assert trial.seed == trial_seed(1, trial.cell.key, number)
+    assert trial.seed == trial_seed(1, trial.cell.lengths_key, number)
     records = run.request_records(trial.trial_id)
     offsets = planned_offsets(trial.request_rate, 5000, 1.0, trial.seed)[: len(records)]
     assert [record.scheduled_s for record in records] == pytest.approx(offsets.tolist())

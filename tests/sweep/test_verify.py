@@ -35,11 +35,11 @@ SLOW = "deployment.engine_options.time_scale=4"
 """A slow engine serves few requests in a trial, so that a run is soon verified."""
 ASKED = (
     *("connectors=[tcp]", "workload.input_len=[128]", "search.max_trials=3", SLOW),
-    *("slo.ttft_ms=800", "slo.tpot_ms=80", "search.compare_burst=true"),
+    *("slo.ttft_ms=800", "slo.tpot_ms=80", "search.compare_burst=true", "seed=4"),
 )
 TIERS = (
     *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3"),
-    "search.equal_rate=true",
+    *("search.equal_rate=true", "seed=2"),
     "slo={tiers: {strict: {ttft_ms: 150, tpot_ms: 12}, loose: {ttft_ms: 400, tpot_ms: 25}}}",
 )
 Edit = Callable[[dict[str, Any]], object]

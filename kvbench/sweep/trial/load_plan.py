@@ -73,7 +73,7 @@ class TrialPlan:
 
     ``twin_of``: the number of the trial whose load this one repeats, request by request; it may be its own.
     Caches are emptied before such trials, since their prompts come twice. 0: a load like no other.
-    ``seed_key``: what takes the cell's place in the seed, so that several connectors get the same load.
+    ``seed_key``: takes the place of the cell's lengths in the seed.
     ``searched``: the trial may end when its verdict for ``tier`` is sure; else all of it is offered.
     ``latency_s``: of one request alone, 0 if unknown. ``requests``: what is offered instead of the scenario's
     load or trace.
@@ -101,8 +101,12 @@ class TrialPlan:
         return f"{self.cell.key}-{method}{self.number:02d}"
 
     def seed(self, seed: int) -> int:
-        """The trial's own, from the run's: that of the trial whose load it repeats, if it repeats one."""
-        return trial_seed(seed, self.seed_key or self.cell.key, self.twin_of or self.number)
+        """Return the seed, from the run's: that of the trial whose load it repeats, if it repeats one.
+
+        The connector is not part of it. The n-th trial of every connector at the same lengths has the same
+        prompts and the same arrivals, scaled to its rate, so arrival variance does not order connectors.
+        """
+        return trial_seed(seed, self.seed_key or self.cell.lengths_key, self.twin_of or self.number)
 
     def wanted(self, seed: int) -> Wanted:
         """What is to be offered, with the trial's own seed from the run's."""

@@ -185,6 +185,9 @@ class StoredTrial:
         plan = self.asked
         if plan is None or not self.requests:
             return
+        by_connector = replace(plan, seed_key=plan.cell.key)
+        if not plan.seed_key and self.record.seed == by_connector.seed(self.scenario.seed):
+            plan = by_connector  # as before connectors shared their arrivals
         if self.record.seed != (seed := plan.seed(self.scenario.seed)):
             yield self.damage("its seed is not that of its place", self.record.seed, seed)
             return

@@ -82,5 +82,5 @@ def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     """It takes half as long again at first; on virtual time."""
     system = draw(SEEDS["develop"], QUICK)
     warming = replace(system.disturbances, warmup_s=warmup_s, warmup_factor=1.5)
-    run = searched(replace(system, disturbances=warming), 1, tmp_path, 120.0)
+    run = searched(replace(system, disturbances=warming), 2, tmp_path, 120.0)
     assert told(said(run))

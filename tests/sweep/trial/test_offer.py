@@ -17,7 +17,14 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
-from kvbench.sweep.trial.load_plan import Offered, TrialWatch, Wanted, ceiling_figures, planned
+from kvbench.sweep.trial.load_plan import (
+    Offered,
+    TrialPlan,
+    TrialWatch,
+    Wanted,
+    ceiling_figures,
+    planned,
+)
 from kvbench.sweep.trial.loadgen_driver import Progress, Settled
 
 SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
@@ -145,3 +152,20 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
     assert watch.progressed(Progress(t_s=t_s + 10.0, sent=sent, done=sent))
     assert watch.flooded_s == t_s, "what ends in the grace is none of it"
     assert (sent - done) * service_s <= max(32.0, 24 * service_s), "and not 1,600 requests' work"
+
+
+def test_connectors_get_the_same_arrivals_scaled_to_their_rates(scenario: Scenario) -> None:
+    def offsets(connector: str, rate: float, number: int = 3, input_len: int = 256) -> np.ndarray:
+        plan = TrialPlan(Cell(connector, input_len, 16), number, rate, "bisect")
+        return planned(scenario, plan.wanted(scenario.seed)).offsets_s[:100]
+
+    slow = offsets("nixl", 20.0)
+    assert offsets("mooncake", 25.0) * 25 == pytest.approx(slow * 20)
+    for other in (offsets("nixl", 20.0, number=4), offsets("nixl", 20.0, input_len=512)):
+        assert not np.allclose(other, slow)
+
+
+def test_a_repeated_load_keeps_its_own_seed() -> None:
+    plan = TrialPlan(CELL, 4, 20.0, "bisect", twin_of=3)
+    assert plan.seed(1) == replace(plan, number=3, twin_of=0).seed(1)
+    assert plan.seed(1) != replace(plan, seed_key="equal-in256-out16").seed(1)
