@@ -98,8 +98,9 @@ def _foreign(lie: str, gate: str, *sets: str, servers: int = 1, metrics: bool = 
     return Case(lie, gate, sets=(*lengths, "search.min_requests=40", *sets), servers=(told,) * servers)
 
 
-_ASKED_IDLE: Final = 80
-"""No fewer than a bench asks of an idle server, before any load: canaries, each more than once."""
+_ASKED_IDLE: Final = 40
+"""No fewer than a bench asks of an idle server, before any load: canaries, each more than once. More would
+spare the trial's own canaries."""
 FOREIGN: Final = CliOptions(input_len="512", output_len=64, ttft_ms=4000, tpot_ms=1000)
 TROUBLE: Final = ("kind", "every", "spared", "prompt_off", "per_event", "late_s", "in_flight")
 CASES: Final[tuple[Case, ...]] = (
