@@ -197,10 +197,12 @@ def with_cuda_copy(tls: str, gpus: int) -> str:
     buffers are in host memory ("NVIDIA GPU(s) are present, but this setting does not enable CUDA memory
     support": nixl-cu13 1.5.1 on an H200). ``cuda_copy`` reaches no peer, so it never carries a transfer.
     """
-    names = tls.removeprefix("^").split(",")
-    if not gpus or tls.startswith("^") or any(name == "all" or name.startswith("cuda") for name in names):
+    if not gpus or tls.startswith("^"):
         return tls
-    return f"{tls},cuda_copy"
+    # Its module loads pydantic, which workers on hosts without GPUs don't need.
+    from kvbench.connectors.parts.ucx import moves_gpu_memory
+
+    return tls if moves_gpu_memory(tls) else f"{tls},cuda_copy"
 
 
 def nvidia_gpus(root: Path = Path("/")) -> int:
