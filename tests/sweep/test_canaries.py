@@ -306,8 +306,8 @@ def test_a_slow_server_is_asked_for_less_than_a_minute(scored: bool) -> None:
 def test_an_idle_answer_that_is_another_canarys_is_wrong_and_no_noise() -> None:
     server = SlowServer(most=4)
     pool = idle_answers(server, scored=True)
-    (number, owner, text), *_ = pool.crossed
-    assert text == pool.right(owner) != pool.right(number)
+    (number, owners, text), *_ = pool.crossed
+    assert text == pool.right(*owners) != pool.right(number)
     result = judged_canaries(pool, [])
     assert {each.kind for each in result.wrong} == {"another_prompt"}
     assert len(result.wrong) == len(pool.crossed) == result.checked

@@ -162,6 +162,7 @@ CASES: Final[tuple[Case, ...]] = (
         _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=_ASKED_IDLE),
         watched=True,
     ),
+    replace(_foreign("canned_when_idle", "wrong_answers", *_MANY, kind="canned", every=2), watched=True),
     # Another user's answer in 5 % of cases, once more requests are under way, idle ones included.
     replace(
         _foreign("swapped_above_4", "repeated_answers", *_MANY, kind="stale", every=20, in_flight=4),

@@ -273,11 +273,13 @@ def _crossed_idle(pool: CanaryPool) -> list[JudgedCanary]:
             f"idle-canary-{number}",
             "another_prompt",
             "idle",
-            whose=f"that of canary prompt {owner}",
+            whose=f"that of canary prompt {owners[0]}"
+            if len(owners) == 1
+            else f"one text for {len(owners) + 1} canary prompts",
             answer=text,
             expected=next((each for each in _idle_answers(pool, number) if each != text), ""),
         )
-        for number, owner, text in pool.crossed
+        for number, owners, text in pool.crossed
     ]
 
 

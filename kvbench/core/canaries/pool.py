@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from kvbench.core.load.traces import traced_prompt
+from kvbench.core.metrics.equal_answers import LONG_BYTES, LONG_TOKENS
 from kvbench.core.metrics.output_noise import Noise, noise_of
 from kvbench.core.records import Cell, Outputs
 
@@ -23,6 +24,12 @@ COMPARED_TOKENS: Final = 256
 """Of longer answers so many are compared: wrong KV shows early, and the reference is asked for less."""
 TELLING_CHARS: Final = 12
 """Shorter answers may be equal by chance, and name nobody."""
+SHARED_SHARE: Final = 0.25
+"""A server does not answer by the prompt where so many of those that were asked again got a text of several
+prompts and another one besides. An honest one whose texts are all shared, one in twenty of which changes, has
+as many in 1 of 250 cells (binomial, 24 prompts, a third of them asked twice again)."""
+LEAST_SHARED: Final = 4
+"""And at least so many: of a few prompts a quarter is one or two."""
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 """What half of a character reads as, at the end of a text: a stream may leave it out."""
 
@@ -75,11 +82,13 @@ class CanaryPool:
         return joined(noise_of(self.answers), self.under_load)
 
     @cached_property
-    def crossed(self) -> tuple[tuple[int, int, str], ...]:
-        """(canary, whose answer it got, that text) of idle answers that are another canary's.
+    def crossed(self) -> tuple[tuple[int, tuple[int, ...], str], ...]:
+        """(canary, whose answer it got, that text) of idle answers that are other canaries'.
 
         A server that answers a prompt in two ways, one of which is the answer to a single other prompt, has
-        sent somebody else's answer. Noise does not make a whole text of another prompt.
+        sent somebody else's answer. Noise does not make a whole text of another prompt. A long text of
+        several others may be honest, as of a model that repeats itself. It is wrong where it comes to
+        ``SHARED_SHARE`` of the prompts in one asking and not in the next.
         """
         texts = [
             [text, *(again.texts[number] for again in self.answers.repeats if number < len(again.texts))]
@@ -89,14 +98,25 @@ class CanaryPool:
         for number, found in enumerate(texts):
             for text in found:
                 owners.setdefault(text, set()).add(number)
-        return tuple(
-            (number, next(iter(others)), text)
+        changed = [
+            (number, tuple(sorted(owners[text] - {number})), text)
             for number, found in enumerate(texts)
             for text in dict.fromkeys(found)
             if len(set(found)) > 1 and len(text) >= TELLING_CHARS
-            if len(others := owners[text] - {number}) == 1
-            if texts[next(iter(others))].count(text) >= found.count(text)
-        )
+        ]
+        single = [
+            each
+            for each in changed
+            if len(each[1]) == 1 and texts[each[1][0]].count(each[2]) >= texts[each[0]].count(each[2])
+        ]
+        shared = [
+            each
+            for each in changed
+            if len(each[1]) > 1 and self.lengths[each[0]][1] >= LONG_TOKENS and len(each[2]) >= LONG_BYTES
+        ]
+        asked_again = sum(len(found) > 1 for found in texts)
+        least = max(LEAST_SHARED, math.ceil(SHARED_SHARE * asked_again))
+        return (*single, *(shared if len({number for number, _, _ in shared}) >= least else ()))
 
     @cached_property
     def telling(self) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from zlib import crc32
 
@@ -178,3 +179,33 @@ def test_an_empty_right_answer_proves_nothing() -> None:
 def test_half_a_character_at_the_end_may_be_left_out_of_a_stream() -> None:
     pool = replace(POOL, answers=Outputs((RIGHT[0] + "\N{REPLACEMENT CHARACTER}", *RIGHT[1:]), 0.1))
     assert not judged_canaries(pool, [answered(0, RIGHT[0], 0)]).wrong
+
+
+CANNED = "the very same text for every prompt"
+LONG = replace(POOL, lengths=((64, 16),) * len(RIGHT), cell_lengths=(64, 16))
+
+
+def idle(first: Sequence[str], again: Sequence[str]) -> CanaryPool:
+    return replace(LONG, answers=Outputs(tuple(first), 0.1, repeats=(Outputs(tuple(again), 0.1),)))
+
+
+def test_one_text_for_several_prompts_in_one_asking_and_not_in_the_next_is_wrong() -> None:
+    """As from a server that gives every second request a canned answer, idle or not."""
+    first = [CANNED if place % 2 else text for place, text in enumerate(RIGHT)]
+    again = [CANNED if place % 3 else text for place, text in enumerate(RIGHT)]
+    result = judged_canaries(idle(first, again), [])
+    assert {each.kind for each in result.wrong} == {"another_prompt"}
+    assert "one text for 16 canary prompts" in result.wrong[0].text()
+
+
+def test_texts_that_several_prompts_honestly_have_are_noise() -> None:
+    """The same prompts get them each time, or few do not, or they are short."""
+    shared = [CANNED if place % 2 else text for place, text in enumerate(RIGHT)]
+    few = [*RIGHT[:4], *shared[4:]]
+    assert not judged_canaries(idle(shared, shared), []).wrong
+    assert not judged_canaries(idle(shared, few), []).wrong
+    changed = [CANNED[:31] if place % 3 else text for place, text in enumerate(RIGHT)]
+    short = [CANNED[:31] if place % 2 else text for place, text in enumerate(RIGHT)]
+    assert not judged_canaries(idle(short, changed), []).wrong
+    pool = idle(shared, [CANNED if place % 3 else text for place, text in enumerate(RIGHT)])
+    assert not judged_canaries(replace(pool, lengths=POOL.lengths), []).wrong
