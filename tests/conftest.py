@@ -39,7 +39,7 @@ from kvbench.hosts import scratch
 settings.register_profile(
     "kvbench",
     deadline=None,
-    max_examples=50,
+    max_examples=30,
     derandomize="FUZZ_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )

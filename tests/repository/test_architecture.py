@@ -14,6 +14,7 @@ import pytest
 
 import kvbench
 from kvbench import engines
+from tests.repository.test_security_source import tree_of
 
 PACKAGE = Path(kvbench.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -41,7 +42,7 @@ def imported(nodes: Iterator[ast.stmt] | list[ast.stmt]) -> Iterator[str]:
 
 
 def test_native_libraries_are_imported_inside_functions_only() -> None:
-    imports = {path: set(imported(ast.parse(path.read_text()).body)) for path in MODULES}
+    imports = {path: set(imported(tree_of(path).body)) for path in MODULES}
     assert {str(path): names & NATIVE for path, names in imports.items() if names & NATIVE} == {}
 
 
@@ -121,7 +122,7 @@ def test_what_differs_between_engines_is_asked_of_their_options() -> None:
     found = {
         name: asked
         for name, path in modules.items()
-        if not name.startswith(MAY_NAME_ENGINES) and (asked := list(by_name(ast.parse(path.read_text()))))
+        if not name.startswith(MAY_NAME_ENGINES) and (asked := list(by_name(tree_of(path))))
     }
     assert found == {}
 
@@ -176,10 +177,7 @@ def targets(code: ast.AST, modules: set[str]) -> Iterator[str]:
 def import_graph() -> Graph:
     """Module → the modules of kvbench that it imports."""
     modules = {module_name(path): path for path in MODULES}
-    return {
-        name: set(targets(ast.parse(path.read_text()), set(modules))) - {name}
-        for name, path in modules.items()
-    }
+    return {name: set(targets(tree_of(path), set(modules))) - {name} for name, path in modules.items()}
 
 
 def circle(graph: Graph) -> list[str]:

@@ -36,6 +36,7 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.processes.loadgen.sockets.clock import SLACK_NS, arrivals
 from kvbench.results.run import RunFolder
 from tests.microbench.test_microbench import NIC_FAULTS
+from tests.repository.test_security_source import tree_of
 from tools.faults import DOC_PATH, JSON_PATH, document
 
 ROOT = Path(__file__).parents[2]
@@ -221,7 +222,7 @@ def _wall_clock_reads(path: Path) -> list[int]:
     """Lines that read the wall clock: time.time, time_ns, datetime.now, utcnow, today."""
     names = {"time": {"time", "time_ns"}, "datetime": {"now", "utcnow", "today"}, "date": {"today"}}
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
             whose = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
             if node.attr in names.get(whose, ()):

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,20 @@ COMMAND = re.compile(r"`kvbench ([a-z]+)")
 NO_KEYS = {"slo.py", "simulate.md", "simulate.py", "model.safetensors", "model.safetensors.index.json"}
 
 
-def named_in_texts(pattern: re.Pattern[str]) -> dict[str, str]:
-    """What kvbench's own texts name → a module that does."""
-    return {
-        name: path.name
+@cache
+def texts() -> list[tuple[Path, str]]:
+    """Every text in a module, and where."""
+    return [
+        (path, node.value)
         for path in SOURCES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for name in pattern.findall(node.value)
-    }
+    ]
+
+
+def named_in_texts(pattern: re.Pattern[str]) -> dict[str, str]:
+    """What kvbench's own texts name → a module that does."""
+    return {name: path.name for path, text in texts() for name in pattern.findall(text)}
 
 
 def test_every_key_and_command_that_a_text_names_is_there() -> None:
@@ -171,12 +177,8 @@ NAMES_ONLY = {"www.w3.org", "json-schema.org", "github.com", "docs.vllm.ai", "se
 
 
 def test_no_module_names_a_place_of_the_network_to_send_to() -> None:
-    found = set()
-    for path in SOURCES:
-        if path.is_relative_to(ROOT / "kvbench"):
-            for node in ast.walk(tree_of(path)):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found |= {(path.name, host) for host in TALKS.findall(node.value)}
+    inside = [(path.name, text) for path, text in texts() if path.is_relative_to(ROOT / "kvbench")]
+    found = {(name, host) for name, text in inside for host in TALKS.findall(text)}
     assert {(name, host) for name, host in found if host not in NAMES_ONLY} == set()
 
 

@@ -367,20 +367,14 @@ def test_arrivals_and_lengths_are_the_same_with_and_without() -> None:
 
 
 def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
-    """Pairs of searches with the same seeds."""
-    for seed, canary_share in ((1, 0.02), (2, 0.3)):
-        found = []
-        for share in (0.0, canary_share):
-            sets = (
-                "connectors=[tcp]",
-                "workload.input_len=[128]",
-                f"seed={seed}",
-                f"checks.canary_share={share}",
-            )
-            run = load_run(simulate.simulated(CliOptions("quickstart", sets), tmp_path))
-            assert run.cells[0].answer is not None
-            found.append(run.cells[0].answer["max_request_rate"])
-        assert found[0] == found[1]
+    """Two searches with the same seed."""
+    found = []
+    for share in (0.0, 0.3):
+        sets = ("connectors=[tcp]", "workload.input_len=[128]", "seed=2", f"checks.canary_share={share}")
+        run = load_run(simulate.simulated(CliOptions("quickstart", sets), tmp_path))
+        assert run.cells[0].answer is not None
+        found.append(run.cells[0].answer["max_request_rate"])
+    assert found[0] == found[1]
 
 
 def test_what_is_asked_beside_the_load_is_at_most_half_the_share() -> None:

@@ -68,7 +68,7 @@ LONG = ("sustained", "burst beside", "tiers")
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        *((kind, 5 if kind in LONG else 1) for kind in WISHES),
+        *((kind, 8 if kind in LONG else 1) for kind in WISHES),
         *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
     ],
 )

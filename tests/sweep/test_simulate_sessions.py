@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 SETS = (
     "workload.sessions.shape={turns: 4, first_len: 512, added_len: 128, output_len: 16, think_time_s: 0.5}",
     "search.precision=0.3",
-    "search.max_trials=5",
+    "search.max_trials=3",
 )
 
 

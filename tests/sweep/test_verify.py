@@ -39,8 +39,8 @@ ASKED = (
 )
 TIERS = (
     *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.max_trials=3"),
-    *("search.equal_rate=true", "seed=2"),
-    "slo={tiers: {strict: {ttft_ms: 150, tpot_ms: 12}, loose: {ttft_ms: 400, tpot_ms: 25}}}",
+    *("search.equal_rate=true", "seed=4", SLOW),
+    "slo={tiers: {strict: {ttft_ms: 600, tpot_ms: 48}, loose: {ttft_ms: 1600, tpot_ms: 100}}}",
 )
 Edit = Callable[[dict[str, Any]], object]
 
@@ -324,7 +324,7 @@ def test_figures_are_no_matter_of_rules(folder: Path, name: str) -> None:
     assert any(words in each for each in found_in(folder))
 
 
-LONG = ("chaos", "vllm-cpu-tiny")
+LONG = ("burst-or-sustained", "chaos", "microbench", "soak-emulated", "vllm-cpu-tiny")
 RUNS = [
     pytest.param(path.parent.name, marks=[pytest.mark.heavy] * (path.parent.name in LONG))
     for path in sorted(REFERENCE.glob("*/manifest.json"))

@@ -329,13 +329,11 @@ def test_an_edited_report_is_not_verified(folder: Path) -> None:
     assert found.checked["derived files"] > 5
     before = (folder / "report.html").read_text()
     (folder / "report.html").write_text(before.replace("EMULATED", "MEASURED"))
-    (reason,) = audit(folder).unverified
-    assert reason.startswith("report.html: ")
-    (folder / "report.html").write_text(before)
     picture = next((folder / "figures").glob("*.svg"))
     picture.write_text(picture.read_text() + " ")
-    reasons = audit(folder).unverified
-    assert any(f"figures/{picture.name}" in each for each in reasons)
+    (reason,) = audit(folder).unverified
+    for name in ("report.html", f"figures/{picture.name}"):
+        assert name in reason
 
 
 def test_every_file_of_a_run_has_a_class(folder: Path) -> None:

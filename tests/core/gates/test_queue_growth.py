@@ -14,7 +14,7 @@ from tools.perf_search.pipeline import System, offsets, run_open
 from tools.perf_search.systems import SYSTEMS
 from tools.perf_search.truth import fingerprint, known
 
-SEEDS = 10
+SEEDS = 6
 
 
 def grows(system: System, load: float, latencies: float, seed: int) -> bool:

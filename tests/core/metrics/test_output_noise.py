@@ -84,7 +84,7 @@ def test_a_server_that_is_exact_with_itself_asks_for_equality() -> None:
     )
 
 
-def runs(*, sigma: float, fault: float, scored: bool = True, count: int = 40) -> list[bool]:
+def runs(*, sigma: float, fault: float, scored: bool = True, count: int = 20) -> list[bool]:
     """Whether the pair passed, for so many servers."""
     rng = np.random.default_rng(7)
     passed = []
@@ -96,10 +96,10 @@ def runs(*, sigma: float, fault: float, scored: bool = True, count: int = 40) ->
 
 @pytest.mark.parametrize("sigma", [0.005, 0.02, 0.05])
 def test_honest_noise_is_not_called_corrupt(sigma: float) -> None:
-    assert sum(runs(sigma=sigma, fault=0.0)) >= 39
+    assert sum(runs(sigma=sigma, fault=0.0)) >= 19
 
 
-@pytest.mark.parametrize(("sigma", "missed"), [(0.0, 0), (0.005, 0), (0.02, 0), (0.05, 2)])
+@pytest.mark.parametrize(("sigma", "missed"), [(0.0, 0), (0.005, 0), (0.02, 0), (0.05, 1)])
 def test_garbled_kv_shows_through_the_noise(sigma: float, missed: int) -> None:
     """With much noise a third of this model's tokens are as close: four in a row may be so by luck."""
     assert sum(runs(sigma=sigma, fault=3.0)) <= missed
@@ -114,7 +114,7 @@ def test_noise_differs_from_the_first_equality_check() -> None:
 
 
 def test_without_log_probabilities_the_number_of_differences_decides() -> None:
-    assert sum(runs(sigma=0.02, fault=0.0, scored=False)) >= 37
+    assert sum(runs(sigma=0.02, fault=0.0, scored=False)) >= 18
     quiet = Outputs(("a", "b", "c", "d"), 0.1, (), (Outputs(("a", "b", "c", "x"), 0.1),) * 3)
     equality = compare(quiet, Outputs(("a", "b", "x", "d"), 0.1))
     assert (equality.passed, equality.within_noise) == (True, 1)

@@ -359,7 +359,7 @@ def test_the_queue_simulated_agrees_with_its_formula() -> None:
 
 @pytest.mark.parametrize("hinted", [False, True])
 def test_the_search_finds_the_queues_rate(hinted: bool) -> None:
-    found, trials, _ = md1_searches(0.02, 0.25, 10.0, 15, SearchLimits(10, 0.5, 400, 0.1, 10), hinted)
+    found, trials, _ = md1_searches(0.02, 0.25, 10.0, 9, SearchLimits(10, 0.5, 400, 0.1, 10), hinted)
     assert 0.9 < np.median(found) < 1.1
     assert min(found) > 0.7
     assert max(found) < 1.25

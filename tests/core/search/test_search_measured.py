@@ -123,16 +123,24 @@ def queue(
     return trial
 
 
-@pytest.mark.parametrize("ceiling", [True, pytest.param(False, marks=pytest.mark.heavy)])
-def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool) -> None:
-    answers = [run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(14)]
+HEAVY = pytest.mark.heavy
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "seeds"),
+    [(True, 8), pytest.param(True, 14, marks=HEAVY), pytest.param(False, 14, marks=HEAVY)],
+)
+def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool, seeds: int) -> None:
+    answers = [
+        run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(seeds)
+    ]
     assert {each.status for each in answers} == {"converged"}
     found = np.array([each.max_request_rate for each in answers], float) / 30
     assert np.median(found) == pytest.approx(1.0, abs=0.015)
     assert np.mean(np.abs(found - 1) <= 0.05) >= 0.9
     assert np.median([each.trials for each in answers]) <= (7 if ceiling else 9)
     inside = [each.lower <= 30 <= each.upper for each in answers if each.lower and each.upper]
-    assert sum(inside) >= 10  # 12 to 13 expected
+    assert sum(inside) >= 0.7 * seeds  # nine of ten expected
     for each in answers:
         assert each.confirmed
         met = [point["rate"] for point in each.curve if point["verdict"] == "met"]
@@ -289,9 +297,9 @@ def run_on(search: RateSearch, trial: Trial) -> SearchAnswer:
 
 
 def test_refused_trials_stay_out_of_the_answer() -> None:
-    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(6)]
+    answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(4)]
     found = [each.max_request_rate for each in answers if each.status == "converged"]
-    assert len(found) >= 4
+    assert len(found) >= 3
     assert all(rate is not None and 26 < rate < 34 for rate in found)
 
 

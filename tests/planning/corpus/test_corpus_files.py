@@ -266,6 +266,7 @@ def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:
     assert said in done.err
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not WHOLE.exists(), reason="the whole corpus is not part of the repository")
 def test_the_whole_corpus_to_the_block() -> None:
     figures = CorpusFigures(load_corpus(WHOLE))

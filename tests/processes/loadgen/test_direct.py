@@ -28,11 +28,10 @@ from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
 
 pytestmark = pytest.mark.timeout(180)
 
+PROBLEMS = {name: transfer.check(name) for name in ("tcp", "nixl", "mooncake")}
 PAIRS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(transfer.check(name) is not None, reason=str(transfer.check(name)))
-    )
-    for name in ("tcp", "nixl", "mooncake")
+    pytest.param(name, marks=pytest.mark.skipif(problem is not None, reason=str(problem)))
+    for name, problem in PROBLEMS.items()
 ]
 CONCURRENT = {"mooncake"}
 SLOW = "deployment.engine_options.time_scale=4"

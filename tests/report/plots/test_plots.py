@@ -148,16 +148,16 @@ def test_no_words_lie_over_others_or_outside(tmp_path: Path, lengths: tuple[int,
                 texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
             texts += [axes.xaxis.label, axes.yaxis.label, axes._left_title]  # type: ignore[attr-defined]
         boxes = [
-            (text.get_text(), text.get_window_extent())
+            (text.get_text(), text.get_window_extent().extents.tolist())
             for text in texts
             if text.get_text().strip() and text.get_visible()
         ]
-        inside = figure.bbox
-        for words, box in boxes:
-            assert inside.x0 <= box.x0 < box.x1 <= inside.x1, words
-            assert inside.y0 <= box.y0 < box.y1 <= inside.y1, words
-        for (words, box), (others, other) in combinations(boxes, 2):
-            assert not box.overlaps(other), (words, others)
+        left, low, right, high = figure.bbox.extents
+        for words, (x0, y0, x1, y1) in boxes:
+            assert left <= x0 < x1 <= right, words
+            assert low <= y0 < y1 <= high, words
+        for (words, (x0, y0, x1, y1)), (others, (u0, v0, u1, v1)) in combinations(boxes, 2):
+            assert x1 < u0 or u1 < x0 or y1 < v0 or v1 < y0, (words, others)
 
 
 def test_the_quantile_of_the_slo_is_computed_from_the_requests(one: RunFolder) -> None:
