@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKERS = frozenset({"__init__.py", "__init__.pyi", "py.typed"})
 """What Python itself asks for says nothing about the plan, and is not counted."""
 
+Trees = Mapping[Path, ast.Module]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -67,8 +69,9 @@ def problems(package: Path, limits: Limits) -> Iterator[str]:
         yield f"{name}/ has {large[name]} files, not {limits.folder_files}: give it a door, or a reason"
     for name in sorted(limits.large_folders.keys() - large.keys()):
         yield f"tools/house.py excuses {name}/, which needs no excuse"
-    yield from _long(package, limits)
-    yield from _ambiguous(package, limits)
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    yield from _long(package, limits, trees)
+    yield from _ambiguous(package, limits, trees)
 
 
 def _entries(folder: Path) -> list[str]:
@@ -80,13 +83,20 @@ def _entries(folder: Path) -> list[str]:
     ]
 
 
-def _long(package: Path, limits: Limits) -> Iterator[str]:
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text()
-        where, lines = path.relative_to(package.parent), text.count("\n")
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a tree, and what holds some, such as the handlers of a ``try``."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, part, None) or ():
+            yield each
+            yield from _statements(each)
+
+
+def _long(package: Path, limits: Limits, trees: Trees) -> Iterator[str]:
+    for path, tree in trees.items():
+        where, lines = path.relative_to(package.parent), path.read_text().count("\n")
         if lines > limits.module_lines:
             yield f"{where} has {lines} lines, not {limits.module_lines} at most"
-        for node in ast.walk(ast.parse(text)):
+        for node in _statements(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > limits.function_lines:
@@ -94,13 +104,13 @@ def _long(package: Path, limits: Limits) -> Iterator[str]:
                     yield f"{at}: {node.name} has {length} lines, not {limits.function_lines} at most"
 
 
-def _ambiguous(package: Path, limits: Limits) -> Iterator[str]:
+def _ambiguous(package: Path, limits: Limits, trees: Trees) -> Iterator[str]:
     places: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(package.rglob("*.py")):
+    for path, tree in trees.items():
         where = str(path.relative_to(package.parent))
         if path.name not in ("__init__.py", "__main__.py"):
             places[path.name].append(where)
-        for node in ast.parse(path.read_text()).body:
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(where)
     several = {name: found for name, found in places.items() if len(found) > 1}

@@ -31,7 +31,7 @@ METHODS = ("search", "match", "fullmatch", "sub", "finditer", "findall", "split"
 LENGTH = 1_200
 LIMIT_S = 0.25
 """Of processor time. Square time takes some ten milliseconds, cubic time seconds, exponential for ever."""
-DEADLINE_S = 0.5
+DEADLINE_S = 0.3
 
 
 class TooSlowError(Exception):

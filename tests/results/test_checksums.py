@@ -196,7 +196,7 @@ def on(folder: Path) -> None:
         write(store, 3)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.heavy)])
 def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Killed at any ``step``-th thing that it does to the disk, a run is sound; so it is when continued."""
     place = 1

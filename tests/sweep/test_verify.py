@@ -324,9 +324,9 @@ def test_figures_are_no_matter_of_rules(folder: Path, name: str) -> None:
     assert any(words in each for each in found_in(folder))
 
 
-LONG = ("burst-or-sustained", "chaos", "microbench", "soak-emulated", "vllm-cpu-tiny")
+SHORT = ("microbench-lab", "microbench-sizes", "seed-h200-emulated", "seed-notes", "seed-pr10884")
 RUNS = [
-    pytest.param(path.parent.name, marks=[pytest.mark.heavy] * (path.parent.name in LONG))
+    pytest.param(path.parent.name, marks=[pytest.mark.heavy] * (path.parent.name not in SHORT))
     for path in sorted(REFERENCE.glob("*/manifest.json"))
 ]
 
@@ -436,7 +436,6 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert forced.status == EXIT_OK, forced.text
     inside = unpacked(archive, tmp_path / "edited")
     assert auditing.DAMAGED in load_run(inside).labels
-    assert not audit(inside).sound
 
 
 def unpacked(archive: Path, target: Path) -> Path:

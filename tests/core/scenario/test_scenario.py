@@ -431,7 +431,7 @@ def test_libyaml_and_pyyaml_read_the_same(text: str) -> None:
         assert fast == yaml_lines.read_yaml(text)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.dictionaries(_KEYS, _VALUES, max_size=8))
 def test_any_structure(data: dict[str, Any]) -> None:
     either(yaml.safe_dump(data))
