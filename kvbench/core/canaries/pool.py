@@ -105,18 +105,19 @@ class CanaryPool:
             if len(set(found)) > 1 and len(text) >= TELLING_CHARS
         ]
         single = [
-            each
-            for each in changed
-            if len(each[1]) == 1 and texts[each[1][0]].count(each[2]) >= texts[each[0]].count(each[2])
+            (number, others, text)
+            for number, others, text in changed
+            if len(others) == 1 and texts[others[0]].count(text) >= texts[number].count(text)
         ]
         shared = [
-            each
-            for each in changed
-            if len(each[1]) > 1 and self.lengths[each[0]][1] >= LONG_TOKENS and len(each[2]) >= LONG_BYTES
+            (number, others, text)
+            for number, others, text in changed
+            if len(others) > 1 and self.lengths[number][1] >= LONG_TOKENS and len(text) >= LONG_BYTES
         ]
         asked_again = sum(len(found) > 1 for found in texts)
         least = max(LEAST_SHARED, math.ceil(SHARED_SHARE * asked_again))
-        return (*single, *(shared if len({number for number, _, _ in shared}) >= least else ()))
+        enough = len({number for number, _, _ in shared}) >= least
+        return (*single, *(shared if enough else ()))
 
     @cached_property
     def telling(self) -> Mapping[str, int]:
