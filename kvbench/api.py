@@ -33,9 +33,8 @@ from kvbench.errors import InputError
 from kvbench.hosts.scratch import scratch
 from kvbench.report.notebook import frames
 from kvbench.report.notebook.column_meanings import MEANINGS
-from kvbench.report.notebook.plots import Plots
-from kvbench.report.notebook.run import Comparison, Run, compare, load
-from kvbench.results.run_list import listed_runs
+from kvbench.report.notebook.run import Comparison, Plots, Run, compare, load
+from kvbench.results.run import listed_runs
 
 if TYPE_CHECKING:
     from kvbench.planning.overrides import CliOptions

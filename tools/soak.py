@@ -38,9 +38,8 @@ from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.bench import Site
+from kvbench.sweep.bench import Site, create_store
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import SimulatedBench, simulable
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvbench.cli import deployments, measure, runs, sessions, setup
+from kvbench.cli import deployments, measure, runs, setup
 from kvbench.cli.console import allow_any_locale, with_exit_code
 from kvbench.cli.setup import lab
 from kvbench.errors import EXIT_CODES
@@ -67,7 +67,7 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     "init": (PREPARE, setup.init, "kvbench init two-nodes.yaml --hosts node1,node2"),
     "scenarios": (PREPARE, runs.scenarios, "kvbench scenarios --json"),
     "plan": (PREPARE, measure.plan, "kvbench plan quickstart --input-len 1024"),
-    "corpus": (PREPARE, sessions.corpus, "kvbench corpus traces.jsonl.gz --model llama-3.1-70b --gb 80"),
+    "corpus": (PREPARE, setup.corpus, "kvbench corpus traces.jsonl.gz --model llama-3.1-70b --gb 80"),
     "doctor": (PREPARE, setup.doctor, "kvbench doctor two-nodes.yaml"),
     "schema": (PREPARE, setup.schema, "kvbench schema > scenario.schema.json"),
     "runs": (RESULTS, runs.runs, "kvbench runs"),

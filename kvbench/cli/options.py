@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def run_folder(text: str) -> Path:
     """The run folder that is meant: a path, `latest`, or a piece of a name. For typer."""
-    from kvbench.results.run_list import find_run
+    from kvbench.results.run import find_run
 
     try:
         return find_run(text)
@@ -49,7 +49,7 @@ def complete_connector(incomplete: str) -> Iterator[str]:
 
 def complete_run(incomplete: str) -> Iterator[str]:
     """`latest`, and the runs in the folder that they are written to; the latest first."""
-    from kvbench.results.run_list import LATEST, listed_runs, output_folder
+    from kvbench.results.run import LATEST, listed_runs, output_folder
 
     root = output_folder()
     runs = listed_runs(root) if root.is_dir() else []

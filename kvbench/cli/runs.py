@@ -237,7 +237,7 @@ def runs(
     """List the runs that were made, the latest first: when, what, how they ended."""
     from rich.table import Column, Table
 
-    from kvbench.results.run_list import listed_runs, output_folder
+    from kvbench.results.run import listed_runs, output_folder
 
     root = folder or output_folder()
     found = listed_runs(root)

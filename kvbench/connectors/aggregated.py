@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.connectors.parts.handshakes import LoneConnector
+from kvbench.connectors.base import LoneConnector
 
 
 class Aggregated(LoneConnector):

@@ -7,19 +7,27 @@ one truth for the router and for the load generator.
 What a connector wants differs between releases of vLLM. Each way is a profile: a connector of its
 own, with the releases it is for. ``CONNECTOR`` is the newest one, which the emulated engine speaks
 too, and ``CONNECTOR.profile(version)`` is the one for an engine of that version.
+
+Hand-offs that several connectors share: without any parameters, by pull, and SGLang's by rooms.
+
+What the connectors over NIXL share: options, UCX's environment, and what is wrong with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import Field
 
 from kvbench.core.engine_versions import Release, Releases, is_sglang, release
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions
+from kvbench.core.scenario.options import nic_names
 from kvbench.errors import InputError
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -224,3 +232,173 @@ def one_token_prefill(
     if kv_transfer_params is not None:
         request["kv_transfer_params"] = dict(kv_transfer_params)
     return request
+
+
+class _UnchangedOnD(Connector):
+    """D gets a client's body as it is."""
+
+    def decode_request(
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
+    ) -> dict[str, Any]:
+        return dict(body)
+
+
+class PlainConnector(_UnchangedOnD):
+    """Sequential dispatch with unchanged bodies, except that P makes one token only.
+
+    P computes the whole prompt first. D finds the KV by the prompt's tokens or by the request id, so the
+    request needs no parameters (proxy_server.py of vLLM 0.6, and connectors over a shared store).
+    """
+
+    dispatch = "sequential"
+
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        return one_token_prefill(body)
+
+
+class LoneConnector(_UnchangedOnD):
+    """One server with a connector of its own: no P/D, requests are passed on as they are."""
+
+    dispatch = "none"
+
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        raise NotImplementedError(f"{self.name} runs one server and has no prefill request")
+
+
+class PullConnector(Connector):
+    """Sequential dispatch: P's answer carries ``kv_transfer_params`` that go to D untouched.
+
+    This is the dialect of vLLM's NixlConnector from 0.13 to 0.33 (toy_proxy_server.py).
+    """
+
+    dispatch: DispatchMode = "sequential"
+    side_port_roles: tuple[Role, ...] = ("prefill", "decode")
+    answer_fields: ClassVar[tuple[str, ...]] = (
+        "remote_block_ids",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+    )
+    """What P's ``kv_transfer_params`` must hold for D to find the blocks."""
+
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        return one_token_prefill(
+            body,
+            {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        )
+
+    def decode_request(
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
+    ) -> dict[str, Any]:
+        return {**body, "kv_transfer_params": (prefill_response or {}).get("kv_transfer_params")}
+
+    def missing_in_prefill_response(self, prefill_response: Mapping[str, Any]) -> Sequence[str]:
+        params = prefill_response.get("kv_transfer_params")
+        if not isinstance(params, Mapping):
+            return ("kv_transfer_params",)
+        return tuple(f"kv_transfer_params.{key}" for key in self.answer_fields if params.get(key) is None)
+
+
+class RoomConnector(Connector):
+    """SGLang's hand-off: P and D get the request at once and meet in a "room" on P's bootstrap server.
+
+    The router adds ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` (a random number of 63 bits)
+    to both bodies (SGLang 0.5, sglang_router). Only P binds a bootstrap port. Not run here: SGLang needs a
+    GPU.
+    """
+
+    dispatch = "concurrent"
+    side_port_roles: tuple[Role, ...] = ("prefill",)
+
+    def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+        # P's own answer is thrown away, so it need not come as a stream.
+        request = {key: value for key, value in body.items() if key != "stream_options"}
+        return {**request, "stream": False, **room_of(request_id, peer)}
+
+    def decode_request(
+        self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
+    ) -> dict[str, Any]:
+        return {**body, **room_of(request_id, peer)}
+
+
+def room_of(request_id: str, peer: PrefillPeer) -> dict[str, Any]:
+    """The three fields that join a request on P and on D. The room follows from the request's id."""
+    host, _, port = peer.side_address.rpartition(":")
+    number = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
+    return {"bootstrap_host": host, "bootstrap_port": int(port or 0), "bootstrap_room": number}
+
+
+TELLING: Final = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
+"""Lines at start-up and at each new connection, none at transfers."""
+
+
+class UcxOptions(ConnectorOptions):
+    """Options of a connector over NIXL."""
+
+    ucx_tls: str = Field(
+        "",
+        description="UCX_TLS: the transports UCX may use; by default its own choice, for the emulated engine "
+        "tcp. GPU memory needs cuda among them",
+    )
+    ucx_net_devices: str = Field("", description="UCX_NET_DEVICES: comma-separated devices, or all")
+    num_threads: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="NIXL worker threads beside the progress thread; by default the engine's own choice, "
+        "4 in vLLM, for the emulated one 0",
+    )
+
+    def settled(self) -> UcxOptions:
+        threads = 0 if self.num_threads is None else self.num_threads
+        return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
+
+    @property
+    def nics_asked(self) -> tuple[str, ...]:
+        return nic_names(self.ucx_net_devices)
+
+    def extra_config(self) -> dict[str, Any]:
+        """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
+        threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
+        return {"backends": ["UCX"], **threads}
+
+    def env(self) -> dict[str, str]:
+        """UCX's environment; what is not given there it chooses: transports, and devices among all.
+
+        UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory. It is to say which transports it
+        took, once a connection and operation (transfer/parts/transport_lines.yaml).
+        """
+        wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
+        return {**{name: value for name, value in wanted.items() if value}, **TELLING}
+
+
+def moves_gpu_memory(tls: str) -> bool:
+    """Whether UCX_TLS, where it is set at all, leaves UCX a transport for CUDA's or ROCm's memory."""
+    words = [word.strip() for word in tls.removeprefix("^").split(",") if word.strip()]
+    named = any(word == "all" or word.startswith(("cuda", "gdr", "rocm", "ze")) for word in words)
+    return not words or named != tls.startswith("^")
+
+
+def side_channel_env(side_port: int | None, host: str) -> dict[str, str]:
+    """Where an instance tells the other side about its NIXL agent."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+
+
+def ucx_warnings(env: Mapping[str, str]) -> list[str]:
+    """Environment of the user that fights with the connector's."""
+    found = []
+    for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"):
+        if name in env:
+            found.append(f"{name} is set, but NIXL never reads it")
+    if "VLLM_NIXL_ABORT_REQUEST_TIMEOUT" in env:
+        found.append(
+            "VLLM_NIXL_ABORT_REQUEST_TIMEOUT is read up to vLLM 0.13 only; later releases have leases"
+        )
+    return found

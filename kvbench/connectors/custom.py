@@ -10,8 +10,15 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
-from kvbench.connectors.base import Connector, ConnectorOptions, Role, Seat
-from kvbench.connectors.parts.handshakes import LoneConnector, PlainConnector, PullConnector
+from kvbench.connectors.base import (
+    Connector,
+    ConnectorOptions,
+    LoneConnector,
+    PlainConnector,
+    PullConnector,
+    Role,
+    Seat,
+)
 from kvbench.core.engine_versions import Releases
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.parts.handshakes import PlainConnector
+from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role
 from kvbench.core.engine_versions import Releases
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, Role, Seat
-from kvbench.connectors.parts.handshakes import PlainConnector
+from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role, Seat
 from kvbench.core.engine_versions import Releases
 from kvbench.core.plan.processes import ProcessSpec
 

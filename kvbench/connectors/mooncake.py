@@ -25,12 +25,14 @@ from kvbench.connectors.base import (
     Body,
     Connector,
     ConnectorOptions,
+    PlainConnector,
     PrefillPeer,
+    PullConnector,
     Role,
+    RoomConnector,
     Seat,
     one_token_prefill,
 )
-from kvbench.connectors.parts.handshakes import PlainConnector, PullConnector, RoomConnector
 from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import nic_names

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, Role, Seat
-from kvbench.connectors.parts.handshakes import PlainConnector
+from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role, Seat
 from kvbench.core.engine_versions import Releases
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.options import nic_names

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PrefillPeer, Role, Seat
-from kvbench.connectors.parts.handshakes import PlainConnector
+from kvbench.connectors.base import ConnectorOptions, PlainConnector, PrefillPeer, Role, Seat
 from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 

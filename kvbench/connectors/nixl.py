@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.parts.handshakes import PullConnector, RoomConnector
-from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
+from kvbench.connectors.base import (
+    ConnectorOptions,
+    PullConnector,
+    Role,
+    RoomConnector,
+    UcxOptions,
+    side_channel_env,
+    ucx_warnings,
+)
 from kvbench.core.engine_versions import Releases
 
 

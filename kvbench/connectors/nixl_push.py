@@ -15,9 +15,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import Body, Connector, ConnectorOptions, PrefillPeer, Role
-from kvbench.connectors.parts.handshakes import PullConnector
-from kvbench.connectors.parts.ucx import UcxOptions, side_channel_env, ucx_warnings
+from kvbench.connectors.base import (
+    Body,
+    Connector,
+    ConnectorOptions,
+    PrefillPeer,
+    PullConnector,
+    Role,
+    UcxOptions,
+    side_channel_env,
+    ucx_warnings,
+)
 from kvbench.core.engine_versions import Releases
 
 

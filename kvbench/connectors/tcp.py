@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, Role
-from kvbench.connectors.parts.handshakes import PullConnector
+from kvbench.connectors.base import ConnectorOptions, PullConnector, Role
 from kvbench.core.engine_versions import Releases
 
 

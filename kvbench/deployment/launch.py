@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.core.fitted_table import FittedColumn, Grid, columns_of
-from kvbench.core.load.word_tokenizer import tokenizer_files
+from kvbench.core.load.prompts import tokenizer_files
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import shell_script
-from kvbench.deployment.deployment import RunningDeployment
+from kvbench.deployment.deployment import RunningDeployment, with_ports, with_ports_at
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, MissingLibraryError
 from kvbench.files import write_json
 from kvbench.hosts import scratch as scratch_folders
@@ -31,7 +31,6 @@ from kvbench.hosts.scratch import keep, scratch
 from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged
-from kvbench.launchers.parts.ports import with_ports, with_ports_at
 from kvbench.launchers.parts.sockets import is_here
 from kvbench.launchers.placement import Places, fleet_of
 from kvbench.planning.gpu_dealing import far_device_env, require_gpus

@@ -11,8 +11,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench import transfer
-from kvbench.connectors.base import Connector, ConnectorOptions
-from kvbench.connectors.parts.ucx import moves_gpu_memory
+from kvbench.connectors.base import Connector, ConnectorOptions, moves_gpu_memory
 from kvbench.core.gates.lies import LIES, Lie, labels_of
 from kvbench.core.plan.processes import EMULATOR_MODULE, ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES

@@ -14,8 +14,17 @@ from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
-from kvbench.engines.base import Engine, EngineOptions, Environment, Instance, OptionsContext
-from kvbench.engines.parts.commands import argv_of, found_command, owned_flags, whole
+from kvbench.engines.base import (
+    Engine,
+    EngineOptions,
+    Environment,
+    Instance,
+    OptionsContext,
+    argv_of,
+    found_command,
+    owned_flags,
+    whole,
+)
 from kvbench.errors import KvbenchError, Problem
 
 _OURS: Final = (

@@ -16,16 +16,24 @@ from typing import Any, Final
 
 import yaml
 
-from kvbench.connectors.base import Connector, ConnectorOptions, Role
-from kvbench.connectors.parts.ucx import UcxOptions, moves_gpu_memory
+from kvbench.connectors.base import Connector, ConnectorOptions, Role, UcxOptions, moves_gpu_memory
 from kvbench.core.engine_versions import NEWEST_KNOWN, Release, Releases, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.yaml_lines import one_line
-from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext
-from kvbench.engines.parts.commands import argv_of, asked_version, found_command
+from kvbench.engines.base import (
+    Engine,
+    EngineOptions,
+    FirstScenario,
+    Installed,
+    Instance,
+    OptionsContext,
+    argv_of,
+    asked_version,
+    found_command,
+)
 from kvbench.engines.parts.vllm_options import VllmOptions
 from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.version_rules import installed as distributions

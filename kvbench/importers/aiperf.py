@@ -17,6 +17,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.importers.base import (
     Imported,
+    LoggedRequest,
     Origin,
     ServingRow,
     json_value,
@@ -29,9 +30,9 @@ from kvbench.importers.base import (
     rate,
     read_lines,
     read_text,
+    records_of,
     whole,
 )
-from kvbench.importers.parts.requests import LoggedRequest, records_of
 
 FORMAT: Final = "aiperf's profile export (JSON, CSV, or its folder)"
 RANK: Final = 20

@@ -3,6 +3,10 @@
 An importer is a file of this folder with ``FORMAT`` (what it reads, in words), ``RANK`` (where two recognise
 one file the lower rank reads it), ``recognise(path) -> bool`` and ``read(path) -> Imported``. It copies what
 is written: what the file does not say stays None, and what an importer works out is named in ``derived``.
+
+A request from what a client logged of it: times on one clock, from the first planned send.
+
+What the importers of transfer tools share: a row from the few things that such a tool prints.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvbench.core.records import RequestRecord
-from kvbench.core.transfers.records import TransferRecord
+from kvbench.core.records import RequestError, RequestRecord
+from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.errors import InputError
 
 MAX_BYTES: Final = 512 * 2**20
@@ -303,3 +307,110 @@ def excerpt(lines: Sequence[str], line: int, width: int = 100) -> str:
     """Line ``line`` (from 1) as it is quoted in a message."""
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """One request as logged, in seconds on the client's clock; None: it did not happen, or is not known."""
+
+    request_id: str
+    scheduled_s: float
+    sent_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    input_len: int
+    output_len: int
+    itl_s: Sequence[float] = ()
+    error: str = ""
+
+
+def records_of(seen: Sequence[LoggedRequest]) -> list[RequestRecord]:
+    """The requests in the order of their planned sends, with times from the first of them."""
+    ordered = sorted(seen, key=lambda each: each.scheduled_s)
+    return [_record(each, ordered[0].scheduled_s) for each in ordered]
+
+
+def _record(seen: LoggedRequest, start: float) -> RequestRecord:
+    sent_s, first_s, last_s = (
+        None if moment is None else moment - start
+        for moment in (seen.sent_s, seen.first_token_s, seen.last_token_s)
+    )
+    kind: RequestError = "no_answer" if first_s is None else "early_close" if seen.error else ""
+    return RequestRecord(
+        request_id=seen.request_id,
+        scheduled_s=seen.scheduled_s - start,
+        input_len=seen.input_len,
+        requested_output_len=seen.output_len,
+        sent_s=sent_s,
+        first_token_s=first_s,
+        last_token_s=last_s,
+        output_len=seen.output_len,
+        itl_s=list(seen.itl_s),
+        error=kind,
+        error_detail=seen.error[-300:],
+    )
+
+
+@dataclass
+class ReportedTransfer:
+    """One measurement as far as it is reported. ``gb_per_s`` is in 10⁹ bytes per second, times in seconds."""
+
+    case: Case
+    gb_per_s: float
+    calls: int | None = None
+    window_s: float | None = None
+    """The length of the measurement, if the tool reports it."""
+    library: str = ""
+    transport: str = ""
+    prepare_s: float | None = None
+    verified: bool | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+    qualifiers: Sequence[str] = ()
+    """What must be known with the bandwidth to read it."""
+
+
+def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[str]) -> TransferRow:
+    """The row.
+
+    What the tool does not report stands in the record as its default, and by name in ``missing``.
+    """
+    absent = [
+        *missing,
+        *(
+            name
+            for name in ("calls", "window_s", "transport", "verified")
+            if getattr(reported, name) in (None, "")
+        ),
+        "call_s",
+    ]
+    absent = list(dict.fromkeys(absent))
+    record = TransferRecord(
+        reported.case,
+        transport=reported.transport,
+        library=reported.library,
+        nbytes=reported.case.nbytes,
+        logical_bytes=reported.case.nbytes,
+        descriptors=reported.case.batch_size * reported.case.regions,
+        calls=reported.calls or 0,
+        window_s=reported.window_s or 0.0,
+        gb_per_s=reported.gb_per_s,
+        prepare_s=reported.prepare_s,
+        verified=reported.verified,
+    )
+    record.warnings.append(
+        TransferWarning(
+            "imported",
+            f"read from {origin.text()}, not measured by kvbench; "
+            + "".join(f"{text}; " for text in reported.qualifiers)
+            + f"not told: {', '.join(absent)}",
+            evidence={
+                "file": origin.file,
+                "line": origin.line,
+                "tool": origin.tool,
+                "missing": absent,
+                "qualifiers": list(reported.qualifiers),
+                **dict(reported.also),
+            },
+        )
+    )
+    return TransferRow(origin, record, absent, list(reported.qualifiers))

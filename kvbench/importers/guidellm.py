@@ -15,6 +15,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError
 from kvbench.importers.base import (
     Imported,
+    LoggedRequest,
     Origin,
     ServingRow,
     listed,
@@ -25,9 +26,9 @@ from kvbench.importers.base import (
     plain,
     rate,
     read_lines,
+    records_of,
     whole,
 )
-from kvbench.importers.parts.requests import LoggedRequest, records_of
 
 FORMAT: Final = "guidellm's JSON report"
 RANK: Final = 20

@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvbench.errors import InputError
 from kvbench.importers.base import (
     Imported,
+    LoggedRequest,
     Origin,
     ServingRow,
     json_value,
@@ -23,9 +24,9 @@ from kvbench.importers.base import (
     parse_json,
     peek,
     read_lines,
+    records_of,
     whole,
 )
-from kvbench.importers.parts.requests import LoggedRequest, records_of
 
 FORMAT: Final = "LLMServingSim's recorded vLLM runs (requests.jsonl and meta.json, or their folder)"
 RANK: Final = 20

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case
-from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
+from kvbench.importers.base import (
+    Imported,
+    Origin,
+    ReportedTransfer,
+    number,
+    peek,
+    read_lines,
+    transfer_row,
+    whole,
+)
 
 FORMAT: Final = "tables of nccl-tests"
 RANK: Final = 30

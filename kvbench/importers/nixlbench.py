@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case, Memory, TransferOp
-from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
+from kvbench.importers.base import (
+    Imported,
+    Origin,
+    ReportedTransfer,
+    number,
+    peek,
+    read_lines,
+    transfer_row,
+    whole,
+)
 
 FORMAT: Final = "nixlbench's table (NIXL)"
 RANK: Final = 30

@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.transfers.records import Case, TransferOp
-from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
+from kvbench.importers.base import (
+    Imported,
+    Origin,
+    ReportedTransfer,
+    number,
+    peek,
+    read_lines,
+    transfer_row,
+    whole,
+)
 
 FORMAT: Final = "output of perftest's ib_write_bw, ib_read_bw and ib_send_bw"
 RANK: Final = 30

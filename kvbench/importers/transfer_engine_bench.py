@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Final
 
 from kvbench.core.transfers.records import Case, TransferOp
-from kvbench.importers.base import Imported, Origin, number, peek, read_lines, whole
-from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
+from kvbench.importers.base import (
+    Imported,
+    Origin,
+    ReportedTransfer,
+    number,
+    peek,
+    read_lines,
+    transfer_row,
+    whole,
+)
 
 FORMAT: Final = "log of Mooncake's transfer_engine_bench"
 RANK: Final = 30

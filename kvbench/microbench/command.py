@@ -28,8 +28,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, InputError
 from kvbench.hosts import environment
 from kvbench.hosts.devices import gpus
 from kvbench.microbench.cases import run_cases
-from kvbench.microbench.host_pairs import BetweenHosts
-from kvbench.microbench.hosts import MicrobenchPlace, MicrobenchPlaces
+from kvbench.microbench.hosts import BetweenHosts, MicrobenchPlace, MicrobenchPlaces
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report

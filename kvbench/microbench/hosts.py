@@ -1,27 +1,37 @@
-"""Where the two sides of a microbenchmark stand: this host, a lab on it, or this host and another one."""
+"""Where the two sides of a microbenchmark stand: this host, a lab on it, or this host and another one.
+
+A microbenchmark between a scenario's hosts: their agents start both sides, at their data addresses.
+"""
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any, Final
 
+from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.transfers.cases import LEAST_CALLS, MOST_SECONDS, BackendCapabilities
 from kvbench.core.transfers.records import Case
 from kvbench.core.units import parse_counts
-from kvbench.errors import InputError
+from kvbench.errors import InputError, KvbenchError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.lab.layout import LabPlan
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
+from kvbench.launchers.agents.fleet import Fleet
+from kvbench.launchers.agents.remote import RemoteLauncher
+from kvbench.launchers.placement import fleet_with
 from kvbench.microbench.options import MicrobenchOptions, Settings
 from kvbench.microbench.sides import Side
-from kvbench.transfer.parts.usable import movers
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.transfer.parts.usable import movers, movers_on
 
 DEFAULT_LAB_COUNTS: Final = (1, 2, 4, 8)
 CALL_S: Final = 5.0
@@ -235,3 +245,197 @@ def _lab_side(lab: Lab, name: str) -> Side:
 
 def _plain(chosen: Sequence[nics.Nic]) -> tuple[dict[str, Any], ...]:
     return tuple(nic.to_json() for nic in chosen)
+
+
+CHECK_S: Final = 120.0
+"""A host imports every transfer library to report what it lacks, from a cold disk."""
+LISTED: Final = 6
+
+
+class BetweenHosts:
+    """Context manager: the hosts are reached from its beginning to its end.
+
+    Raises InputError for options that contradict each other, LaunchError where no pair can be reached. Else a
+    host that is not reached, or lost, costs its pairs only.
+    """
+
+    in_lab: Final = False
+    remote: Final = True
+    nic_gb_per_s: Final = None
+    log_dir: Path
+    """Where the workers' logs go; to be set before ``by_place``."""
+
+    def __init__(self, options: MicrobenchOptions, tell: Callable[[str], None] = lambda words: None) -> None:
+        for name, given in (("--lab", options.lab), ("--lab-name", options.lab_name)):
+            if given:
+                raise InputError(f"{name} makes hosts on this machine, and --scenario names other ones")
+        for name, text in (("--peer-prefix", options.peer_prefix), ("--host", options.host)):
+            if text is not None:
+                raise InputError(f"{name} says where a side is, and the scenario's hosts say it too")
+        if options.pairs is not None and (options.from_host or options.to_host):
+            raise InputError("--pairs all takes every host with every other; leave --from and --to out")
+        if options.pairs not in (None, "all"):
+            hint = "all, or name two with --from and --to"
+            raise InputError(f"--pairs knows no {options.pairs!r}", hint=hint)
+        self._options = options
+        self._tell = tell
+        self._scenario, self.source = resolve(CliOptions(str(options.scenario)))
+        self._tag = f"microbench-{secrets.token_hex(4)}"
+        self._fleet: Fleet | None = None
+        self._gone: dict[str, str] = {}
+        self._nics: dict[tuple[str, str], list[nics.Nic]] = {}
+        self.pairs: list[tuple[str, str]] = []
+        self.counts: tuple[int, ...] = parse_counts(options.nics) if options.nics else ()
+
+    def __enter__(self) -> BetweenHosts:
+        self._scenario, self._fleet = fleet_with(self._scenario, self._tag, self._tell)
+        try:
+            self.pairs = chosen_pairs(self._scenario, self._options)
+            self._reach()
+        except BaseException:
+            self._fleet.close()
+            raise
+        named = [len(self._hosts[name].nics) for name in self.hosts]
+        if not self._options.nics and all(named):
+            self.counts = (min(named),)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+    # -- what is known of the hosts -----------------------------------------------------------------
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of all pairs."""
+        return list(dict.fromkeys(name for pair in self.pairs for name in pair))
+
+    @property
+    def repeats(self) -> int:
+        """How often the matrix is measured: once for each pair."""
+        return len(self.pairs)
+
+    @property
+    def _hosts(self) -> Mapping[str, Any]:
+        return self._scenario.deployment.hosts
+
+    @property
+    def _agents(self) -> Fleet:
+        assert self._fleet is not None
+        return self._fleet
+
+    def movers(self) -> list[BackendCapabilities]:
+        """Every backend, with what the hosts lack for it."""
+        names = [name for name in self.hosts if name not in self._gone]
+        with ThreadPoolExecutor(len(names)) as pool:
+            lacking = list(pool.map(lambda name: self._agents[name].ask("lacking", CHECK_S), names))
+        return movers_on(dict(zip(names, lacking, strict=True)))
+
+    def environments(self) -> dict[str, Any]:
+        """What each host is, by name."""
+        return self._agents.environments()
+
+    def words(self) -> list[str]:
+        """What has to be known of the place to read the numbers."""
+        shown = [f"{one} → {other}" for one, other in self.pairs[:LISTED]]
+        more = [f"… and {len(self.pairs) - LISTED} more"] if len(self.pairs) > LISTED else []
+        where = ", ".join(f"{name} is {self._hosts[name].address}" for name in self.hosts)
+        words = [f"initiators → targets: {', '.join([*shown, *more])} ({where})"]
+        return [*words, *(f"{name} is not measured: {why}" for name, why in self._gone.items())]
+
+    def describe(self) -> str:
+        return ""
+
+    def record(self) -> dict[str, Any]:
+        """Nothing of a lab."""
+        return {}
+
+    def check(self, cases: Sequence[Case]) -> None:
+        """Choose each host's NICs. Raises InputError, with all that there are, for more than that."""
+        most: dict[str, int] = {}
+        for case in cases:
+            if case.nics:
+                kind = kind_of(case)
+                most[kind] = max(case.nics, most.get(kind, 0))
+        for kind, count in most.items():
+            for name in self.hosts:
+                if name not in self._gone:
+                    self._nics[name, kind] = self._chosen(name, kind, count)
+
+    def _chosen(self, name: str, kind: str, count: int) -> list[nics.Nic]:
+        wanted = list(self._hosts[name].nics)
+        answer = self._agents[name].ask("nics", kind=kind, names=wanted)
+        found = nics.Found(tuple(nics.Nic(**each) for each in answer["usable"]), answer["left_out"])
+        try:
+            chosen = nics.choose(count, found)
+        except InputError as error:
+            raise InputError(f"{name}: {error.message}", hint=error.hint) from error
+        return list(found.usable[:count]) if wanted else chosen
+
+    # -- measuring ----------------------------------------------------------------------------------
+
+    def by_place(
+        self, cases: Sequence[Case], stack: ExitStack
+    ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
+        """All cases for each pair, one pair after the other; a pair out of reach says so in ``trouble``."""
+        for one, other in self.pairs:
+            trouble = self._lost(one) or self._lost(other)
+            if trouble:
+                yield MicrobenchPlace(Side(name=one), Side(name=other), trouble=trouble), list(cases)
+                continue
+            for kind, group in groupby(cases, key=kind_of):
+                pair = (one, other)
+                yield MicrobenchPlace(self._side(one, kind, pair), self._side(other, kind, pair)), list(group)
+
+    def _side(self, name: str, kind: str, pair: tuple[str, str]) -> Side:
+        folder = self.log_dir / "-".join(pair)
+        launcher = RemoteLauncher({name: self._agents[name]}, lambda _: name, self._tag, folder)
+        own = tuple(nic.to_json() for nic in self._nics.get((name, kind), ()))
+        address = str(self._hosts[name].address)
+        return Side(address, nics=own, elsewhere=True, name=name, launcher=launcher)
+
+    def _reach(self) -> None:
+        with ThreadPoolExecutor(32) as pool:
+            list(pool.map(self._lost, self.hosts))
+        if not any(one not in self._gone and other not in self._gone for one, other in self.pairs):
+            raise InputError(
+                f"no two hosts can be reached: {'; '.join(self._gone.values())}",
+                hint=f"kvbench doctor --hosts {self._options.scenario}",
+            )
+
+    def _lost(self, name: str) -> str:
+        """Why a host is out of reach; empty if it is there. One that was lost is tried again, once."""
+        if name not in self._gone:
+            try:
+                self._agents.require([name])
+            except KvbenchError as error:
+                self._gone[name] = error.message
+        return self._gone.get(name, "")
+
+
+def chosen_pairs(scenario: Scenario, options: MicrobenchOptions) -> list[tuple[str, str]]:
+    """(initiators' host, targets' host) of each pair. By default the first of prefill's and of decode's.
+
+    Raises InputError for a host that there is not.
+    """
+    deployment = scenario.deployment
+    if options.pairs == "all":
+        pairs = list(permutations(deployment.hosts, 2))
+        if not pairs:
+            raise InputError("--pairs all needs two hosts, and the scenario has one")
+        return pairs
+    found = []
+    for flag, name, role in (("--from", options.from_host, "prefill"), ("--to", options.to_host, "decode")):
+        name = name or next(iter(deployment.roles.of(role)), "")
+        if name not in deployment.hosts:
+            raise InputError(
+                f"no host is called {name!r}" if name else f"{flag} must name a host of the scenario",
+                hint=f"there are: {', '.join(deployment.hosts)}",
+            )
+        found.append(name)
+    if found[0] == found[1]:
+        raise InputError(
+            f"both sides would be on {found[0]}", hint="--from HOST --to HOST name two; or --pairs all"
+        )
+    return [(found[0], found[1])]

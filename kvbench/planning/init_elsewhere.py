@@ -19,9 +19,8 @@ from kvbench.engines.base import FirstScenario, Installed
 from kvbench.engines.external import url_problem
 from kvbench.errors import InputError
 from kvbench.hosts.devices import gpus, rdma
-from kvbench.planning.overrides import SMALL_VOCABULARY
+from kvbench.planning.overrides import SMALL_VOCABULARY, served_model
 from kvbench.planning.scenario_files import plain_name
-from kvbench.planning.served_model import served_model
 
 PREFERRED: Final = ("aggregated", "mooncake", "nixl", "nixl_push", "tcp")
 """Connectors that compare P/D as it is meant; others (stores, caches, meters) are for who asks for them."""

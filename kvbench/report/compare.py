@@ -25,11 +25,10 @@ from kvbench.report.before_after import (
     counts_text,
     setting_changes,
 )
-from kvbench.report.changed_files import print_changed_files
-from kvbench.report.chaos_soak.fault_compare import held_comparison
+from kvbench.report.chaos_soak.fault_rows import held_comparison
 from kvbench.report.ci_verdict import CiVerdict
-from kvbench.report.findings.checked_answers import answer_counts
 from kvbench.report.findings.load_rows import AXES
+from kvbench.report.findings.notes import answer_counts
 from kvbench.report.report import print_transfers
 from kvbench.report.side_by_side import (
     Compared,
@@ -39,7 +38,7 @@ from kvbench.report.side_by_side import (
     load_tables,
 )
 from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
-from kvbench.report.terminal import print_sections
+from kvbench.report.terminal import print_changed_files, print_sections
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, check_comparable, mark_of, scenario_of
 from kvbench.results.run import RunFolder, load_run

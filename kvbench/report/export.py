@@ -26,10 +26,10 @@ from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.core.records import TrialRecord
 from kvbench.errors import InputError
 from kvbench.files import said_clearly, write_bytes
-from kvbench.report.changed_files import print_changed_files
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.trial_values import trial_values
+from kvbench.report.terminal import print_changed_files
 from kvbench.results.provenance import hardware_of, mark_of, model_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder, load_run
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvbench.report.plots.breakdown import COLOURS
+from kvbench.report.plots.distribution import COLOURS
 from kvbench.report.plots.style import PALETTES, Palette, style, svg_of
 from kvbench.report.tables.table import Table
 from kvbench.report.value import Drawing, Report

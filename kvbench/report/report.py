@@ -17,13 +17,12 @@ from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
 from kvbench.files import said_clearly, write_bytes, write_json
-from kvbench.report.changed_files import print_changed_files
 from kvbench.report.html import report_html
 from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
-from kvbench.report.terminal import print_sections
+from kvbench.report.terminal import print_changed_files, print_sections
 from kvbench.report.value import Block, Note, Report
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run

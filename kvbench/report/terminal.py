@@ -1,9 +1,13 @@
-"""Prints sections of a report in a terminal, and while work goes on a line: what is done, and time left."""
+"""Prints sections of a report in a terminal, and while work goes on a line: what is done, and time left.
+
+A line for runs whose files no longer match their checksums: the first that a command prints.
+"""
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 from rich.console import Console
@@ -11,8 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from kvbench.core.fitted_table import FittedColumn, Grid
+from kvbench.core.foreign_text import visible
 from kvbench.report.tables.table import Table
 from kvbench.report.value import Block, Note, ReportSection
+from kvbench.results.checksums import CHECKSUMS, damages
+from kvbench.results.run import RunFolder
 
 WIDTH: Final = 100
 """Words are broken into lines of so many columns."""
@@ -159,3 +166,30 @@ class LiveBar:
         """So many of all are done."""
         if self._progress is not None:
             self._progress.update(self._task, completed=done, left=left)
+
+
+MOST_NAMED: Final = 3
+
+
+def print_changed_files(runs: Sequence[RunFolder], console: Console | None = None) -> None:
+    """Print one line for each changed run, on stderr where no console is given: stdout may be a document."""
+    for line in changed_files(runs):
+        if console is None:
+            sys.stderr.write(f"{visible(line)}\n")
+        else:
+            console.print(line, markup=False, highlight=False, soft_wrap=True, style="bold red")
+
+
+def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
+    """Name what no longer matches the checksums of each run; nothing of a run without checksums.
+
+    Raises StoreError where a file cannot be read.
+    """
+    for run in runs:
+        if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):
+            continue
+        names = list(dict.fromkeys(each.file for each in damages(run.path)))
+        if names:
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            named = ", ".join(names[:MOST_NAMED]) + more
+            yield f"CHANGED: {run.path}: {named} no longer match their checksums; see `kvbench verify`"

@@ -1,6 +1,8 @@
 """Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
 
 A folder with a newer schema (a whole number in ``manifest.json``) is refused.
+
+The run folders below a folder, by their manifests alone; and a run by its name, or as the latest.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvbench.core.records import (
 )
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
-from kvbench.errors import NewerSchemaError, StoreError
+from kvbench.errors import InputError, KvbenchError, NewerSchemaError, StoreError
 from kvbench.files import open_read, read_lines, read_object
 from kvbench.results.parquet import read_transfers
 from kvbench.version import __version__
@@ -363,3 +365,85 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
 
 def _now_done(earlier: CellResult, later: CellResult) -> bool:
     return earlier.status == "failed" and earlier.cell == later.cell
+
+
+OUTPUT_ENV: Final = "KVBENCH_OUTPUT"
+"""The environment variable with the folder that runs are written to; ``--output`` comes before it."""
+LATEST: Final = "latest"
+MOST_NAMED: Final = 5
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run as its manifest has it; ``problem``: why that cannot be read."""
+
+    path: Path
+    kind: str = ""
+    scenario: str = ""
+    status: str = ""
+    started_at: str = ""
+    kvbench: str = ""
+    labels: tuple[str, ...] = ()
+    problem: str = ""
+
+    @classmethod
+    def of(cls, manifest: Path) -> ListedRun:
+        try:
+            known = read_object(manifest, None)
+        except KvbenchError as error:
+            return cls(manifest.parent, problem=error.message)
+        texts = {
+            key: _run_list_text(known.get(key))
+            for key in ("kind", "scenario", "status", "started_at", "kvbench")
+        }
+        return cls(manifest.parent, **texts, labels=tuple(map(str, known.get("labels") or ())))
+
+
+def _run_list_text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def output_folder() -> Path:
+    """Where run folders are written if nobody says otherwise."""
+    return Path(os.environ.get(OUTPUT_ENV) or "results")
+
+
+def listed_runs(root: Path) -> list[ListedRun]:
+    """The runs below a folder, two levels deep, the latest first. Raises InputError without the folder."""
+    if not root.is_dir():
+        raise InputError(
+            f"there is no folder {root}",
+            hint=f"give the folder that runs are written to: --output, or {OUTPUT_ENV}",
+        )
+    found = [ListedRun.of(manifest) for manifest in sorted(_manifests(root))]
+    return sorted(found, key=lambda run: run.started_at, reverse=True)
+
+
+def _manifests(root: Path) -> Iterator[Path]:
+    for pattern in (MANIFEST, f"*/{MANIFEST}", f"*/*/{MANIFEST}"):
+        yield from (file for file in root.glob(pattern) if not file.parent.name.startswith("."))
+
+
+def find_run(text: str) -> Path:
+    """A run folder by its path, by ``latest``, or by the beginning or the end of its name in the folder that
+    runs are written to. Raises InputError.
+    """
+    path = Path(text)
+    if path.is_dir() and text != LATEST:
+        return path
+    root = output_folder()
+    if text == LATEST:
+        runs = [run for run in listed_runs(root) if not run.problem]
+        if not runs:
+            raise InputError(f"there is no run in {root} yet", hint="kvbench sweep makes one")
+        return runs[0].path
+    if path.exists():
+        raise InputError(f"{path} is no folder", hint="give a run folder, or `latest`")
+    names = sorted(file.parent.name for file in _manifests(root)) if root.is_dir() and "/" not in text else []
+    fitting = [name for name in names if name.startswith(text) or name.endswith(text)]
+    if len(fitting) == 1:
+        return next(file.parent for file in _manifests(root) if file.parent.name == fitting[0])
+    if fitting:
+        shown = ", ".join(fitting[-MOST_NAMED:])
+        raise InputError(f"{len(fitting)} runs are called {text}…: {shown}", hint="give more of the name")
+    raise InputError(f"there is no run {text}", hint=f"`kvbench runs` lists those in {root}; `latest` is one")

@@ -36,7 +36,7 @@ from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY, Mark, mark_of
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep.bench import Bench, Site
+from kvbench.sweep.bench import Bench, Site, create_store
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.deviation import (
     Account,
@@ -51,7 +51,6 @@ from kvbench.sweep.deviation import (
     write_account,
 )
 from kvbench.sweep.display import Display, Watcher
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import simulable
 from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 from kvbench.sweep.sweep import Sweep, exit_code

@@ -2,24 +2,34 @@
 
 A sweep knows a ``Bench``, which brings deployments up, and the ``Site`` of each one that is up. What is done
 with a cell there is ``CellWork``: rates are searched for (``cell.py``), or the loads of another run offered.
+
+A new run folder for a scenario: its plan, the machine, the command line, the results' mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
+from kvbench import engines
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
-from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.search import Hint
 from kvbench.errors import Problem
+from kvbench.hosts import environment
+from kvbench.planning.overrides import overridden
 from kvbench.results.finished_cells import EarlierSessions
+from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import CellResult
+from kvbench.results.store import RunInfo, RunStore
 from kvbench.sweep.trial.load_plan import TrialPlan
 
 
@@ -162,3 +172,38 @@ class CellWork(Protocol):
 
 
 CellWorkOf: TypeAlias = Callable[[Site, Knowledge], CellWork]
+
+
+def create_store(
+    output: Path,
+    scenario: Scenario,
+    source: bytes,
+    plan: Plan,
+    kind: str,
+    asked: Mapping[str, Any] | None = None,
+) -> RunStore:
+    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate.
+
+    ``asked``: what else of the load is needed to go on with it (``Fixed``'s fields, or nothing); None if a
+    sweep of that plan is not all of the run, so that nobody can.
+    """
+    machine = environment.describe()
+    engine = engines.get(scenario.deployment.engine)
+    simulated = kind == "simulate"
+    return RunStore.create(
+        output,
+        scenario.name,
+        source,
+        plan.to_json(),
+        machine,
+        RunInfo(
+            kind=kind,
+            argv=["kvbench", *(shlex.quote(word) for word in sys.argv[1:])],
+            seed=scenario.seed,
+            git=machine.get("git"),
+            hosts=[str(machine.get("hostname"))],
+            labels=(SIMULATED,) if simulated else engine.labels_of(scenario.deployment.engine_options),
+            asked=asked,
+            overridden=overridden(source.decode("utf-8-sig", "replace"), scenario.resolved()),
+        ),
+    )

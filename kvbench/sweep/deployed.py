@@ -14,17 +14,16 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import RunningDeployment
+from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import Problem, ServerError, StoreError
 from kvbench.hosts import environment
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.placement import Places
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.load_files import session_source
 from kvbench.planning.process_specs import process_specs, unusable
-from kvbench.results.same_conditions import ELSEWHERE, host_differences
+from kvbench.results.finished_cells import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.cell import Fixed

@@ -31,9 +31,8 @@ from kvbench.planning.load_files import load_trace, trace_digest
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import require_untouched
-from kvbench.results.finished_cells import earlier_sessions
+from kvbench.results.finished_cells import ELSEWHERE, differences, earlier_sessions
 from kvbench.results.run import RunFolder, load_run, writer_is_alive
-from kvbench.results.same_conditions import ELSEWHERE, differences
 from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed

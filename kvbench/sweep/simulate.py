@@ -24,11 +24,10 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Bench, Site
+from kvbench.sweep.bench import Bench, Site, create_store
 from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, fitted_profile, timing_of
 from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
 from kvbench.sweep.system.simulator_process import require_there

@@ -33,9 +33,9 @@ from kvbench.report.terminal import print_table
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.display import Display, Silent, Watcher
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import SimulatedBench, simulable
 from kvbench.sweep.sweep import Sweep, exit_code, searching_sweep
 

@@ -24,7 +24,7 @@ from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
 from kvbench.files import read_object
-from kvbench.launchers.agents.wire import HostLostError
+from kvbench.launchers.agents.channel import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.load_files import load_trace, trace_summary
 from kvbench.planning.obstacles import require_open_files
@@ -36,11 +36,10 @@ from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.provenance import scenario_of
 from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site
+from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, Watcher, minutes
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan

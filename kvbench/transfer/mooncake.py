@@ -33,7 +33,7 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
-from kvbench.transfer.parts import mooncakewheel
+from kvbench.transfer.parts import native
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
 from kvbench.transfer.parts.native import inherited
 
@@ -75,7 +75,7 @@ class EngineLane:
     """One engine, and the order in which spans are given to it."""
 
     def __init__(self, host: str, protocol: str, devices: str) -> None:
-        module = mooncakewheel.imported("engine")
+        module = native.mooncake_module("engine")
         self.opcodes = {"read": module.TransferOpcode.Read, "write": module.TransferOpcode.Write}
         self.engine = module.TransferEngine()
         code = self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
@@ -152,8 +152,8 @@ PROTOCOLS = ("tcp", "rdma")
 
 def load() -> dict[str, str]:
     """Import the engine; for child processes only."""
-    mooncakewheel.imported("engine")
-    return mooncakewheel.version()
+    native.mooncake_module("engine")
+    return native.mooncake_version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
@@ -287,7 +287,7 @@ class MooncakeEndpoint(Endpoint):
         return transport_in_log(self.native_log()) or f"{configured} (configured)"
 
     def library(self) -> dict[str, str]:
-        return mooncakewheel.version()
+        return native.mooncake_version()
 
     def close(self) -> None:
         self._peers.clear()
@@ -308,7 +308,7 @@ BACKEND = Backend(
     name="mooncake",
     title="Mooncake Transfer Engine",
     ops=("read", "write"),
-    check=mooncakewheel.absent,
+    check=native.mooncake_absent,
     open=MooncakeEndpoint,
     env=env,
     load=load,

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from kvbench.core.plan.processes import unproxied
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout
-from kvbench.transfer.parts import mooncakewheel
+from kvbench.transfer.parts import native
 from kvbench.transfer.parts.native import inherited
 from kvbench.transfer.parts.stores.keyed import KeyedEndpoint, Notes, Store
 from kvbench.transfer.parts.stores.servers import Master, available_bytes, master_binary
@@ -102,21 +102,21 @@ LOCAL_BUFFER_BYTES = 16 << 20
 
 def check() -> Problem | None:
     """Are the package and its master there? Whether it loads is asked in a child process."""
-    if problem := mooncakewheel.absent():
+    if problem := native.mooncake_absent():
         return problem
     binary = master_binary()
     if not os.access(binary, os.X_OK):
         return Problem(
             f"the package has no program {binary.name} beside it",
-            f"{mooncakewheel.INSTALL} --force-reinstall",
+            f"{native.INSTALL} --force-reinstall",
         )
     return None
 
 
 def load() -> dict[str, str]:
     """Import the store; for child processes only."""
-    mooncakewheel.imported("store")
-    return mooncakewheel.version()
+    native.mooncake_module("store")
+    return native.mooncake_version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +171,7 @@ class MooncakeObjectStore(Store):
 
     def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
         """``settings``: host, metadata_server, protocol, devices, master. Raises TransferError."""
-        self._client = mooncakewheel.imported("store").MooncakeDistributedStore()
+        self._client = native.mooncake_module("store").MooncakeDistributedStore()
         self.master: Master | None = None
         self._budget = Budget(MAX_UNDER_WAY)
         code = self._client.setup(
@@ -321,7 +321,7 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
         return f"{self._protocol} (configured)"
 
     def library(self) -> dict[str, str]:
-        return mooncakewheel.version()
+        return native.mooncake_version()
 
 
 def open_endpoint(options: Mapping[str, Any]) -> Endpoint:

@@ -200,7 +200,7 @@ def with_cuda_copy(tls: str, gpus: int) -> str:
     if not gpus or tls.startswith("^"):
         return tls
     # Its module loads pydantic, which workers on hosts without GPUs don't need.
-    from kvbench.connectors.parts.ucx import moves_gpu_memory
+    from kvbench.connectors.base import moves_gpu_memory
 
     return tls if moves_gpu_memory(tls) else f"{tls},cuda_copy"
 

@@ -19,7 +19,7 @@ from kvbench import connectors
 from kvbench.cli.app import app
 from kvbench.errors import InputError
 from kvbench.planning.scenario_files import bundled_names
-from kvbench.results.run_list import OUTPUT_ENV, find_run, listed_runs
+from kvbench.results.run import OUTPUT_ENV, find_run, listed_runs
 from kvbench.results.store import RunStore
 
 GROUP: Any = typer.main.get_command(app)

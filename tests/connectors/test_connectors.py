@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvbench import connectors, transfer
-from kvbench.connectors.base import PrefillPeer
-from kvbench.connectors.parts.ucx import TELLING, moves_gpu_memory
+from kvbench.connectors.base import TELLING, PrefillPeer, moves_gpu_memory
 from kvbench.core.ranks import Ranks
 from kvbench.errors import InputError
 

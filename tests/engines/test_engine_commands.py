@@ -22,7 +22,7 @@ from kvbench.core.engine_versions import release
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
-from kvbench.engines.parts.commands import argv_of, asked_version
+from kvbench.engines.base import argv_of, asked_version
 from kvbench.engines.vllm import VllmOptions, given_up
 from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher

@@ -15,8 +15,8 @@ from commands import invoke
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
+from kvbench.deployment.deployment import with_ports
 from kvbench.errors import InputError, ScenarioError
-from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs

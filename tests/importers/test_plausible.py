@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from kvbench.cli.app import app
 from kvbench.core.transfers.records import Case
 from kvbench.errors import InputError
-from kvbench.importers.base import Imported, Origin, ServingRow
+from kvbench.importers.base import Imported, Origin, ReportedTransfer, ServingRow, transfer_row
 from kvbench.importers.parts import importing
-from kvbench.importers.parts.transfer_row import ReportedTransfer, transfer_row
 from kvbench.importers.parts.trials import keep_plausible
 
 RECORDED = Path(__file__).parents[1] / "recorded"

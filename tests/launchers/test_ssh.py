@@ -27,11 +27,11 @@ from kvbench.planning.doctor.hosts import gid_checks, nics_reached, require_node
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
+from kvbench.results.finished_cells import ELSEWHERE
 from kvbench.results.run import RunFolder
-from kvbench.results.same_conditions import ELSEWHERE
 from kvbench.sweep import resume
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.sweep import deployed_sweep
 
 REASON = no_hosts_reason()

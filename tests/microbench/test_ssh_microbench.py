@@ -15,8 +15,7 @@ from sshhosts import Hosts, no_hosts_reason, standing
 
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError
-from kvbench.microbench.host_pairs import BetweenHosts, chosen_pairs
-from kvbench.microbench.hosts import MicrobenchPlaces
+from kvbench.microbench.hosts import BetweenHosts, MicrobenchPlaces, chosen_pairs
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.tables.transfers import pair_matrices

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from commands import invoke
 
-from kvbench.connectors.parts.ucx import TELLING
+from kvbench.connectors.base import TELLING
 
 NICS = ",".join(f"mlx5_{number}" for number in range(8))
 P, D = "10.0.0.1", "10.0.0.2"

@@ -178,7 +178,7 @@ def test_the_command_to_go_on_is_one_line(tmp_path: Path) -> None:
     folder = tmp_path / ("a-long-name-" * 8)
     folder.mkdir()
     sweep = Taped(CliOptions("quickstart", LISTED))
-    from kvbench.sweep.new_run import create_store
+    from kvbench.sweep.bench import create_store
 
     store = create_store(folder, sweep.scenario, sweep._source, sweep.plan, "sweep", {})
     out = io.StringIO()
@@ -199,7 +199,7 @@ class Failing:
 
 
 def test_the_command_for_failed_cells_is_one_line(tmp_path: Path) -> None:
-    from kvbench.sweep.new_run import create_store
+    from kvbench.sweep.bench import create_store
 
     folder = tmp_path / ("a-long-name-" * 8)
     folder.mkdir()

@@ -14,9 +14,8 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Bench, Site
+from kvbench.sweep.bench import Alone, Bench, Site, create_store
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
 

@@ -17,10 +17,9 @@ from kvbench.results.checksums import CHECKSUMS, begin_checksums
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
-from kvbench.sweep.bench import Bench, Site
+from kvbench.sweep.bench import Bench, Site, create_store
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan

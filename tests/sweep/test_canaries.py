@@ -25,7 +25,7 @@ from kvbench.errors import ServerError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.loadgen.plan import planned_requests, plant_canaries
 from kvbench.report import compare
-from kvbench.report.findings.checked_answers import checked_lines, run_tally
+from kvbench.report.findings.notes import checked_lines, run_tally
 from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.run import CANARIES, RunFolder, load_run
 from kvbench.results.store import RunStore

@@ -21,7 +21,7 @@ from kvbench.core.access import ServerAccess
 from kvbench.errors import InputError, KvbenchError, ServerError
 from kvbench.hosts.server_access import access_headers
 from kvbench.hosts.server_hints import status_hint
-from kvbench.planning.served_model import served_model
+from kvbench.planning.overrides import served_model
 from kvbench.processes import http1
 from kvbench.processes.http1 import ReceivedRequest, Response
 from kvbench.sweep.trial.idle import ALONE_REQUESTS

@@ -23,9 +23,8 @@ from kvbench.report.export import prometheus
 from kvbench.report.findings.notes import notes
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.result import summary_table
-from kvbench.results.finished_cells import earlier_sessions
+from kvbench.results.finished_cells import ELSEWHERE, earlier_sessions, host_differences
 from kvbench.results.run import load_run
-from kvbench.results.same_conditions import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 

@@ -21,9 +21,8 @@ from rich.console import Console
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.results.checksums import damages
-from kvbench.results.lock import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.results.run import load_run
-from kvbench.results.store import RunStore
+from kvbench.results.store import RULES_VERSION, UNVERSIONED, RunStore, rules_version_of
 from kvbench.sweep import resume, simulate
 from kvbench.sweep.verify import audit as auditing
 from kvbench.sweep.verify.audit import audit

@@ -17,14 +17,14 @@ import psutil
 from kvbench import transfer
 from kvbench.core.gates.lies import LIES
 from kvbench.core.records import TrialRecord
+from kvbench.deployment.deployment import with_ports
 from kvbench.launchers.local import LocalLauncher
-from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.deployed import DeployedSite
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import exact_server
 from kvbench.sweep.sweep import deployed_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan

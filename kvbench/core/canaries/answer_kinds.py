@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 from zlib import crc32
 
 from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
-from kvbench.core.metrics.output_noise import (
+from kvbench.core.metrics.equal_answers import (
     SIGNIFICANCE,
     Noise,
     chance,

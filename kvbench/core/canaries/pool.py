@@ -16,8 +16,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from kvbench.core.load.traces import traced_prompt
-from kvbench.core.metrics.equal_answers import LONG_BYTES, LONG_TOKENS
-from kvbench.core.metrics.output_noise import Noise, noise_of
+from kvbench.core.metrics.equal_answers import LONG_BYTES, LONG_TOKENS, Noise, noise_of
 from kvbench.core.records import Cell, Outputs
 
 COMPARED_TOKENS: Final = 256

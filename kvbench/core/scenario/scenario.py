@@ -17,7 +17,14 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
-from kvbench.core.scenario.deployment_section import OWN_KEYS, CommandPrefix, ConnectorChoice, Deployment
+from kvbench.core.scenario.deployment_section import (
+    OWN_KEYS,
+    AggregatedSize,
+    CommandPrefix,
+    ConnectorChoice,
+    Deployment,
+    RoleSize,
+)
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.hosts import (
     SCHEDULED_ROLES,
@@ -32,7 +39,6 @@ from kvbench.core.scenario.hosts import (
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
-from kvbench.core.scenario.role_sizes import AggregatedSize, RoleSize
 from kvbench.core.scenario.sections import (
     Checks,
     KvLink,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvbench.core.gates.evidence import EngineFigures
 from kvbench.core.load.arrivals import Following
-from kvbench.core.metrics.engine_use import Use
+from kvbench.core.metrics.limit import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.records import RequestRecord
 from kvbench.core.scenario.deployment_section import Routing

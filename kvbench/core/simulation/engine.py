@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures
-from kvbench.core.metrics.engine_use import Use
+from kvbench.core.metrics.limit import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
 from kvbench.core.plan.dispatch import server_of_session
 from kvbench.core.records import RequestRecord

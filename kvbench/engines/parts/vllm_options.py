@@ -10,8 +10,7 @@ from pydantic import Field, JsonValue, field_validator
 from kvbench.connectors.base import Role
 from kvbench.core.engine_versions import release
 from kvbench.core.transfers.kv_shape import KvTensors, kv_tensors
-from kvbench.engines.base import EngineOptions, Environment
-from kvbench.engines.parts.commands import owned_flags, whole
+from kvbench.engines.base import EngineOptions, Environment, owned_flags, whole
 from kvbench.errors import InputError
 
 _OURS: Final = (

@@ -16,14 +16,15 @@ from typing import Any, Final, Protocol
 
 from kvbench.core.plan.processes import AGENT_MODULE
 from kvbench.errors import KvbenchError, LaunchError
-from kvbench.launchers.agents.channel import Channel, ChannelClosedError
-from kvbench.launchers.agents.wire import (
+from kvbench.launchers.agents.channel import (
     BEAT_S,
     CHUNK_BYTES,
     ENCODING,
     LOST,
     LOST_S,
     PROTOCOL,
+    Channel,
+    ChannelClosedError,
     HostLostError,
     decode,
     encode,

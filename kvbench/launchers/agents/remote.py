@@ -2,7 +2,7 @@
 
 Logs are written here as they come, stdout is a pipe here, files go there and back, HTTP is asked from there.
 A host whose agent is gone is lost with all its processes: the agent has killed them, or is about to
-(``launchers/agents/wire.py``).
+(``launchers/agents/channel.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.hosts import web
 from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import LOST
 from kvbench.launchers.agents.remote_process import RemoteProcess
-from kvbench.launchers.agents.wire import LOST
 from kvbench.launchers.base import GRACE_S, stop_in_reverse
 
 _HEADERS: Final = ("content-type", "accept", "authorization")

@@ -15,7 +15,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError
 from kvbench.hosts.log_tail import tail_of
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.wire import ENCODING
+from kvbench.launchers.agents.channel import ENCODING
 
 _numbers: Final = itertools.count(1)
 

@@ -26,10 +26,9 @@ from kvbench.planning.doctor import hosts as doctor_hosts
 from kvbench.planning.doctor.doctor import cpu_checks, examine, open_files_check, print_checks, python_check
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import places
-from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.overrides import CliOptions, resolve, served_model
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import instances, tcp_findings, unusable
-from kvbench.planning.served_model import served_model
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"

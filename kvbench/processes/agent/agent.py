@@ -23,8 +23,7 @@ from typing import Any, Final
 
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import KvbenchError, LaunchError
-from kvbench.launchers.agents.channel import Lines
-from kvbench.launchers.agents.wire import BEAT_S, LOST_S, decode, error_frame
+from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.liveness import STATE_S, Liveness
 from kvbench.processes.agent.answers import ANSWERS, hello

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.launchers.agents.wire import CHUNK_BYTES, PROTOCOL
+from kvbench.launchers.agents.channel import CHUNK_BYTES, PROTOCOL
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.sockets import free_ports, listens, require_free_port
 from kvbench.version import __version__

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.launchers.agents.wire import ENCODING, encode
+from kvbench.launchers.agents.channel import ENCODING, encode
 from kvbench.launchers.local import LocalProcess
 
 FULL_BYTES: Final = 8 * 2**20

@@ -16,8 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 import httptools
 
-from kvbench.processes.http1.framing import ChunkWatch, FramingError
-from kvbench.processes.http1.heads import usual_response
+from kvbench.processes.http1.framing import ChunkWatch, FramingError, usual_response
 from kvbench.processes.http1.splicing import Lane, Splicing
 
 MAX_HEAD_BYTES: Final = 256 * 1024

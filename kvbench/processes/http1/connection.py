@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 import httptools
 
 from kvbench.errors import PortInUseError
-from kvbench.processes.http1.heads import usual_request
+from kvbench.processes.http1.framing import usual_request
 from kvbench.processes.http1.response import ReceivedRequest, Response, error_body, head_bytes
 
 log = logging.getLogger(__name__)

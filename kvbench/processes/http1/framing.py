@@ -4,12 +4,17 @@ A router passes a stream on as it came. All it must know of it is whether the la
 then is the answer whole, and the connection fit for another one. So this follows the framing of RFC 9112
 §7.1 from size line to size line, and refuses everything that is none, so that nothing cut short or
 garbled can pass for complete.
+
+Usual heads in one call, where that was compiled (``_heads.c``); all others are httptools' to read.
 """
 
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Final
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+from kvbench.processes.common.compiled import compiled
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
 MAX_SIZE_LINE_BYTES: Final = 4096
@@ -124,3 +129,22 @@ def _check_end(data: bytes, at: int, end: int) -> None:
         fine = at - end > 1 or data[end - 1 : end] == b"\r"
     if not fine:
         raise FramingError("a chunk is longer than its size says")
+
+
+HEADS: Final = compiled("kvbench.processes.http1._heads")
+"""The module, or None."""
+
+
+def _unknown(data: bytes) -> None:
+    """No head is a usual one where nothing was compiled."""
+
+
+usual_request: Final[Callable[[bytes], tuple[Any, ...] | None]] = HEADS.request if HEADS else _unknown
+"""The first five fields of a Request if that is all that was read, and usual; else None."""
+usual_response: Final[Callable[[bytes], tuple[int, dict[str, str], int] | None]] = (
+    HEADS.response if HEADS else _unknown
+)
+"""Status, headers and the head's end if a read begins with the usual head of an answer; else None.
+
+What follows is its whole body, or begins one in chunks. The connection may be kept after it.
+"""

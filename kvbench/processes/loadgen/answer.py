@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import httptools
 
-from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.clock import READS
 from kvbench.processes.loadgen.stream import StreamReader, text_in
 
 EVENT_END: Final = b"\n\n\r\n"

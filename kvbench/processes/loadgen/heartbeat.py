@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.processes.common.entry import run_queue_wait_s
-from kvbench.processes.loadgen.sockets.compiled import WAY
+from kvbench.processes.loadgen.sockets.clock import WAY
 
 BEAT_S: Final = 0.01
 STALL_S: Final = 0.005

@@ -8,8 +8,7 @@ from typing import Final, Protocol
 from kvbench.core.records import RequestError
 from kvbench.processes.loadgen.answer import ServerAnswer
 from kvbench.processes.loadgen.heartbeat import GeneratorFigures
-from kvbench.processes.loadgen.sockets.clock import SLACK_NS, StampClock
-from kvbench.processes.loadgen.sockets.log import Log, new_log
+from kvbench.processes.loadgen.sockets.clock import SLACK_NS, Log, StampClock, new_log
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.sockets.wire import ServerConnection

@@ -22,8 +22,7 @@ from kvbench.processes.router.backend_request import (
     Splice,
     Timing,
 )
-from kvbench.processes.router.body import ClientBody
-from kvbench.processes.router.dispatch import Dispatch, passed_on
+from kvbench.processes.router.dispatch import ClientBody, Dispatch, passed_on
 from kvbench.processes.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvbench.processes.router.spec import RouterBackend, RouterSpec
 

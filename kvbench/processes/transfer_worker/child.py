@@ -90,8 +90,7 @@ def opened(backend: Backend, options: dict[str, Any]) -> Endpoint:
     """The endpoint; with the option ``memory: cuda`` over memory of the first GPU that CUDA shows."""
     if options.get("memory", "host") == "host":
         return backend.open(options)
-    from kvbench.processes.transfer_worker.memory import gpu_of_turn
-    from kvbench.processes.transfer_worker.staged import StagedEndpoint
+    from kvbench.processes.transfer_worker.memory import StagedEndpoint, gpu_of_turn
 
     return StagedEndpoint(backend.open(options), gpu_of_turn(0))
 

@@ -12,18 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvbench.report.plots.breakdown import breakdown_figure
 from kvbench.report.plots.chaos_soak import faults_figure, soak_figure
-from kvbench.report.plots.distribution import distribution_figure
+from kvbench.report.plots.distribution import breakdown_figure, distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
-from kvbench.report.plots.goodput import goodput_figure
 from kvbench.report.plots.latency import latency_figure, loads_figure
-from kvbench.report.plots.nicshare import nic_share_figure
 from kvbench.report.plots.pareto import pareto_figure
-from kvbench.report.plots.rates import max_rate_figure
+from kvbench.report.plots.rates import goodput_figure, max_rate_figure
 from kvbench.report.plots.sessions import sessions_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
-from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, scaling_figure
+from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, nic_share_figure, scaling_figure
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:

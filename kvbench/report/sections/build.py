@@ -1,6 +1,8 @@
 """The report of a run of any kind, or of several together: all sections in order; a run's name and its gist.
 
 The gist is one small table and what limits it, for a notebook.
+
+The sections of the reports of a chaos run and of a soak.
 """
 
 from __future__ import annotations
@@ -12,8 +14,17 @@ from typing import Final
 
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.core.transfers.stats import figures
+from kvbench.report.chaos_soak.fault_rows import (
+    answers_text,
+    fault_groups,
+    fault_table,
+    gist_text,
+    notices_rows,
+)
+from kvbench.report.chaos_soak.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.findings.notes import notes
-from kvbench.report.sections import any_run, chaos_soak, requests, transfers
+from kvbench.report.sections import any_run, requests, transfers
+from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.sections.transfers import labs
 from kvbench.report.side_by_side import Changes, short_name
@@ -21,9 +32,72 @@ from kvbench.report.tables import cells
 from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values
-from kvbench.report.value import WRITERS, Block, Report, ReportSection, Writer
+from kvbench.report.value import WRITERS, Block, Note, Report, ReportSection, Writer
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
+
+
+def fault_head(of: Material) -> Iterator[ReportSection]:
+    """What was held, on which machine; how many answers were checked."""
+    run, groups = of.one.run, fault_groups(of.one.run)
+    lines = [Block(words=caption(run), style="dim"), Block(words=answers_text(groups))]
+    yield ReportSection("head", "", lines, apart=True)
+
+
+def fault_answer(of: Material) -> Iterator[ReportSection]:
+    """The gist, a sentence a pair, and the picture."""
+    groups = fault_groups(of.one.run)
+    said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
+    pictures = [Block(picture=each) for each in drawings(of.one.run)]
+    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
+    yield ReportSection(
+        "answer", "", [Block(notes=[Note(each) for each in gist_text(groups)])], ("terminal",)
+    )
+
+
+def fault_section(of: Material) -> Iterator[ReportSection]:
+    """One row a fault."""
+    groups = fault_groups(of.one.run)
+    if not groups:
+        yield ReportSection("faults", "", [Block(words="no fault has been done yet")])
+        return
+    made = fault_table(groups)
+    yield ReportSection("faults", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
+    yield ReportSection("faults", "", [Block(table=made)], ("terminal", "notebook"))
+
+
+def notices(of: Material) -> Iterator[ReportSection]:
+    """Which log said what, and when, of each fault's first repeat."""
+    rows = notices_rows(fault_groups(of.one.run))
+    shown = of_texts("", ["pair", "fault", "who", "after (s)", "what was said"], rows, "left")
+    words = "Each fault's first repeat; kvbench is what would have ended a sweep's cell."
+    blocks = [Block(words=words, table=shown)] if rows else []
+    yield ReportSection("notices", "Who noticed", blocks)
+
+
+def soak_head(of: Material) -> Iterator[ReportSection]:
+    """Where it was held."""
+    yield ReportSection("head", "", [Block(words=caption(of.one.run), style="dim")], apart=True)
+
+
+def soak_answer(of: Material) -> Iterator[ReportSection]:
+    """The verdict, and the picture."""
+    run = of.one.run
+    said = [Note(text) for text in verdict_lines(run)]
+    pictures = [Block(picture=each) for each in drawings(run)]
+    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
+    yield ReportSection("answer", "", [Block(notes=said)], ("terminal",))
+
+
+def soak_section(of: Material) -> Iterator[ReportSection]:
+    """One row a thing that may drift."""
+    run = of.one.run
+    if not soak_trials(run):
+        return
+    made = drift_table(run)
+    yield ReportSection("drift", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
+    yield ReportSection("drift", "", [Block(table=made)], ("terminal", "notebook"))
+
 
 _SEARCHED: Final = "highest request rate under the SLO"
 _HELD: Final = {
@@ -183,20 +257,20 @@ TRANSFERS: Final[_Order] = (
 )
 
 CHAOS: Final[_Order] = (
-    (chaos_soak.fault_head, ("terminal",)),
-    (chaos_soak.fault_answer, ("terminal", *_PAGES)),
-    (chaos_soak.fault_section, ("terminal", "notebook", *_PAGES)),
+    (fault_head, ("terminal",)),
+    (fault_answer, ("terminal", *_PAGES)),
+    (fault_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
-    (chaos_soak.notices, _PAGES),
+    (notices, _PAGES),
     (any_run.every_column, ("html",)),
     (any_run.environment, _PAGES),
     (any_run.again, _PAGES),
     (any_run.files, ("terminal",)),
 )
 SOAK: Final[_Order] = (
-    (chaos_soak.soak_head, ("terminal",)),
-    (chaos_soak.soak_answer, ("terminal", *_PAGES)),
-    (chaos_soak.soak_section, ("terminal", "notebook", *_PAGES)),
+    (soak_head, ("terminal",)),
+    (soak_answer, ("terminal", *_PAGES)),
+    (soak_section, ("terminal", "notebook", *_PAGES)),
     (requests.findings, _PAGES),
     (any_run.gates, _PAGES),
     (any_run.every_column, ("html",)),

@@ -9,15 +9,14 @@ from typing import Any
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
 from kvbench.report.findings.ahead import answer_text
-from kvbench.report.findings.checked_answers import checked_lines, run_tally
 from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
-from kvbench.report.findings.notes import ahead, notes
+from kvbench.report.findings.notes import ahead, checked_lines, notes, run_tally
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.any_run import drawings
 from kvbench.report.sections.facts import Facts, Material
 from kvbench.report.tables import cells
-from kvbench.report.tables.sessions_table import WHICH as WHICH_SESSIONS
+from kvbench.report.tables.sessions_table import WHICH_SESSIONS
 from kvbench.report.tables.sessions_table import sessions_table
 from kvbench.report.tables.table import STEADY, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values

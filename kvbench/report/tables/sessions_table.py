@@ -10,7 +10,7 @@ from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import Table, number, of_texts
 from kvbench.results.run import RunFolder
 
-WHICH: Final = (
+WHICH_SESSIONS: Final = (
     "Sessions begin open loop, at random times whatever became of others; within one, each turn is sent "
     "think time after the answer before it, so that its times depend on answers. Sessions/s are the "
     "highest rate that holds, its requests divided by those of a session. All else is of the trial "

@@ -40,13 +40,12 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.hosts import RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import RunningDeployment
+from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher, LocalPlace, LocalProcess
-from kvbench.launchers.parts.ports import with_ports_at
 from kvbench.launchers.parts.sockets import free_ports
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import require_open_files
@@ -56,6 +55,7 @@ from kvbench.report.tables.table import json_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
     canary_pool_of,
@@ -73,7 +73,6 @@ from kvbench.sweep.chaos_soak.fault_trial import FaultTrial, HeldRate
 from kvbench.sweep.chaos_soak.strikes import target_counts
 from kvbench.sweep.deployed import DeployedBench, scratch_prefix
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.new_run import create_store
 
 INSIDE_ENV: Final = "KVBENCH_FAULT_LAB"
 """Name of the lab in whose host A this process already is."""

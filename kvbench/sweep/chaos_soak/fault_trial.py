@@ -30,7 +30,7 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
-from kvbench.sweep.chaos_soak.holdings import Holdings, grown_bytes, holdings, stranded_blocks
+from kvbench.sweep.chaos_soak.constant_rate import Holdings, grown_bytes, holdings, stranded_blocks
 from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, strike_of, struck_name
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply

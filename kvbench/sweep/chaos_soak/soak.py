@@ -30,6 +30,7 @@ from kvbench.report.chaos_soak.soak_rows import soak_problems
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
     canary_pool_of,
@@ -37,15 +38,14 @@ from kvbench.sweep.chaos_soak.constant_rate import (
     failed,
     held_cells,
     held_scenario,
+    holdings,
     rates_in,
     rates_of,
     skip,
     with_length,
 )
-from kvbench.sweep.chaos_soak.holdings import holdings
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Watcher
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner

@@ -32,8 +32,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
-from kvbench.sweep.system.answer_check import SystemAnswer, read_answer
-from kvbench.sweep.system.simulator_process import SimulatorProcess
+from kvbench.sweep.system.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
     begun_record,

@@ -2,7 +2,7 @@
 
 A transfer that loses, swaps or garbles KV blocks still answers fluently and fast. Greedy outputs are
 compared on prompts that end inside a block and at its border; a cell whose outputs differ is refused, unless
-they differ no more than the reference from itself (core/metrics/output_noise.py).
+they differ no more than the reference from itself (core/metrics/equal_answers.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from kvbench.core.load.prompts import PromptShape, token_prompts
-from kvbench.core.metrics.output_noise import (
+from kvbench.core.metrics.equal_answers import (
     SIGNIFICANCE,
     Noise,
     chance,

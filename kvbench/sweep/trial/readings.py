@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, NicFigures, RouterFigures
-from kvbench.core.metrics.engine_use import sampled_use
+from kvbench.core.metrics.limit import sampled_use
 from kvbench.core.physics import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment

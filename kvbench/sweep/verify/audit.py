@@ -2,7 +2,7 @@
 
 1. Do the checksums hold (results/checksums.py), and the digests of what was requested?
 2. Recompute: each trial's figures from its stored requests, verdicts from the requests, answers from the
-   trials, and each trial from those before it, by the rules of this kvbench (results/lock.py).
+   trials, and each trial from those before it, by the rules of this kvbench (results/store.py).
 3. Compare what cannot be recomputed with the files that depend on it (cross_checks.py).
 4. Make the report anew (stored_trials.py).
 
@@ -33,8 +33,8 @@ from kvbench.planning.load_files import load_trace
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages, lost_requests, require_untouched
 from kvbench.results.finished_cells import asked_canaries, canary_pools
-from kvbench.results.lock import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder, load_run, parquet_path
+from kvbench.results.store import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.verify.cross_checks import (
     IMPORTED,

@@ -27,7 +27,7 @@ from kvbench.sweep.deployed import INVENTED
 from kvbench.sweep.display import Silent
 from kvbench.sweep.simulated_trial import SimulatedDeployment, alone_s, system_of
 from kvbench.sweep.trial.load_plan import TrialPlan, rate_of
-from kvbench.sweep.verify.json_differences import as_read, json_differences
+from kvbench.sweep.verify.cross_checks import as_read, json_differences
 
 ANSWER_PRECISION: Final = 1e-4
 """Posteriors are sums over grids, which another machine's arithmetic rounds otherwise."""

@@ -41,7 +41,7 @@ from kvbench.results.run import MANIFEST, TRIALS, RunFolder
 from kvbench.sweep.trial.judging import Judgement, evidence_of, judged, stored_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
-from kvbench.sweep.verify.json_differences import ABSENT, SAME, as_read, json_differences
+from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
 
 ARRIVAL_S: Final = 1e-6
 KNOWN_LATE_S: Final = 1.0

@@ -1,6 +1,8 @@
 """Loading native libraries: what must be in the process before, and what to say when it fails.
 
 A library's output is caught in the process that hosts it, kept bounded, and passed on.
+
+The Python package that holds Mooncake's engine and its store.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import threading
@@ -18,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvbench.errors import MissingLibraryError
+from kvbench.errors import MissingLibraryError, Problem
 
 # libibverbs needs the two libnl, so they come first; slim images lack the other two as well.
 VERBS_LIBRARIES = (
@@ -129,3 +132,29 @@ class NativeLog:
         """The first and the last lines; those between may be lost, and some may come twice."""
         with self._lock:
             return [*self._head, *self._tail]
+
+
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+)
+INSTALL = "pip install mooncake-transfer-engine-non-cuda"
+
+
+def mooncake_absent() -> Problem | None:
+    """Is the package there? Whether it loads is asked in a child process."""
+    if importlib.util.find_spec("mooncake") is None:
+        return Problem("not installed", INSTALL)
+    return None
+
+
+def mooncake_module(module: str) -> ModuleType:
+    """``engine`` or ``store``, in child processes only. Raises MissingLibraryError with what it lacks."""
+    preload(VERBS_LIBRARIES)
+    return import_native(f"mooncake.{module}", VERBS_FIX)
+
+
+def mooncake_version() -> dict[str, str]:
+    """Name and version of the package that is installed."""
+    return version_of(*DISTRIBUTIONS)

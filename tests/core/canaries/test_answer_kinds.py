@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
 from kvbench.core.canaries.pool import CanaryPool
-from kvbench.core.metrics.output_noise import Noise
+from kvbench.core.metrics.equal_answers import Noise
 from kvbench.core.records import Outputs, RequestRecord, TokenChoice
 
 RIGHT = tuple(" ".join(f"t{prompt}{place}" for place in range(8)) for prompt in range(100, 120))

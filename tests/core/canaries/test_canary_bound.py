@@ -15,7 +15,7 @@ from kvbench.core.canaries.answer_kinds import (
     percent_text,
     wrong_share_bound,
 )
-from kvbench.core.metrics.output_noise import Noise, chance, refused_from
+from kvbench.core.metrics.equal_answers import Noise, chance, refused_from
 from kvbench.core.stats import binomial_cdf
 
 

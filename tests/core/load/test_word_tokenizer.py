@@ -12,7 +12,7 @@ from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.load.word_tokenizer import tokenizer_files
+from kvbench.core.load.prompts import tokenizer_files
 from kvbench.processes.emulator import protocol
 
 VOCAB = 512

@@ -7,16 +7,20 @@ from dataclasses import replace
 import pytest
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.metrics.engine_use import KV_USE, RUNNING, WAITING, Use, sampled_use
 from kvbench.core.metrics.limit import (
+    KV_USE,
     LIMIT_SHORT,
     LIMIT_WORDS,
+    RUNNING,
+    WAITING,
     Binding,
     TrialFacts,
+    Use,
     binding_of,
     limit_of_cell,
     limiting_trial,
     note_limit,
+    sampled_use,
 )
 from kvbench.core.metrics.metrics import Slo, Window, summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord

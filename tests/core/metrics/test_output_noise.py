@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.metrics.output_noise import (
+from kvbench.core.metrics.equal_answers import (
     MARGIN,
     Noise,
     chance,

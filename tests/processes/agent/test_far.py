@@ -23,9 +23,17 @@ from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.channel import ChannelClosedError, Lines, PipeChannel
+from kvbench.launchers.agents.channel import (
+    LOST,
+    PROTOCOL,
+    ChannelClosedError,
+    HostLostError,
+    Lines,
+    PipeChannel,
+    decode,
+    encode,
+)
 from kvbench.launchers.agents.remote import RemoteLauncher, RemoteWeb
-from kvbench.launchers.agents.wire import LOST, PROTOCOL, HostLostError, decode, encode
 from kvbench.launchers.parts.liveness import Liveness
 from kvbench.processes.agent.jobs import LOG_BEHIND_BYTES, LogFeed
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare

@@ -14,10 +14,9 @@ from taping import taped
 
 from kvbench import transfer
 from kvbench.core.records import RequestRecord
-from kvbench.deployment.deployment import RunningDeployment
+from kvbench.deployment.deployment import RunningDeployment, with_ports
 from kvbench.hosts.telemetry import Metrics
 from kvbench.launchers.local import LocalLauncher
-from kvbench.launchers.parts.ports import with_ports
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, process_specs

@@ -22,7 +22,7 @@ from kvbench.core.gates.gates import judge
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.processes.common.record_file import read_records
-from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.clock import READS
 from kvbench.processes.loadgen.stream import MAX_TOKENS, StreamReader
 from tests.processes.exact_server.test_exact import exact, trouble
 

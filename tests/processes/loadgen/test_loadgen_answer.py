@@ -18,8 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.processes.loadgen.answer import Known, ServerAnswer, usual_in_python
-from kvbench.processes.loadgen.sockets.clock import TIMES, arrivals
-from kvbench.processes.loadgen.sockets.compiled import READS
+from kvbench.processes.loadgen.sockets.clock import READS, TIMES, arrivals
 from kvbench.processes.loadgen.sockets.loop import NEVER_NS
 from kvbench.processes.loadgen.sockets.wire import NO_STAMP
 from kvbench.processes.loadgen.stream import EVENTS_A_TOKEN, SPARE_EVENTS, StreamReader

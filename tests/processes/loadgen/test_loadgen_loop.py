@@ -21,9 +21,14 @@ from hostile import HOST
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.processes.loadgen.sockets.clock import SLACK_NS, gaps_in_python, measured_offset_ns
-from kvbench.processes.loadgen.sockets.compiled import READS
-from kvbench.processes.loadgen.sockets.log import PythonLog, new_log
+from kvbench.processes.loadgen.sockets.clock import (
+    READS,
+    SLACK_NS,
+    PythonLog,
+    gaps_in_python,
+    measured_offset_ns,
+    new_log,
+)
 from kvbench.processes.loadgen.sockets.loop import NEVER_NS, READ_BYTES, READABLE, SocketLoop
 from kvbench.processes.loadgen.sockets.wire import ServerConnection
 from tests.processes.loadgen.test_loadgen import made_certificate
@@ -433,7 +438,7 @@ def test_tls_is_read_in_python_whichever_way_is_used(sockets: Sockets, tmp_path:
 
 
 def test_the_compiled_way_can_be_refused() -> None:
-    code = "from kvbench.processes.loadgen.sockets.compiled import READS, WAY; print(READS is None, WAY)"
+    code = "from kvbench.processes.loadgen.sockets.clock import READS, WAY; print(READS is None, WAY)"
     for value, wanted in (
         ("1", "True python"),
         ("0", f"{READS is None} {'python' if READS is None else 'compiled'}"),

@@ -17,7 +17,7 @@ from hostile import GOOD, HEAD, HOST, TOKEN, chunk, in_background, spec_for
 from kvbench.core.records import RequestRecord
 from kvbench.processes.common.record_file import read_records
 from kvbench.processes.loadgen.plan import planned_requests, prepare
-from kvbench.processes.loadgen.sockets.compiled import WAY
+from kvbench.processes.loadgen.sockets.clock import WAY
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
 

@@ -13,11 +13,10 @@ from turns import SIZE, VOCAB, prompts_of, tokens_of, turn
 
 from kvbench.core.load.prompts import lowest_id
 from kvbench.core.sessions.corpus import Session
-from kvbench.core.sessions.prompt_tokens import BlockTokens
 from kvbench.core.sessions.session_load import SessionLoad, load_arrays, load_of_arrays, session_load
 from kvbench.errors import InputError
 from kvbench.planning.load_files import write_session_load
-from kvbench.processes.loadgen.session_schedule import SessionPrompts, read_session_load
+from kvbench.processes.loadgen.session_schedule import BlockTokens, SessionPrompts, read_session_load
 
 _FRESH = count(100, 100)
 """Blocks that no other session has: what two have in common is not answered differently."""

@@ -24,7 +24,7 @@ from kvbench.core.plan.dispatch import engine_id_in
 from kvbench.errors import InputError
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, Server, fetch, serve
 from kvbench.processes.router.app import Router
-from kvbench.processes.router.body import ClientBody
+from kvbench.processes.router.dispatch import ClientBody
 from kvbench.processes.router.spec import RouterSpec
 
 HOST = "127.0.0.1"

@@ -37,10 +37,10 @@ from kvbench.report.plots import (
     pareto_figure,
     write_plots,
 )
-from kvbench.report.plots.nicshare import nic_bytes
 from kvbench.report.plots.panels import axis_spans, light_records, nice_log_ticks, series_of, supporting
 from kvbench.report.plots.pareto import Point, front, gpus_by_connector, points
 from kvbench.report.plots.style import PALETTES, looks
+from kvbench.report.plots.transfer import nic_bytes
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 

@@ -19,8 +19,8 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
+from kvbench.sweep.bench import create_store
 from kvbench.sweep.display import Silent
-from kvbench.sweep.new_run import create_store
 from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
 from kvbench.sweep.trial.load_plan import TrialPlan

@@ -6,7 +6,7 @@ Each takes a server that has been put together and not started, and wraps one th
 
 from __future__ import annotations
 
-from kvbench.processes.emulator.lies import answers, kv, streams
+from kvbench.processes.emulator.lies import answers, streams
 from kvbench.processes.emulator.server import EngineServer
 
 
@@ -17,11 +17,11 @@ def plant(server: EngineServer) -> None:
         streams.SPEED_PLANTS,
         answers.COUNTER_PLANTS,
         streams.STREAM_PLANTS,
-        kv.PLANTS,
+        streams.KV_PLANTS,
         answers.ANSWER_PLANTS,
     )
     for plants in families:
         if lie in plants:
             plants[lie](server)
-    if lie in kv.HANDOFF_PLANTS:
-        server.on_handoff = lambda handoff: kv.HANDOFF_PLANTS[lie](server, handoff)
+    if lie in streams.HANDOFF_PLANTS:
+        server.on_handoff = lambda handoff: streams.HANDOFF_PLANTS[lie](server, handoff)

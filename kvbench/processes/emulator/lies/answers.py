@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.core.simulation.scheduler import EngineRequest
 from kvbench.processes import http1
 from kvbench.processes.emulator.answers import ApiAnswer, error_json
-from kvbench.processes.emulator.lies.wrapping import QUIET, Turns, role, wrap
+from kvbench.processes.emulator.lies.streams import QUIET, Turns, role, wrap
 from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.emulator.server import EngineServer
 

@@ -1,7 +1,7 @@
 from array import array
 from typing import Any
 
-from kvbench.processes.loadgen.sockets.log import Taken
+from kvbench.processes.loadgen.sockets.clock import Taken
 
 class Log:
     @property

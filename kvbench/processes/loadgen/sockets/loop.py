@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from kvbench.processes.loadgen.sockets.clock import NEVER_NS
-from kvbench.processes.loadgen.sockets.compiled import READS
-from kvbench.processes.loadgen.sockets.log import Log
+from kvbench.processes.loadgen.sockets.clock import NEVER_NS, READS, Log
 from kvbench.processes.loadgen.sockets.wire import ANCILLARY_BYTES, MORE_FOLLOWS, NO_STAMP, ServerConnection
 
 READABLE: Final = select.EPOLLIN

@@ -1,1 +1,0 @@
-"""What several connectors share; no connector of its own."""
