@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvbench.errors import InputError
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 from kvbench.report.notebook import frames
 from kvbench.report.notebook.column_meanings import MEANINGS
 from kvbench.report.notebook.run import Comparison, Plots, Run, compare, load

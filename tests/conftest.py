@@ -31,8 +31,8 @@ import suites
 from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
 
+from kvbench import files
 from kvbench.core.plan.processes import unproxied
-from kvbench.hosts import scratch
 
 # Nothing may depend on how fast the machine is, and generated examples are slow on a busy one. They are the
 # same in each run, so that a commit that passed once passes again; `make fuzz` draws new ones.
@@ -185,7 +185,7 @@ def _nothing_is_left() -> Iterator[None]:
     while left := _left(processes, descriptors, memory):
         if time.monotonic() > deadline:
             _end(_processes() - processes)
-            for folder, _ in scratch.left():
+            for folder, _ in files.left():
                 shutil.rmtree(folder, ignore_errors=True)
             pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
         time.sleep(0.02)
@@ -198,7 +198,7 @@ def _left(processes: set[int], descriptors: dict[int, str], memory: set[str]) ->
     if _new_descriptors(descriptors):
         gc.collect()  # an object in a cycle may still hold one
         left += [f"descriptor {number} ({what})" for number, what in _new_descriptors(descriptors)]
-    left += [f"{folder} of a dead process" for folder, _ in scratch.left()]
+    left += [f"{folder} of a dead process" for folder, _ in files.left()]
     left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - memory) if _is_nobodys(name)]
     return left
 

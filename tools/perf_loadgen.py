@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.selftest.selftest import Level, measure
+from kvbench.sweep.selftest import Level, measure
+from kvbench.sweep.selftest_server import exact_server
 
 LEVELS = (10, 100, 300, 1000)
 TTFT_P50_MS = {10: 0.1, 100: 0.1, 300: 0.1}

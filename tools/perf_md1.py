@@ -28,7 +28,7 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
+from kvbench.sweep.selftest_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.known_queues import md1_max_rate

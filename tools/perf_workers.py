@@ -25,7 +25,7 @@ from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
 
 WORKERS: Final = (1, 2, 3, 4)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from kvbench.cli import deployments, measure, runs, setup
+from kvbench.cli import measure, runs, setup
 from kvbench.cli.console import allow_any_locale, with_exit_code
 from kvbench.cli.setup import lab
 from kvbench.errors import EXIT_CODES
@@ -79,10 +79,10 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     "export": (RESULTS, runs.export, "kvbench export latest --format csv"),
     "bundle": (RESULTS, runs.bundle, "kvbench bundle latest --without-logs"),
     "import": (RESULTS, runs.import_, "kvbench import vllm-bench.json --connector nixl"),
-    "diagnose": (RESULTS, deployments.diagnose, "kvbench diagnose results/run/logs"),
-    "launch": (PROCESSES, deployments.launch, "kvbench launch quickstart --connector nixl"),
-    "ps": (PROCESSES, deployments.ps, "kvbench ps"),
-    "stop": (PROCESSES, deployments.stop, "kvbench stop --all"),
+    "diagnose": (RESULTS, runs.diagnose, "kvbench diagnose results/run/logs"),
+    "launch": (PROCESSES, runs.launch, "kvbench launch quickstart --connector nixl"),
+    "ps": (PROCESSES, runs.ps, "kvbench ps"),
+    "stop": (PROCESSES, runs.stop, "kvbench stop --all"),
 }
 """Name → where it stands in the help, what it calls, an example."""
 for _name, (_panel, _function, _example) in _COMMANDS.items():

@@ -264,7 +264,7 @@ def selftest(
     ] = None,
 ) -> int:
     """Measure this host's own error and ceiling against a server with an exact schedule."""
-    from kvbench.sweep.selftest import selftest as testing
+    from kvbench.sweep import selftest as testing
 
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
 

@@ -19,15 +19,14 @@ from typing import Any
 
 from rich.console import Console
 
+from kvbench import files as scratch_folders
 from kvbench.core.fitted_table import FittedColumn, Grid, columns_of
 from kvbench.core.load.prompts import tokenizer_files
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import RunningDeployment, with_ports, with_ports_at
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, MissingLibraryError
-from kvbench.files import write_json
-from kvbench.hosts import scratch as scratch_folders
-from kvbench.hosts.scratch import keep, scratch
+from kvbench.files import keep, scratch, write_json
 from kvbench.launchers.agents.fleet import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged

@@ -20,7 +20,7 @@ from kvbench.deployment.liveness import beside
 from kvbench.errors import ServerError
 from kvbench.hosts import web
 from kvbench.hosts.server_access import hidden, variables
-from kvbench.hosts.server_hints import failure_hint, status_hint, status_text
+from kvbench.hosts.web import failure_hint, status_hint, status_text
 
 TOLD: Final = 5
 """Likeliest tokens that are asked for in each place; vLLM tells 20 at most."""

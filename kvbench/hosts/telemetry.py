@@ -1,4 +1,7 @@
-"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters."""
+"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters.
+
+This host during one trial: its counters before and after, and samples in between.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import httpx
@@ -343,3 +346,27 @@ def _nic_figures(before: NicReading, after: NicReading) -> NicFigures:
         after.bytes_per_s,
         after.loopback,
     )
+
+
+class TrialSamples:
+    """Begins at once; ``taken`` ends it."""
+
+    def __init__(
+        self,
+        trial_id: str,
+        pids: Mapping[str, int],
+        metrics_urls: Mapping[str, str],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._system = list(pids.values())
+        self._before = read_host(also=self._system)
+        self._sampler = Sampler(trial_id, pids, metrics_urls, headers)
+        self._sampler.__enter__()
+
+    def taken(self) -> dict[str, Any]:
+        """Rows as ``Sampler`` has them, and the machine's figures as ``HostFigures`` has them."""
+        self._sampler.__exit__(None, None, None)
+        return {
+            "rows": self._sampler.rows,
+            "figures": asdict(host_figures(self._before, read_host(also=self._system))),
+        }

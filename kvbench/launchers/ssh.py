@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
-"""So many unanswered end the connection. The agents' own beats (``agents/wire.py``) notice no later."""
+"""So many unanswered end the connection. The agents' own beats (``agents/channel.py``) notice no later."""
 PUT_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1e6
 """A file that goes slower than this is taken for stuck."""

@@ -51,7 +51,7 @@ def served_models(root: str, access: ServerAccess) -> list[str]:
     import httpx  # a tenth of a second, which `kvbench plan` of a scenario need not wait for
 
     from kvbench.hosts import web
-    from kvbench.hosts.server_hints import failure_hint, status_hint, status_text
+    from kvbench.hosts.web import failure_hint, status_hint, status_text
 
     url = f"{root}/v1/models"
     headers = access_headers(access)

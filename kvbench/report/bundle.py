@@ -26,8 +26,7 @@ from rich.text import Text
 from kvbench.core.metrics.metrics import Summary
 from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.files import bytes_of, read_object, said_clearly, write_bytes, write_json
-from kvbench.hosts.scratch import scratch
+from kvbench.files import bytes_of, read_object, said_clearly, scratch, write_bytes, write_json
 from kvbench.report.report import write_report
 from kvbench.report.scrub import KINDS, Scrubber
 from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests

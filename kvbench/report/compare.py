@@ -25,7 +25,6 @@ from kvbench.report.before_after import (
     counts_text,
     setting_changes,
 )
-from kvbench.report.chaos_soak.fault_rows import held_comparison
 from kvbench.report.ci_verdict import CiVerdict
 from kvbench.report.findings.load_rows import AXES
 from kvbench.report.findings.notes import answer_counts
@@ -37,6 +36,7 @@ from kvbench.report.side_by_side import (
     compared_runs,
     load_tables,
 )
+from kvbench.report.tables.fault_rows import held_comparison
 from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
 from kvbench.report.terminal import print_changed_files, print_sections
 from kvbench.report.value import Block, Note, ReportSection

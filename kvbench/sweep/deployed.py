@@ -16,8 +16,8 @@ from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import Problem, ServerError, StoreError
+from kvbench.files import scratch
 from kvbench.hosts import environment
-from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.placement import Places
 from kvbench.planning.gpu_dealing import far_device_env

@@ -29,9 +29,9 @@ from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, Watcher
 from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, fitted_profile, timing_of
+from kvbench.sweep.simulator_process import require_there
 from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
-from kvbench.sweep.system.simulator_process import require_there
-from kvbench.sweep.system.site import SystemBench
+from kvbench.sweep.system import SystemBench
 
 
 class SimulatedBench:

@@ -30,7 +30,7 @@ from typing import Any
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, paired_spans, split_spans
-from kvbench.transfer.parts.threads import SWITCH_INTERVAL_S
+from kvbench.transfer.parts.control import SWITCH_INTERVAL_S
 
 KEY_BYTES = 16
 HELLO_S = 5.0

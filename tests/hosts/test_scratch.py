@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from commands import kvbench
 
-from kvbench.hosts.scratch import MARKER, keep, left, scratch
+from kvbench.files import MARKER, keep, left, scratch
 
 MAKING = """
 import sys, time
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 with scratch("kvbench-abc123-", "a-run") as folder:
     (folder / "specs").mkdir()
     print(folder, flush=True)

@@ -31,7 +31,7 @@ from kvbench.planning.overrides import served_model
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
 from kvbench.planning.scenario_files import load_scenario
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from tests.processes.loadgen.test_loadgen import made_certificate
 from tests.repository.test_security_source import SOURCES, tree_of
 

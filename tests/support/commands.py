@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 from typer.testing import CliRunner
 
+from kvbench import files
 from kvbench.cli.app import app
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import TrialRecord
-from kvbench.hosts import scratch
 from kvbench.results.run import RunFolder, load_run
 
 DEADLINE_S = 150.0
@@ -150,7 +150,7 @@ class Running:
             self.signal(signal.SIGKILL)
         self._process.communicate(timeout=DEADLINE_S)
         if self._process.returncode in (-signal.SIGKILL, -signal.SIGQUIT):
-            for folder, _ in scratch.left():
+            for folder, _ in files.left():
                 shutil.rmtree(folder, ignore_errors=True)
 
 

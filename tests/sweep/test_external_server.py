@@ -20,7 +20,7 @@ from hostile import DONE, HOST, TOKEN, USAGE
 from kvbench.core.access import ServerAccess
 from kvbench.errors import InputError, KvbenchError, ServerError
 from kvbench.hosts.server_access import access_headers
-from kvbench.hosts.server_hints import status_hint
+from kvbench.hosts.web import status_hint
 from kvbench.planning.overrides import served_model
 from kvbench.processes import http1
 from kvbench.processes.http1 import ReceivedRequest, Response

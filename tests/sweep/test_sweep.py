@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from commands import EASY, Running, invoke, kvbench, tagged_processes, the_run, wait_until
 
-from kvbench import transfer
+from kvbench import files, transfer
 from kvbench.core.records import Outputs
-from kvbench.hosts import scratch
 from kvbench.results.run import RunFolder
 from kvbench.sweep.trial.output_check import compare
 
@@ -270,7 +269,7 @@ def test_nothing_survives_a_kill(tmp_path: Path) -> None:
         run = the_run(tmp_path)
         assert tagged_processes(run)
         running.signal(signal.SIGKILL)
-        wait_until(lambda: list(scratch.left()))
+        wait_until(lambda: list(files.left()))
         assert kvbench("stop", "--run", run.run_id).out.count(" removed") == 1
     finally:
         running.kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from tools.perf_md1 import Queue, judged_trials, overload, sweep
 
 pytestmark = pytest.mark.timeout(240)

@@ -33,9 +33,8 @@ from kvbench.microbench.cases import run_cases
 from kvbench.microbench.options import Settings
 from kvbench.transfer import mooncake_store, nccl, omni, yuanrong
 from kvbench.transfer.base import Layout
-from kvbench.transfer.parts.control import ControlChannel, Door, dial
+from kvbench.transfer.parts.control import ControlChannel, Door, Threads, dial
 from kvbench.transfer.parts.stores.omniexample import ExampleConnector
-from kvbench.transfer.parts.threads import Threads
 from tests.transfer.test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
 
 LAYOUT = Layout(regions=2, blocks=48, block_bytes=4096)

@@ -25,7 +25,7 @@ from kvbench.results.run import load_run
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.deployed import DeployedSite
 from kvbench.sweep.display import Silent
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from kvbench.sweep.sweep import deployed_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner

@@ -15,8 +15,8 @@ from typing import Any
 from kvbench.errors import KvbenchError
 from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import exact_server
-from kvbench.sweep.selftest.selftest import least_disturbed
+from kvbench.sweep.selftest import least_disturbed
+from kvbench.sweep.selftest_server import exact_server
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
 from .environments import make_tokenizer, set_up

@@ -16,7 +16,7 @@ import psutil
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.hosts import web
 from kvbench.launchers.local import LocalLauncher, LocalProcess
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from kvbench.version import __version__
 
 from .clients import kvbench_command, kvbench_outcome

@@ -27,8 +27,8 @@ from kvbench.errors import ProcessDiedError
 from kvbench.hosts import web
 from kvbench.hosts.telemetry import Metrics, difference, parse_metrics, quantile
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import RunningExactServer, errors_of, exact_server
-from kvbench.sweep.selftest.selftest import least_disturbed
+from kvbench.sweep.selftest import least_disturbed
+from kvbench.sweep.selftest_server import RunningExactServer, errors_of, exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 from . import __doc__ as description

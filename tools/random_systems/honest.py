@@ -23,8 +23,8 @@ from kvbench.core.search.methods import STEADY_GATES
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
-from kvbench.sweep.system.simulator_process import read_answer
-from kvbench.sweep.system.site import Replay
+from kvbench.sweep.simulator_process import read_answer
+from kvbench.sweep.system import Replay
 from kvbench.sweep.trial.judging import evidence_of, judged
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult

@@ -206,9 +206,7 @@ class Agent:
 
     def _open(self, asked: Frame) -> dict[str, Any]:
         """Takes its working folder and environment: first of all, once."""
-        self._pool.submit(
-            importlib.import_module, "kvbench.processes.agent.samples"
-        )  # while engines get ready
+        self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
         os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
         # A shell that ssh starts knows nothing of the environment that this Python is in.
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -263,10 +261,12 @@ class Agent:
         return sorted(str(path) for path in folder.glob("*") if path.suffix != ".log" and path.is_file())
 
     def _sample(self, asked: Frame) -> dict[str, Any]:
-        from kvbench.processes.agent.samples import Samples
+        from kvbench.hosts.telemetry import TrialSamples
 
         pids = {job.process.name: job.process.pid for job in self._jobs.values() if not job.end_reported}
-        sample = Samples(str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"]))
+        sample = TrialSamples(
+            str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"])
+        )
         self._samples[str(asked["trial_id"])] = sample
         return {}
 

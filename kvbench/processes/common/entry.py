@@ -4,6 +4,10 @@ A process that wakes on a busy core waits until the other one's slice is over, 3
 6.12 on a process may ask for a slice of its own (``sched_attr.sched_runtime`` of SCHED_OTHER, 0.1 to 100 ms);
 one with a shorter slice goes first when it wakes. It gets no more CPU time for that, and needs no privilege.
 A sleep may end 50 µs late by default, so that the timers of several processes can fire together.
+
+The compiled parts of the hot paths, where a compiler was at hand when kvbench was installed.
+
+``KVBENCH_PURE_PYTHON=1`` refuses them: then the Python ways are used, which give the same results.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import difflib
+import importlib
 import json
 import logging
 import os
@@ -194,3 +199,13 @@ def run_queue_wait_s() -> float:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+def compiled(module: str) -> Any:
+    """The extension module of that name, or None."""
+    if os.environ.get("KVBENCH_PURE_PYTHON", "") not in ("", "0"):
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

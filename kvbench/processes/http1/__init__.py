@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from kvbench.processes.http1.client import ClientConnection, ReplySink
 from kvbench.processes.http1.connection import Handler, Server, serve
-from kvbench.processes.http1.framing import ChunkWatch
 from kvbench.processes.http1.pool import (
     Gathering,
     MalformedAnswerError,
@@ -21,7 +20,7 @@ from kvbench.processes.http1.pool import (
     request_bytes,
 )
 from kvbench.processes.http1.response import ReceivedRequest, Response, error_body
-from kvbench.processes.http1.splicing import Splicing
+from kvbench.processes.http1.splicing import ChunkWatch, Splicing
 
 __all__ = [
     "ChunkWatch",

@@ -16,8 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 import httptools
 
-from kvbench.processes.http1.framing import ChunkWatch, FramingError, usual_response
-from kvbench.processes.http1.splicing import Lane, Splicing
+from kvbench.processes.http1.splicing import ChunkWatch, FramingError, Lane, Splicing, usual_response
 
 MAX_HEAD_BYTES: Final = 256 * 1024
 """Of an answer, interim ones included: a server may else send header lines for as long as it likes."""

@@ -24,8 +24,8 @@ from typing import Any, Final, cast
 import httptools
 
 from kvbench.errors import PortInUseError
-from kvbench.processes.http1.framing import usual_request
 from kvbench.processes.http1.response import ReceivedRequest, Response, error_body, head_bytes
+from kvbench.processes.http1.splicing import usual_request
 
 log = logging.getLogger(__name__)
 

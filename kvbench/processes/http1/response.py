@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final, NamedTuple, Protocol
 
-from kvbench.processes.http1.framing import LAST_CHUNK
+from kvbench.processes.http1.splicing import LAST_CHUNK
 
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus

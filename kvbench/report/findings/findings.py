@@ -19,10 +19,10 @@ from typing import Any, Final
 from kvbench.core.findings.findings import KIND_WORDS, Kind, Statement
 from kvbench.core.findings.rate_change import AHEAD, known
 from kvbench.core.records import Finding, TrialRecord
-from kvbench.report.chaos_soak.fault_rows import FaultGroup, fault_groups
 from kvbench.report.findings.ahead import RatePair, no_winner_text, unconverged_text, unequal_text
 from kvbench.report.findings.load_rows import IMPORTED, conclusions, load_rows
 from kvbench.report.findings.transfers import transfer_statements
+from kvbench.report.tables.fault_rows import FaultGroup, fault_groups
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, rates_of, summary_table
 from kvbench.report.tables.table import Table, number, of_texts

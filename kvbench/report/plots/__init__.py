@@ -16,8 +16,7 @@ from kvbench.report.plots.chaos_soak import faults_figure, soak_figure
 from kvbench.report.plots.distribution import breakdown_figure, distribution_figure
 from kvbench.report.plots.flight import burst_figure, in_flight_figure
 from kvbench.report.plots.latency import latency_figure, loads_figure
-from kvbench.report.plots.pareto import pareto_figure
-from kvbench.report.plots.rates import goodput_figure, max_rate_figure
+from kvbench.report.plots.rates import goodput_figure, max_rate_figure, pareto_figure
 from kvbench.report.plots.sessions import sessions_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
 from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, nic_share_figure, scaling_figure

@@ -17,10 +17,10 @@ from kvbench.core.chaos_soak.window_drift import settled
 from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
-from kvbench.report.chaos_soak.fault_rows import FaultFound, FaultGroup, fault_groups
-from kvbench.report.chaos_soak.soak_rows import SoakSeries, soak_series
-from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.panels import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
+from kvbench.report.tables.fault_rows import FaultFound, FaultGroup, fault_groups
+from kvbench.report.tables.soak_rows import SoakSeries, soak_series
 from kvbench.report.tables.table import number
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder

@@ -22,7 +22,9 @@ from kvbench.core.metrics.ttft_breakdown import PART_WORDS, PARTS
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.panels import (
     Lengths,
+    Words,
     lengths_of,
+    new_sheet,
     nice_log_ticks,
     panel_title,
     plain_ticks,
@@ -30,7 +32,6 @@ from kvbench.report.plots.panels import (
     request_times,
     supporting,
 )
-from kvbench.report.plots.sheet import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.table import number

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from kvbench.core.metrics.metrics import in_flight_series, waiting_series
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.stats import StepSeries
-from kvbench.report.plots.panels import Lengths, lengths_of, light_records, panel_title, supporting
-from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.panels import (
+    Lengths,
+    Words,
+    lengths_of,
+    light_records,
+    new_sheet,
+    panel_title,
+    supporting,
+)
 from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
 from kvbench.report.tables.result import highest_met, read_answer
 from kvbench.report.tables.table import number

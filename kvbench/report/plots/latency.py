@@ -21,9 +21,11 @@ import numpy as np
 from kvbench.core.records import TrialRecord
 from kvbench.report.plots.panels import (
     Lengths,
+    Words,
     axis_spans,
     found_rates,
     lengths_of,
+    new_sheet,
     nice_log_ticks,
     panel_title,
     plain_ticks,
@@ -31,7 +33,6 @@ from kvbench.report.plots.panels import (
     request_times,
     series_of,
 )
-from kvbench.report.plots.sheet import Words, new_sheet
 from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import number

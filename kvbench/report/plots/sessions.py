@@ -13,8 +13,7 @@ import numpy as np
 from kvbench.core.physics import ModelShape
 from kvbench.core.sessions.corpus import CorpusFigures
 from kvbench.errors import InputError
-from kvbench.report.plots.panels import nice_log_ticks, plain_ticks
-from kvbench.report.plots.sheet import Words, new_sheet
+from kvbench.report.plots.panels import Words, new_sheet, nice_log_ticks, plain_ticks
 from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.table import number

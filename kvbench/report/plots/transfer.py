@@ -17,8 +17,15 @@ from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.core.transfers.stats import call_times
 from kvbench.core.units import size_text
 from kvbench.errors import StoreError
-from kvbench.report.plots.panels import nice_log_ticks, plain_ticks, supporting
-from kvbench.report.plots.sheet import Sheet, Words, libraries_of, new_sheet
+from kvbench.report.plots.panels import (
+    Sheet,
+    Words,
+    libraries_of,
+    new_sheet,
+    nice_log_ticks,
+    plain_ticks,
+    supporting,
+)
 from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
 from kvbench.report.tables.table import number
 from kvbench.results.provenance import caption

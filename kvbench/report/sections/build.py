@@ -14,21 +14,21 @@ from typing import Final
 
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.core.transfers.stats import figures
-from kvbench.report.chaos_soak.fault_rows import (
+from kvbench.report.findings.notes import notes
+from kvbench.report.sections import facts as any_run
+from kvbench.report.sections import requests, transfers
+from kvbench.report.sections.facts import Facts, Material, drawings
+from kvbench.report.sections.transfers import labs
+from kvbench.report.side_by_side import Changes, short_name
+from kvbench.report.tables import cells
+from kvbench.report.tables.fault_rows import (
     answers_text,
     fault_groups,
     fault_table,
     gist_text,
     notices_rows,
 )
-from kvbench.report.chaos_soak.soak_rows import drift_table, soak_trials, verdict_lines
-from kvbench.report.findings.notes import notes
-from kvbench.report.sections import any_run, requests, transfers
-from kvbench.report.sections.any_run import drawings
-from kvbench.report.sections.facts import Facts, Material
-from kvbench.report.sections.transfers import labs
-from kvbench.report.side_by_side import Changes, short_name
-from kvbench.report.tables import cells
+from kvbench.report.tables.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, serve_values

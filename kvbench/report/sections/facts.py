@@ -1,32 +1,39 @@
-"""What the sections of a report are made from, read from a run once."""
+"""What the sections of a report are made from, read from a run once.
+
+The sections that a run of any kind has: pictures, the gates' findings, the machine, the commands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Final
 
 from kvbench.core.findings.findings import Statement
 from kvbench.core.records import SCHEMA_VERSION, TrialRecord
 from kvbench.core.transfers.model import TransferModel, fit_all, models_json
 from kvbench.core.transfers.records import TransferRecord
-from kvbench.report.chaos_soak.fault_rows import fault_groups, flat
-from kvbench.report.chaos_soak.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes
 from kvbench.report.findings.transfers import answers
+from kvbench.report.plots import pictures_of
 from kvbench.report.side_by_side import Changes
+from kvbench.report.tables.fault_rows import fault_groups, flat
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.router_cost import RouterCost, router_costs
-from kvbench.report.tables.table import Rows, Table
+from kvbench.report.tables.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
+from kvbench.report.tables.table import MISSING, Rows, Table, of_csv, of_texts
 from kvbench.report.tables.transfers import Cases, flat_row, tabled
 from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
-from kvbench.report.value import Note
-from kvbench.results.provenance import scenario_of, slo_of
+from kvbench.report.value import WRITERS, Block, Drawing, Note, ReportSection
+from kvbench.results.provenance import mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
 
 
@@ -192,3 +199,193 @@ def _trial_row(trial: TrialRecord) -> dict[str, Any]:
         "findings": "; ".join(f"{finding.level}: {finding.gate}" for finding in trial.findings),
         "labels": ";".join(trial.labels),
     }
+
+
+_LEVELS: Final = ("invalid", "warning", "note")
+_FILES: Final = ("report.html", "report.md", "tables/", "figures/", "trials.jsonl", "requests/", "logs/")
+"""What a reader may want to look into, as far as it is there."""
+
+
+def goal(facts: Facts) -> str:
+    """What had to be met, and how the run ended."""
+    status = f"Status of the run: {facts.run.manifest.get('status')}."
+    return status if facts.is_microbench else f"SLO: {slo_of(facts.run).text()}. {status}"
+
+
+def badge(facts: Facts) -> str:
+    """The word above a page whose numbers are not those of real engines on this machine."""
+    if (mark := mark_of(facts.run)) is not None:
+        return mark.badge
+    if "lab" in facts.run.labels:
+        return "LAB: hosts and NICs are network namespaces of one machine"
+    return "READ IN: measured by another tool" if facts.is_imported else ""
+
+
+def drawings(run: RunFolder) -> list[Drawing]:
+    """The pictures that a run of its kind may have."""
+    return [
+        Drawing(name, picture.title, picture.alt, partial(picture.draw, run))
+        for name, picture in pictures_of(run).items()
+    ]
+
+
+def pictures(of: Material) -> Iterator[ReportSection]:
+    """One block a picture; whoever writes it finds out whether there is data for it."""
+    blocks = [Block(picture=each) for each in drawings(of.one.run)]
+    yield ReportSection("pictures", "Pictures", blocks, ("html",))
+    yield ReportSection("pictures", "", blocks, ("markdown",))
+
+
+def gates(of: Material) -> Iterator[ReportSection]:
+    """What the gates said: on a page one line a gate, the weightiest first, every single finding folded away;
+    in Markdown trial by trial.
+    """
+    trials, silent = of.one.run.all_trials, Block(words="No gate had anything to say.")
+    found = [(trial.trial_id, finding) for trial in trials for finding in trial.findings]
+    if not of.one.is_imported:
+        found_notes = [
+            Note(f"`{trial_id}` {each.level}, {each.gate}: {each.message}", each.advice)
+            for trial_id, each in found
+        ]
+        title = "What the gates found, trial by trial"
+        yield ReportSection(
+            "gates", title, [Block(notes=found_notes) if found_notes else silent], ("markdown",)
+        )
+    if not found:
+        yield ReportSection("gates", _GATES, [silent] if trials else [], ("html",))
+        return
+    found.sort(key=lambda each: _LEVELS.index(each[1].level))
+    counts = Counter((finding.level, finding.gate) for _, finding in found)
+    last = {(finding.level, finding.gate): finding for _, finding in found}
+    brief = [
+        [level, gate, number, last[level, gate].message, last[level, gate].advice or MISSING]
+        for (level, gate), number in counts.items()
+    ]
+    every = [
+        [finding.level, trial_id, finding.gate, finding.message, finding.advice or MISSING]
+        for trial_id, finding in found
+    ]
+    words = "An invalid trial counts neither way; a warning stands beside the number."
+    header = ["level", "gate", "findings", "the last of them", "what to do"]
+    title = f"Every finding ({len(found)})"
+    full = of_texts(title, ["level", "trial", "gate", "what was found", "what to do"], every, "left")
+    short = of_texts(f"{len(trials)} trials, by gate", header, brief, "left")
+    blocks = [Block(words=words, table=short), Block(title, table=full, folded=True, bulk=True)]
+    yield ReportSection("gates", _GATES, blocks, ("html",))
+
+
+_GATES: Final = "What the gates found"
+
+
+def every_column(of: Material) -> Iterator[ReportSection]:
+    """All CSVs, with all columns, folded away."""
+    blocks = [
+        Block(f"{name}.csv, {len(rows):,} rows", table=table, folded=True, bulk=True)
+        for name, rows in of.one.files.items()
+        if (table := of_csv(name, f"tables/{name}.csv", rows)) is not None
+    ]
+    yield ReportSection("columns", "Every column", blocks)
+
+
+# --- the machine -----------------------------------------------------------------------------------
+
+
+def environment(of: Material) -> Iterator[ReportSection]:
+    """On a page environment.json and manifest.json, each value with its place in the file; in Markdown what
+    matters to a reader.
+    """
+    run, blocks = of.one.run, []
+    if not of.one.is_imported:
+        facts = of_texts("", ["", ""], list(_machine(run)))
+        blocks.append(Block(table=facts, writers=("markdown",)))
+    for name, data in (("environment.json", run.environment), ("manifest.json", run.manifest)):
+        rows = list(_flat(data))
+        if rows:
+            table = of_texts(name, ["what", "value"], rows, "left")
+            folded = name != "environment.json"
+            blocks.append(Block(name, table=table, folded=folded, writers=("html",)))
+    yield ReportSection("environment", "Environment", blocks, ("html",) if of.one.is_imported else WRITERS)
+
+
+def _machine(run: RunFolder) -> Iterator[tuple[str, str]]:
+    libraries = run.environment.get("libraries") or {}
+    installed = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
+    memory = (run.environment.get("memory") or {}).get("total_bytes")
+    settings = run.environment.get("env") or {}
+    facts = {
+        "host": run.environment.get("hostname"),
+        "OS": run.environment.get("os"),
+        "kernel": run.environment.get("kernel"),
+        "CPU": json.dumps(run.environment.get("cpu"), ensure_ascii=False),
+        "memory": f"{memory / 2**30:.1f} GiB" if isinstance(memory, (int, float)) else None,
+        "GPUs": json.dumps(run.environment.get("gpus"), ensure_ascii=False),
+        "load average before": run.environment.get("load_average"),
+        "libraries": installed,
+        "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
+        "git": json.dumps(run.manifest.get("git")),
+    }
+    for name, value in facts.items():
+        if value not in (None, "", "null"):
+            yield name, str(value)
+
+
+def _flat(data: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """(place, value) of what is known; a list of plain values stays one line."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _flat(value, f"{place} · {key}" if place else str(key))
+    elif isinstance(data, list) and len(data) > 1 and data[0] and all(each == data[0] for each in data):
+        yield from _flat(data[0], f"{place} 1 to {len(data)}")
+    elif isinstance(data, list) and any(isinstance(each, (Mapping, list)) for each in data):
+        for number, each in enumerate(data, 1):
+            yield from _flat(each, f"{place} {number}")
+    elif data not in (None, "", []):
+        yield place, ", ".join(map(str, data)) if isinstance(data, list) else str(data)
+
+
+# --- the commands ----------------------------------------------------------------------------------
+
+
+def again(of: Material) -> Iterator[ReportSection]:
+    """The exact commands: the user's own, and on a page each process's as it was started."""
+    run = of.one.run
+    argv = " ".join(str(word) for word in run.manifest.get("argv") or ()) or "(not recorded)"
+    seed = f"Seed {run.manifest.get('seed')}."
+    about = (
+        f"{seed} The scenario lies beside this file as `scenario.yaml`, everything resolved in `plan.json`."
+    )
+    if of.one.is_imported:
+        yield ReportSection("again", "How to read it in again", [Block(code=argv)], ("markdown",))
+    else:
+        yield ReportSection(
+            "again", "How to run it again", [Block(code=argv), Block(words=about)], ("markdown",)
+        )
+    words = f"{seed} Everything resolved lies in plan.json beside this file."
+    blocks = [Block("The command", words, code=argv)]
+    if run.scenario_text.strip():
+        blocks.append(Block("scenario.yaml", code=run.scenario_text, folded=True))
+    processes = run.plan.get("processes")
+    for label, group in processes.items() if isinstance(processes, Mapping) else ():
+        lines = [_command(name, each) for name, each in group.items() if isinstance(each, Mapping)]
+        blocks.append(Block(f"Processes of {label}", code="\n\n".join(lines), folded=True))
+    yield ReportSection("again", "How to run it again", blocks, ("html",))
+
+
+def _command(name: str, process: Mapping[str, Any]) -> str:
+    """One process as a line for a shell, and what it reads as JSON."""
+    settings = [f"{key}={shlex.quote(str(value))}" for key, value in (process.get("env") or {}).items()]
+    line = " ".join([*settings, *(shlex.quote(str(word)) for word in process.get("argv") or ())])
+    spec = process.get("spec")
+    return f"# {name}\n{line}" + (
+        f"\n# its specification: {json.dumps(spec, ensure_ascii=False)}" if spec else ""
+    )
+
+
+def files(of: Material) -> Iterator[ReportSection]:
+    """Where the files of each run are."""
+    blocks = []
+    for facts in of.runs:
+        path = facts.run.path
+        there = [name for name in _FILES if (path / name.rstrip("/")).exists()]
+        blocks.append(Block(words=f"files: {path} ({', '.join(there)})"))
+    yield ReportSection("files", "", blocks)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from kvbench.report.findings.ahead import answer_text
 from kvbench.report.findings.findings import folded
 from kvbench.report.findings.transfers import answers, models_text
-from kvbench.report.sections.any_run import drawings
-from kvbench.report.sections.facts import Facts, Material
+from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables.cells import sorted_cases
 from kvbench.report.tables.table import MISSING, number
 from kvbench.report.tables.transfers import CAPTION, LEGEND, pair_matrices

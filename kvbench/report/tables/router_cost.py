@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.metrics.paired import Added, Pairs, added
 from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.stats import Added, Pairs, added
 from kvbench.errors import StoreError
 from kvbench.report.tables.table import number
 from kvbench.results.run import RunFolder

@@ -42,8 +42,8 @@ from kvbench.core.scenario.hosts import RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, KvbenchError, StoreError
+from kvbench.files import scratch
 from kvbench.hosts.lab.lab import Lab
-from kvbench.hosts.scratch import scratch
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher, LocalPlace, LocalProcess
 from kvbench.launchers.parts.sockets import free_ports

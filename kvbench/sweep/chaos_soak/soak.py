@@ -26,7 +26,7 @@ from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.report.chaos_soak.soak_rows import soak_problems
+from kvbench.report.tables.soak_rows import soak_problems
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume

@@ -32,7 +32,7 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import judged_slo
 from kvbench.core.slo import Slo, latencies_ms
 from kvbench.errors import KvbenchError, StoreError
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 from kvbench.report.report import FORMATS, write_report
 from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS

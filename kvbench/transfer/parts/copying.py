@@ -25,7 +25,7 @@ from typing import Any
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Endpoint, Layout, Op, Ticket, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.threads import Job, Threads
+from kvbench.transfer.parts.control import Job, Threads
 
 HERE_FIX = "both sides must run on one host, as the same user and in one process namespace"
 

@@ -21,9 +21,8 @@ from typing import Any, Literal
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
 from kvbench.transfer.parts.blocks import BlockSpan, paired_spans, split_spans
-from kvbench.transfer.parts.control import ControlChannel, Door, dial
+from kvbench.transfer.parts.control import ControlChannel, Door, Job, ThreadedEndpoint, dial
 from kvbench.transfer.parts.native import import_native
-from kvbench.transfer.parts.threads import Job, ThreadedEndpoint
 
 INSTALL = "pip install torch"
 # A send or receive whose other side is gone is given up by the library after this long. Seconds.

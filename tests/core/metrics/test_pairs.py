@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.metrics.paired import LEAST_PAIRS, Added, added, block_length
+from kvbench.core.stats import LEAST_PAIRS, Added, added, block_length
 
 
 def by_name(found: list[Added]) -> dict[str, Added]:

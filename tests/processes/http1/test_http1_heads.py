@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import damaged, fuzz, stored
 
-from kvbench.processes.http1.framing import HEADS, usual_request, usual_response
+from kvbench.processes.http1.splicing import HEADS, usual_request, usual_response
 
 pytestmark = pytest.mark.skipif(
     HEADS is None, reason="kvbench.processes.http1._heads was not compiled, or is refused"

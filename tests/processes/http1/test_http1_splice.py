@@ -21,8 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.processes.http1.framing import ChunkWatch, FramingError
-from kvbench.processes.http1.splicing import SPLICE
+from kvbench.processes.http1.splicing import SPLICE, ChunkWatch, FramingError
 
 pytestmark = pytest.mark.skipif(
     SPLICE is None, reason="kvbench.processes.http1._splice was not compiled, or is refused"

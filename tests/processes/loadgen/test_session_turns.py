@@ -19,7 +19,7 @@ from kvbench.processes.loadgen.direct import DirectDispatch
 from kvbench.processes.loadgen.plan import PlannedRequest, request_headers
 from kvbench.processes.loadgen.session_schedule import SessionSchedule
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 
 DECIMALS = 3e-7
 """Times in records are rounded to 0.1 µs."""

@@ -38,7 +38,7 @@ from kvbench.report.plots import (
     write_plots,
 )
 from kvbench.report.plots.panels import axis_spans, light_records, nice_log_ticks, series_of, supporting
-from kvbench.report.plots.pareto import Point, front, gpus_by_connector, points
+from kvbench.report.plots.rates import Point, front, gpus_by_connector, points
 from kvbench.report.plots.style import PALETTES, looks
 from kvbench.report.plots.transfer import nic_bytes
 from kvbench.results.run import RunFolder, load_run

@@ -10,7 +10,7 @@ import pytest
 from commands import Running, invoke, kvbench, tagged_processes, the_run, wait_until
 from processes import words_of
 
-from kvbench.report.chaos_soak.soak_rows import soak_problems, soak_series
+from kvbench.report.tables.soak_rows import soak_problems, soak_series
 from kvbench.results.run import load_run
 
 pytestmark = pytest.mark.timeout(300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbench.core.gates.evidence import HostFigures
-from kvbench.sweep.selftest.selftest import TRIES, disturbance, least_disturbed
+from kvbench.sweep.selftest import TRIES, disturbance, least_disturbed
 
 
 def test_each_pass_has_a_name_and_each_further_one_a_reason() -> None:

@@ -14,8 +14,7 @@ from commands import invoke, kvbench
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError, LaunchError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import chunks_between, errors_of, exact_server, mean_open
-from kvbench.sweep.selftest.selftest import (
+from kvbench.sweep.selftest import (
     ALLOWED_MS,
     DURATION_S,
     Level,
@@ -24,6 +23,7 @@ from kvbench.sweep.selftest.selftest import (
     level_of,
     parse_streams,
 )
+from kvbench.sweep.selftest_server import chunks_between, errors_of, exact_server, mean_open
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 STARTED = 1000.0

@@ -21,7 +21,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.display import Silent
-from kvbench.sweep.selftest.exact_server import RunningExactServer, exact_server
+from kvbench.sweep.selftest_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult

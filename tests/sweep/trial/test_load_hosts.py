@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import exact_server
+from kvbench.sweep.selftest_server import exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.perf_workers import hosts
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run
 

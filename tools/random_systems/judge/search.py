@@ -29,9 +29,9 @@ from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 from kvbench.sweep.display import Silent
+from kvbench.sweep.simulator_process import SystemAnswer
 from kvbench.sweep.sweep import searching_sweep
-from kvbench.sweep.system.simulator_process import SystemAnswer
-from kvbench.sweep.system.site import Replayed, SystemBench
+from kvbench.sweep.system import Replayed, SystemBench
 
 from ..simulate import State, end, trial
 from ..system import FloatArray, System

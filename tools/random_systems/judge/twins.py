@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from rich.table import Table
 
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 from kvbench.report.side_by_side import compared_runs
 from kvbench.results.run import RunFolder
 

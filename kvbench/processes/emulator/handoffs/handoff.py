@@ -24,8 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from kvbench.errors import TransferError
-from kvbench.processes.emulator.clock import Alarm
-from kvbench.processes.emulator.engine import RunningEngine
+from kvbench.processes.emulator.engine import Alarm, RunningEngine
 from kvbench.processes.emulator.kvbytes import KvPool
 from kvbench.processes.emulator.metrics import EngineMetrics
 from kvbench.processes.emulator.protocol import ApiError, Generate

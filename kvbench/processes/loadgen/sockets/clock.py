@@ -1,6 +1,6 @@
 """When bytes came and went: the kernel's stamps, put on the monotonic clock that all else counts by.
 
-The compiled part of the load generator's hot path, or None (kvbench.processes.common.compiled).
+The compiled part of the load generator's hot path, or None (kvbench.processes.common.entry).
 
 What was read of one stream, and when, until somebody takes it in.
 """
@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.processes.common.compiled import compiled
+from kvbench.processes.common.entry import compiled
 
 READS: Final = compiled("kvbench.processes.loadgen.sockets._reads")
 """The module, or None."""

@@ -25,8 +25,7 @@ from typing import Any
 
 from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
-from kvbench.transfer.parts.control import ControlChannel, Door, dial
-from kvbench.transfer.parts.threads import Job, ThreadedEndpoint
+from kvbench.transfer.parts.control import ControlChannel, Door, Job, ThreadedEndpoint, dial
 
 # Replaced objects are left alone until they are this many bytes, so that few removals meet a timed call.
 SWEEP_BYTES = 4 << 20

@@ -26,13 +26,13 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
-from kvbench.hosts.scratch import scratch
+from kvbench.files import scratch
 from kvbench.launchers.local import LocalLauncher
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
-from kvbench.sweep.system.simulator_process import SimulatorProcess, SystemAnswer, read_answer
+from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
 from kvbench.sweep.trial.judging import (
     begun_record,

@@ -24,11 +24,11 @@ from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.gates.client import cpu_taken
 from kvbench.core.gates.evidence import GateLimits, HostFigures
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
+from kvbench.files import scratch
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
-from kvbench.hosts.scratch import scratch
 from kvbench.hosts.telemetry import host_figures, read_host
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.selftest.exact_server import (
+from kvbench.sweep.selftest_server import (
     Errors,
     RunningExactServer,
     chunks_between,

@@ -24,7 +24,7 @@ from kvbench.core.chaos_soak.fault_plan import KINDS, TARGETS
 from kvbench.core.records import HELD_METHODS, Cell, TrialRecord
 from kvbench.core.stats import upper_bound
 from kvbench.errors import InputError
-from kvbench.report.chaos_soak.soak_rows import drift_rows
+from kvbench.report.tables.soak_rows import drift_rows
 from kvbench.report.tables.table import MISSING, WHOLE_RUN, Column, Table, number
 from kvbench.results.run import RunFolder
 

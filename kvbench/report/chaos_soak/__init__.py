@@ -1,1 +1,0 @@
-"""Reports of runs at a held rate: faults and what they cost, windows of hours."""

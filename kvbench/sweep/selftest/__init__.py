@@ -1,1 +1,0 @@
-"""This machine's own error, measured against servers whose schedule is exact."""
