@@ -92,7 +92,7 @@ def written(
         "",
         "connectors:                # each gets a line in the plot; aggregated is the truth for outputs",
         *_connector_lines(answers, machine),
-        *(_comment(text) for text in cannot),
+        *(("  " + " ".join(text.split())) for text in cannot),
         *_load_lines(answers, offered.trial_s),
     ]
     return "\n".join(lines) + "\n"
@@ -190,10 +190,6 @@ def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, st
         chooses = engines.options_model(answers.engine).chooses_transport
         return {**({"ucx_tls": "rc,tcp"} if nics and not chooses else {}), **devices}
     return {}
-
-
-def _comment(text: str) -> str:
-    return "  " + " ".join(text.split())
 
 
 DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

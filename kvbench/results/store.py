@@ -167,11 +167,6 @@ def new_session(run_id: str, now: datetime) -> dict[str, Any]:
     }
 
 
-def ended_session(session: Mapping[str, Any]) -> dict[str, Any]:
-    """A session that is over; of one that was killed nobody wrote how."""
-    return {**session, "why": session.get("why") or "cut off"}
-
-
 def iso(moment: datetime) -> str:
     """UTC with milliseconds: ``2026-11-21T13:30:00.123Z``."""
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -291,7 +286,7 @@ class RunStore:
         except BaseException:
             os.close(lock)
             raise
-        sessions = [ended_session(each) for each in manifest.get("sessions", [])]
+        sessions = [{**each, "why": each.get("why") or "cut off"} for each in manifest.get("sessions", [])]
         begun = {"checksums": ALGORITHM, "sessions": [*sessions, session]}
         try:
             store.update(status="running", error="", ended_at=None, **begun)

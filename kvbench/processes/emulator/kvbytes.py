@@ -144,11 +144,6 @@ def fold(state: int, digests: U64, position_powers: U64) -> int:
     return (state + int(total)) & 0xFFFF_FFFF_FFFF_FFFF
 
 
-def fold_each(states: U64, digests: U64, position_powers: U64) -> U64:
-    """The states of several sequences after one more token each."""
-    return states + mix64_array(digests) * position_powers
-
-
 def next_tokens(states: U64, vocab_size: int) -> NDArray[np.int64]:
     """The token that follows each state, never the end-of-sequence one."""
     picked = mix64_array(states ^ _TOKEN_SALT) % np.uint64(vocab_size - 1)
@@ -207,7 +202,7 @@ class KvCompute:
         self.pool.write_slots(blocks, slots, hashes)
         digests = self.pool.digest_slots(blocks, slots)
         states = np.array([live.state for live, _ in work], dtype=np.uint64)
-        states = fold_each(states, digests, self._powers[positions])
+        states = states + mix64_array(digests) * self._powers[positions]
         for (live, _), state, value in zip(work, states.tolist(), hashes.tolist(), strict=True):
             live.state = state
             live.digested += 1

@@ -195,12 +195,7 @@ def trials(run: RunFolder) -> pd.DataFrame:
         else _trial(trial)
         for trial in run.all_trials
     ]
-    return frame(rows, _trial_columns())
-
-
-def _trial_columns() -> list[str]:
-    """Without a trial there is no row that would name them."""
-    return list(_trial(TrialRecord("", Cell("", 0, 0), 0.0, 0, "measured", "")))
+    return frame(rows, list(_trial(TrialRecord("", Cell("", 0, 0), 0.0, 0, "measured", ""))))
 
 
 def _trial(trial: TrialRecord) -> dict[str, Any]:
